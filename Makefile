@@ -1,0 +1,50 @@
+# Every target makes what it needs. PYTHON chooses the interpreter that the virtual environment is made from.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEED ?= 0
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test check proto proto-check bench soak format clean
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "torch==2.13.0"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[learner,engine,dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/echo2 demo --seed $(SEED)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not soak and not gpu and not vllm"
+
+check: $(STAMP) proto-check
+	$(BIN)/ruff check echo2 tests benchmarks
+	$(BIN)/ruff format --check echo2 tests benchmarks
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest tests/tidy
+
+format: $(STAMP)
+	$(BIN)/ruff format echo2 tests benchmarks
+	$(BIN)/ruff check --fix echo2 tests benchmarks
+
+proto: $(STAMP)
+	$(BIN)/python proto/generate.py
+
+proto-check: $(STAMP)
+	$(BIN)/python proto/generate.py --check
+
+bench: $(STAMP)
+	@for name in $$(ls benchmarks | sed -n 's/^bench_\(.*\)\.py$$/\1/p'); do $(MAKE) --no-print-directory bench-$$name || exit 1; done
+
+bench-%: $(STAMP)
+	$(BIN)/python -m benchmarks.bench_$*
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

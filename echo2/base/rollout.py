@@ -1,0 +1,129 @@
+"""What a rollout is, on every plane: sampling parameters, tokens with log-probabilities and versions, finish reasons.
+
+Guarantees: a `Rollout` is consistent with itself (lengths agree, spans cover the tokens). Leaves to others: whether
+it may be trained on (staleness/), whether its sender may be believed (learner/).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import GroupId, Version
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence stopped. UNFINISHED marks a partial rollout."""
+
+    UNFINISHED = "unfinished"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            raise MalformedMessage(f"temperature: expected 0 to 100, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise MalformedMessage(f"top_p: expected above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise MalformedMessage(f"top_k: expected 0 (off) or more, got {self.top_k}")
+        if not 1 <= self.max_new_tokens <= 1 << 20:
+            raise MalformedMessage(f"max_new_tokens: expected 1 to {1 << 20}, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """`count` consecutive tokens sampled by `version`."""
+
+    version: Version
+    count: int
+
+
+def spans_of(versions: Iterable[Version]) -> tuple[VersionSpan, ...]:
+    """Run-length form of a version per token."""
+    spans: list[VersionSpan] = []
+    for version in versions:
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].count + 1)
+        else:
+            spans.append(VersionSpan(version, 1))
+    return tuple(spans)
+
+
+def joined_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Spans of `first`'s tokens followed by `second`'s; equal neighbours are merged."""
+    if first and second and first[-1].version == second[0].version:
+        seam = VersionSpan(first[-1].version, first[-1].count + second[0].count)
+        return (*first[:-1], seam, *second[1:])
+    return (*first, *second)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion, whole or partial.
+
+    `logprobs[i]` is the natural log-probability, under the sampling distribution (after temperature and filters), of
+    `token_ids[i]` given the prompt and the tokens before it; `raw_logprobs[i]` is that of the raw model (temperature
+    1, no filter). Both in nats, float32 precision.
+    """
+
+    group_id: GroupId
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        whose = f"rollout {self.index} of group {self.group_id}"
+        if len(self.logprobs) != count or len(self.raw_logprobs) != count:
+            raise MalformedMessage(
+                f"{whose}: expected {count} log-probabilities, one a token, got {len(self.logprobs)} sampled and "
+                f"{len(self.raw_logprobs)} raw"
+            )
+        covered = sum(span.count for span in self.version_spans)
+        if covered != count or any(span.count < 1 for span in self.version_spans):
+            raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
+        if any(not math.isfinite(x) or x > 1e-3 for x in (*self.logprobs, *self.raw_logprobs)):
+            raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
+    def oldest_version(self) -> Version | None:
+        """The oldest version that sampled a token of it; None while it has no token."""
+        return min((span.version for span in self.version_spans), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One prompt to be completed `rollout_count` times: all that a worker needs to know of it.
+
+    `consume_step` is the learner's estimate of the step that will train on it; a worker whose version is older than
+    `consume_step - S` should not begin it.
+    """
+
+    group_id: GroupId
+    prompt_token_ids: tuple[int, ...]
+    rollout_count: int
+    sampling: SamplingParams
+    consume_step: int

@@ -1,0 +1,71 @@
+"""Durations, sizes, rates and money as people write them (`80ms`, `4MiB`, `300mbit/s`), parsed to SI floats or ints."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from echo2.base.errors import ConfigError
+
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", re.IGNORECASE)
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+def _split(text: str, what: str, example: str) -> tuple[float, str]:
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{what}: expected a number with a unit such as {example}, got {text!r}")
+    return float(match[1]), match[2].lower()
+
+
+def parse_duration_s(text: str | float) -> float:
+    """Seconds from `80ms`, `2s`, `5min`, `1.5h`; a bare number is seconds."""
+    if isinstance(text, int | float):
+        return _finite(float(text), "duration")
+    number, unit = _split(text, "duration", "'80ms', '2s', '5min'")
+    if unit not in _SECONDS:
+        raise ConfigError(f"duration: expected one of us, ms, s, min, h, d after the number, got {text!r}")
+    return number * _SECONDS[unit]
+
+
+def parse_bytes(text: str | float) -> int:
+    """Bytes from `4MiB`, `1.5GB`; a bare number is bytes."""
+    if isinstance(text, int | float):
+        return int(_finite(float(text), "size"))
+    number, unit = _split(text, "size", "'4MiB', '1.5GB'")
+    if unit not in _BYTES:
+        raise ConfigError(f"size: expected one of B, kB, MB, GB, KiB, MiB, GiB after the number, got {text!r}")
+    return int(number * _BYTES[unit])
+
+
+def parse_rate_bytes_per_s(text: str | float) -> float:
+    """Bytes per second from `300mbit/s`, `1gbit`, `37.5MB/s`; a bare number is bytes per second."""
+    if isinstance(text, int | float):
+        return _finite(float(text), "rate")
+    number, unit = _split(text, "rate", "'300mbit/s', '1gbit', '37.5MB/s'")
+    base = unit.removesuffix("/s")
+    if base in _BITS:
+        return number * _BITS[base] / 8
+    if base in _BYTES and base:
+        return number * _BYTES[base]
+    raise ConfigError(f"rate: expected bit/s or B/s with a prefix, such as 300mbit/s or 37.5MB/s, got {text!r}")
+
+
+def _finite(number: float, what: str) -> float:
+    if not math.isfinite(number) or number < 0:
+        raise ConfigError(f"{what}: expected a finite number >= 0, got {number}")
+    return number
+
+
+def format_bytes(count: float) -> str:
+    """`12.3 MB`, in powers of ten, as links are sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,110 @@
+"""The engine protocol: what the worker asks of an inference engine. Two real engines fit it, embedded and vLLM.
+
+Guarantees asked of an implementation: every token carries the version whose weights sampled it; a swap takes effect
+between two decode steps and is all or nothing; an aborted sequence gives back all of its tokens. Leaves to others:
+which version to stage (broadcast/), what to generate (leases), when to swap (worker/swap).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.broadcast.staged import StagedVersion
+
+
+class SwapMode(enum.Enum):
+    """What happens to the sequences in flight when new weights arrive. All of them keep their tokens."""
+
+    KEEP_KV = "keep_kv"  # go on at once; the KV cache stays that of the old weights (fast, slightly off)
+    RECOMPUTE_KV = "recompute_kv"  # prefill prompt + tokens again under the new weights (exact)
+    FINISH_FIRST = "finish_first"  # admit nothing new, let running sequences end, then swap
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence. `token_ids` already generated (a continuation) are prefilled after the prompt, not sampled again.
+
+    `sampling.max_new_tokens` counts from the prompt's end, the tokens handed in included. Sequences of one
+    `prefix_key` share their prompt. `sampling.seed` and the request's id make its random stream.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    prefix_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """New tokens of one sequence since the last chunk, all of one version; `finish_reason` on the last."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    version: Version
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine's start; seconds, tokens and sequences."""
+
+    running_sequences: int
+    waiting_sequences: int
+    sampled_tokens: int
+    decode_s: float
+    prefill_s: float
+    swap_s: float
+    swap_count: int
+
+
+class Engine(Protocol):
+    """An inference engine on an asyncio loop. Errors of any call: `EngineError`, naming the request or tensor."""
+
+    @property
+    def version(self) -> Version | None:
+        """The version of the live weights; None before the first swap."""
+        ...
+
+    @property
+    def slot_count(self) -> int:
+        """How many sequences can decode at the same time."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None:
+        """Ends the engine; running sequences are dropped. Never hangs for more than 10 s."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues one sequence. Refuses an id in use, a prompt over the context, a token outside the vocabulary."""
+        ...
+
+    async def next_chunks(self) -> Sequence[TokenChunk]:
+        """Waits for new tokens of any sequence, in the order sampled. Wakes on tokens; empty list once stopped."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Stops one sequence: its last chunk (reason ABORTED) follows on `next_chunks`. Unknown ids are ignored."""
+        ...
+
+    async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
+        """Puts a staged version live at a step boundary; returns the seconds that generation stood still.
+
+        A failure leaves the old version live and raises `EngineError`.
+        """
+        ...
+
+    async def fingerprint(self, key: int) -> int:
+        """Keyed fingerprint (broadcast/delta) of the live weights as HF-named raw bits."""
+        ...
+
+    def stats(self) -> EngineStats: ...

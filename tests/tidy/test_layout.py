@@ -1,0 +1,124 @@
+"""House limits: imports point one way, core code does no IO, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "echo2"
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 500
+PARAMETERS_MAX = 8
+
+# What each room may import of echo2. The order of design: base < config < {cost_model, staleness} < broadcast
+# < {coordinator, learner, worker, tasks} < {wire, sim} < broadcast.runtime < {role}.runtime < cli.
+_BASE = {"base"}
+_PURE = _BASE | {"config", "cost_model", "staleness", "broadcast"}
+_ROLES = {"coordinator", "learner", "worker", "tasks"}
+ALLOWED: dict[str, set[str]] = {
+    "base": _BASE,
+    "config": _BASE | {"config"},
+    "cost_model": _BASE | {"config", "cost_model"},
+    "staleness": _BASE | {"config", "staleness"},
+    "broadcast": _PURE,
+    "coordinator": _PURE | {"coordinator"},
+    "learner": _PURE | {"learner"},
+    "worker": _PURE | {"worker"},
+    "tasks": _PURE | {"tasks"},
+    "wire": _PURE | _ROLES | {"wire"},
+    "sim": _PURE | _ROLES | {"sim"},
+    "broadcast.runtime": _PURE | {"wire", "broadcast.runtime"},
+    "coordinator.runtime": _PURE | {"wire", "broadcast.runtime", "coordinator", "coordinator.runtime"},
+    "learner.runtime": _PURE | {"wire", "broadcast.runtime", "learner", "learner.runtime", "tasks"},
+    "worker.runtime": _PURE | {"wire", "broadcast.runtime", "worker", "worker.runtime"},
+    "tasks.runtime": _PURE | {"tasks", "tasks.runtime"},
+}
+ALLOWED["learner.runtime"] |= {"tasks.runtime"}
+
+IO_MODULES = {"socket", "asyncio", "threading", "subprocess", "grpc", "trio", "sqlalchemy", "sqlite3", "requests"}
+TORCH_ALLOWED_IN_CORE = {
+    "echo2/learner/loss.py", "echo2/learner/advantage.py", "echo2/learner/correction.py",
+}  # fmt: skip
+TORCH_ALLOWED_PREFIXES = ("echo2/broadcast/delta/",)
+
+
+def sources() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if "gen" not in p.relative_to(PACKAGE).parts)
+
+
+def room_of(module: str) -> str | None:
+    """`echo2.learner.runtime.daemon` -> `learner.runtime`; None for cli and the top package."""
+    parts = module.split(".")[1:]
+    if not parts or parts[0] == "cli":
+        return None
+    return ".".join(parts[:2]) if len(parts) > 1 and parts[1] == "runtime" else parts[0]
+
+
+def imports_of(tree: ast.AST) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = room_of(module_of(path))
+    if room is None:
+        return
+    for name in imports_of(ast.parse(path.read_text())):
+        if not name.startswith("echo2.") or name.startswith("echo2.__version__"):
+            continue
+        target = room_of(name)
+        assert target in ALLOWED[room], f"{module_of(path)} ({room}) may not import {name}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_core_code_does_no_io_and_reads_no_clock(path: Path) -> None:
+    relative = str(path.relative_to(ROOT))
+    room = room_of(module_of(path))
+    if room is None or room.endswith(".runtime") or room in {"base", "sim", "wire"}:
+        return
+    roots = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+    assert not roots & IO_MODULES, f"{relative} is core code and imports {roots & IO_MODULES}"
+    assert "time" not in roots, f"{relative} is core code: take `now` as an argument"
+    if relative not in TORCH_ALLOWED_IN_CORE and not relative.startswith(TORCH_ALLOWED_PREFIXES):
+        assert not roots & {"torch", "transformers"}, f"{relative} is core code and imports torch"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= FILE_LINES_MAX, f"{path.name} is over {FILE_LINES_MAX} lines"
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+        assert lines <= FUNCTION_LINES_MAX, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+        arguments = node.args
+        named = [
+            a for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if a.arg not in {"self", "cls"}
+        ]
+        assert len(named) <= PARAMETERS_MAX, f"{path.name}:{node.lineno} {node.name} has {len(named)} parameters"
+
+
+def test_there_is_no_utils() -> None:
+    banned = {"utils", "util", "common", "helpers", "misc"}
+    assert not [p for p in sources() if p.stem in banned or banned & set(p.parts)]
+
+
+def test_nothing_on_the_wire_is_pickled() -> None:
+    for path in sources():
+        names = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+        assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path} imports a pickler"
