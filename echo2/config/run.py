@@ -1,0 +1,193 @@
+"""Every option of a run, grouped by component. One file may serve all roles; each role reads its sections.
+
+Guarantees: frozen, validated, units parsed; imports no torch. A test holds the full list of options, so that a new
+one is a visible decision.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from echo2.config.fields import Bytes, BytesPerSecond, Count, Fraction, Port, Positive, Seconds, Section
+
+
+class RunSection(Section):
+    name: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="Names the run and its folder.")
+    ] = "run"
+    folder: Annotated[str, Field(description="Where run folders are made.")] = "runs"
+    seed: Annotated[int, Field(ge=0, description="Seeds the order of prompts and the sampling of tokens.")] = 0
+
+
+class ModelSection(Section):
+    path: Annotated[str, Field(description="Local folder in Hugging Face layout, or a hub id.")] = ""
+    weights_dtype: Annotated[
+        Literal["bfloat16", "float32"], Field(description="Precision of the policy that is published and sampled from.")
+    ] = "bfloat16"
+
+
+class TaskSection(Section):
+    name: Annotated[
+        str, Field(description="Task adapter: sort_digits, reasoning_gym, math, module:Class ... (docs/tasks.md).")
+    ] = "sort_digits"
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
+    eval_prompts: Annotated[int, Field(ge=0, description="Held-out prompts scored at each evaluation; 0: none.")] = 64
+    eval_every_steps: Annotated[Count, Field(description="Steps between evaluations on held-out prompts.")] = 20
+
+
+class SamplingSection(Section):
+    temperature: Annotated[float, Field(ge=0, le=100, description="Divides the logits; 0 is greedy.")] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="Keeps the smallest set of tokens with this mass; 1: off.")
+    ] = 1.0
+    top_k: Annotated[int, Field(ge=0, description="Keeps this many likeliest tokens; 0: off.")] = 0
+    max_new_tokens: Annotated[Count, Field(description="Longest completion, in tokens.")] = 1024
+
+
+class StalenessSection(Section):
+    bound: Annotated[int, Field(ge=1, le=64, description="S: no token older than this many steps is trained on.")] = 4
+    kappa: Annotated[int, Field(ge=0, description="Steps between publications; 0: the planner chooses.")] = 0
+
+    @model_validator(mode="after")
+    def _kappa_fits(self) -> Self:
+        if self.kappa > self.bound:
+            raise ValueError(
+                f"kappa: expected at most the staleness bound {self.bound} (0: the planner chooses), got {self.kappa}"
+            )
+        return self
+
+
+class LearnerSection(Section):
+    steps: Annotated[Count, Field(description="Optimiser steps of the run.")] = 200
+    prompts_per_step: Annotated[Count, Field(description="Groups that one step trains on.")] = 16
+    rollouts_per_prompt: Annotated[Count, Field(description="n: completions of each prompt.")] = 16
+    lr: Annotated[Positive, Field(description="Learning rate of AdamW.")] = 1e-6
+    warmup_steps: Annotated[int, Field(ge=0, description="Steps over which the learning rate rises from 0.")] = 0
+    beta1: Annotated[Fraction, Field(description="AdamW's first moment decay.")] = 0.9
+    beta2: Annotated[Fraction, Field(description="AdamW's second moment decay.")] = 0.99
+    weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
+    grad_clip: Annotated[Positive, Field(description="Largest global gradient norm.")] = 1.0
+    advantage: Annotated[
+        Literal["grpo", "dr_grpo", "rloo", "mc_grpo"],
+        Field(description="Baseline and scale of group advantages (docs/algorithms.md)."),
+    ] = "grpo"
+    objective: Annotated[
+        Literal["token", "gspo"], Field(description="Token-level clipped surrogate, or sequence-level ratios.")
+    ] = "token"
+    normalisation: Annotated[
+        Literal["dapo", "bnpo", "dr_grpo", "grpo"], Field(description="What the summed loss is divided by.")
+    ] = "dapo"
+    correction: Annotated[
+        Literal["none", "behaviour", "tis_token", "tis_sequence", "masked", "decoupled"],
+        Field(description="Correction for stale samples (docs/algorithms.md says how large an S each bears)."),
+    ] = "tis_token"
+    clip_low: Annotated[Positive, Field(description="Lower clip of the ratio, 1 - this.")] = 0.2
+    clip_high: Annotated[Positive, Field(description="Upper clip of the ratio, 1 + this.")] = 0.28
+    is_cap: Annotated[Positive, Field(description="Truncation of importance weights.")] = 2.0
+    kl_coefficient: Annotated[
+        float, Field(ge=0, description="Weight of the k3 KL penalty to the base model; 0: off.")
+    ] = 0.0
+    token_budget: Annotated[Count, Field(description="Tokens of one packed micro-batch; bounds activation memory.")] = (
+        16384
+    )
+    threads: Annotated[int, Field(ge=0, description="CPU threads of the trainer; 0: one.")] = 0
+    device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"
+    checkpoint_every_steps: Annotated[
+        Count, Field(description="Steps between checkpoints; what a restart trains again.")
+    ] = 20
+    checkpoints_kept: Annotated[Count, Field(description="Newest checkpoints kept on disk.")] = 2
+    keyframe_every_versions: Annotated[
+        Count, Field(description="Whole snapshots among the published versions, for newcomers.")
+    ] = 16
+    host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
+    advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""
+    port: Annotated[Port, Field(description="Port of ingest and broadcast; 0: any free one.")] = 0
+
+
+class BroadcastSection(Section):
+    chunk_bytes: Annotated[Bytes, Field(ge=4096, le=4 << 20, description="The unit that the broadcast moves.")] = (
+        256 << 10
+    )
+    delta_setting: Annotated[
+        Literal["auto", "fast", "dense"], Field(description="Speed against size of deltas; auto: by link and cores.")
+    ] = "auto"
+    uplink_limit: Annotated[BytesPerSecond, Field(description="The learner never sends faster; 0: no limit.")] = 0.0
+    emulated_uplink: Annotated[
+        BytesPerSecond, Field(description="Shapes the learner's sending, for trials; 0: off.")
+    ] = 0.0
+    emulated_downlink: Annotated[
+        BytesPerSecond, Field(description="Shapes the learner's receiving, for trials; 0: off.")
+    ] = 0.0
+    emulated_rtt: Annotated[
+        Seconds, Field(description="Delays the learner's messages by half of this, for trials; 0: off.")
+    ] = 0.0
+
+
+class CoordinatorSection(Section):
+    host: Annotated[str, Field(description="Address that the coordinator listens on.")] = "127.0.0.1"
+    advertise: Annotated[str, Field(description="Host that join links name; empty: the one it listens on.")] = ""
+    enrol_port: Annotated[Port, Field(description="Port of first contact, named by join links.")] = 8418
+    port: Annotated[Port, Field(description="Port of the control streams (mutual TLS).")] = 8419
+    dashboard_port: Annotated[Port, Field(description="Port of the operator's page and /metrics.")] = 8420
+    heartbeat_interval: Annotated[Seconds, Field(gt=0, description="Between heartbeats of a node.")] = 5.0
+    suspect_after: Annotated[Seconds, Field(gt=0, description="Silence after which a worker gets no new lease.")] = 15.0
+    gone_after: Annotated[Seconds, Field(gt=0, description="Silence after which its leases go to others.")] = 45.0
+    lease_timeout: Annotated[
+        Seconds, Field(gt=0, description="A lease without progress for this long goes to another worker.")
+    ] = 120.0
+    report_interval: Annotated[
+        Seconds, Field(gt=0, description="Between reports of partial rollouts: what a lost worker costs.")
+    ] = 2.0
+    target_utilisation: Annotated[Fraction, Field(description="Share of time that the learner should train.")] = 0.98
+    usd_per_hour_cap: Annotated[float, Field(ge=0, description="The pool never costs more; 0: no cap.")] = 0.0
+    usd_budget: Annotated[float, Field(ge=0, description="Spending at which all workers are drained; 0: none.")] = 0.0
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if not self.heartbeat_interval < self.suspect_after < self.gone_after:
+            raise ValueError(
+                "heartbeat_interval < suspect_after < gone_after: expected that order, got "
+                f"{self.heartbeat_interval} s, {self.suspect_after} s, {self.gone_after} s"
+            )
+        return self
+
+
+class WorkerSection(Section):
+    engine: Annotated[
+        Literal["auto", "embedded", "vllm"],
+        Field(description="auto: vLLM where there is a GPU and vLLM, else embedded."),
+    ] = "auto"
+    slots: Annotated[int, Field(ge=0, le=4096, description="Sequences that decode together; 0: by memory.")] = 0
+    context_tokens: Annotated[int, Field(ge=0, description="Longest prompt + completion; 0: the model's.")] = 0
+    swap_mode: Annotated[
+        Literal["keep_kv", "recompute_kv", "finish_first"],
+        Field(description="What a new version does to sequences in flight."),
+    ] = "recompute_kv"
+    price_usd_per_hour: Annotated[float, Field(ge=0, description="What this machine costs while it is active.")] = 0.0
+    is_spot: Annotated[bool, Field(description="Whether the machine may be taken away at any time.")] = False
+    uplink_limit: Annotated[BytesPerSecond, Field(description="Never sends faster; 0: no limit.")] = 0.0
+    emulated_uplink: Annotated[BytesPerSecond, Field(description="Shapes its sending, for trials; 0: off.")] = 0.0
+    emulated_downlink: Annotated[BytesPerSecond, Field(description="Shapes its receiving, for trials; 0: off.")] = 0.0
+    emulated_rtt: Annotated[Seconds, Field(description="Delays its messages by half of this, for trials; 0: off.")] = (
+        0.0
+    )
+    slowdown: Annotated[float, Field(ge=1, description="Makes the embedded engine this much slower, for trials.")] = 1.0
+    host: Annotated[str, Field(description="Address that peers' chunks are served on.")] = "127.0.0.1"
+    port: Annotated[Port, Field(description="Port of the broadcast service; 0: any free one.")] = 0
+    store_bytes: Annotated[Bytes, Field(description="Disk kept for chunks.")] = 8 << 30
+
+
+class RunConfig(Section):
+    """The whole of it."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    sampling: SamplingSection = SamplingSection()
+    staleness: StalenessSection = StalenessSection()
+    learner: LearnerSection = LearnerSection()
+    broadcast: BroadcastSection = BroadcastSection()
+    coordinator: CoordinatorSection = CoordinatorSection()
+    worker: WorkerSection = WorkerSection()

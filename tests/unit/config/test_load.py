@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.base.errors import ConfigError
+from echo2.config.load import load_config, option_names, parse_overrides, to_toml
+from echo2.config.presets import PRESETS
+from echo2.config.run import RunConfig
+
+OPTIONS = Path(__file__).with_name("options.txt")
+
+
+def test_list_of_options_is_a_decision() -> None:
+    """A new option needs a reason that no rule could derive: add it to options.txt together with it."""
+    assert option_names() == OPTIONS.read_text().split()
+
+
+@pytest.mark.parametrize("preset", [None, *sorted(PRESETS)])
+def test_resolved_config_reads_back_equal(preset: str | None) -> None:
+    config = load_config((), preset)
+    for with_descriptions in (False, True):
+        assert RunConfig.model_validate(tomllib.loads(to_toml(config, with_descriptions))) == config
+
+
+def test_every_option_says_what_it_changes() -> None:
+    for section in RunConfig.model_fields.values():
+        for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
+            assert field.description, f"{name} has no description"
+
+
+def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "local"\n[coordinator]\nheartbeat_interval = "1s"\nport = 7\n[learner]\nlr = 3e-4\n')
+    config = load_config([file], None, {"coordinator.port": "9", "run.name": "trial"})
+    assert config.coordinator.report_interval == 1.0  # preset
+    assert config.coordinator.heartbeat_interval == 1.0  # file
+    assert config.coordinator.port == 9  # override
+    assert config.run.name == "trial"
+    assert config.learner.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("learner.lr", "-1", r"learner\.lr: .*greater than 0, got -1"),
+        ("learner.lrr", "1", r"learner\.lrr: no such option"),
+        ("staleness.kappa", "9", "at most the staleness bound 4 .*got 9"),
+        ("staleness.bound", "0", r"staleness\.bound: .*greater than or equal to 1, got 0"),
+        ("worker.emulated_uplink", "3 parsecs", r"worker\.emulated_uplink: rate: expected bit/s"),
+        ("coordinator.heartbeat_interval", "true", r"coordinator\.heartbeat_interval: expected a number"),
+        ("coordinator.gone_after", "1s", "heartbeat_interval < suspect_after < gone_after"),
+        ("run.name", "../x", r"run\.name: "),
+    ],
+)
+def test_bad_value_is_refused_by_name(name: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config((), None, {name: text})
+
+
+def test_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found nothing there"):
+        load_config([tmp_path / "no.toml"])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ConfigError, match="broken.toml: expected TOML"):
+        load_config([broken])
+    with pytest.raises(ConfigError, match="preset: expected one of lan, local, wan, got 'moon'"):
+        load_config((), "moon")
+
+
+def test_overrides_are_parsed_in_both_forms() -> None:
+    parsed = parse_overrides(["--learner.lr", "1e-6", "--run.name=x=y", "--worker.is-spot", "true"])
+    assert parsed == {"learner.lr": "1e-6", "run.name": "x=y", "worker.is_spot": "true"}
+    with pytest.raises(ConfigError, match="expected a value after --learner.lr"):
+        parse_overrides(["--learner.lr"])
+    with pytest.raises(ConfigError, match="expected an override"):
+        parse_overrides(["lr", "1"])
+
+
+@given(st.text(max_size=20))
+def test_any_override_text_gives_a_config_or_a_config_error(text: str) -> None:
+    for name in ("learner.lr", "worker.emulated_rtt", "run.name", "broadcast.chunk_bytes", "task.args"):
+        try:
+            load_config((), None, {name: text})
+        except ConfigError as error:
+            assert name.split(".")[0] in str(error) or "config" in str(error)
