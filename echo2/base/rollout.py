@@ -73,6 +73,26 @@ def joined_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan]) ->
     return (*first, *second)
 
 
+def _check_tokens(
+    whose: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    raw_logprobs: Sequence[float],
+    version_spans: Sequence[VersionSpan],
+) -> None:
+    count = len(token_ids)
+    if len(logprobs) != count or len(raw_logprobs) != count:
+        raise MalformedMessage(
+            f"{whose}: expected {count} log-probabilities, one a token, got {len(logprobs)} sampled and "
+            f"{len(raw_logprobs)} raw"
+        )
+    covered = sum(span.count for span in version_spans)
+    if covered != count or any(span.count < 1 for span in version_spans):
+        raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
+    if any(not math.isfinite(x) or x > 1e-3 for x in (*logprobs, *raw_logprobs)):
+        raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled completion, whole or partial.
@@ -91,18 +111,8 @@ class Rollout:
     finish_reason: FinishReason
 
     def __post_init__(self) -> None:
-        count = len(self.token_ids)
         whose = f"rollout {self.index} of group {self.group_id}"
-        if len(self.logprobs) != count or len(self.raw_logprobs) != count:
-            raise MalformedMessage(
-                f"{whose}: expected {count} log-probabilities, one a token, got {len(self.logprobs)} sampled and "
-                f"{len(self.raw_logprobs)} raw"
-            )
-        covered = sum(span.count for span in self.version_spans)
-        if covered != count or any(span.count < 1 for span in self.version_spans):
-            raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
-        if any(not math.isfinite(x) or x > 1e-3 for x in (*self.logprobs, *self.raw_logprobs)):
-            raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
+        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans)
 
     @property
     def is_finished(self) -> bool:
@@ -112,6 +122,60 @@ class Rollout:
     def oldest_version(self) -> Version | None:
         """The oldest version that sampled a token of it; None while it has no token."""
         return min((span.version for span in self.version_spans), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSegment:
+    """Tokens `offset`.. of one rollout, as a worker reports them; a whole rollout is the segment at offset 0.
+
+    The finish reason is that of the rollout and stands on its last segment; UNFINISHED and ABORTED leave it open.
+    """
+
+    group_id: GroupId
+    index: int
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        whose = f"tokens {self.offset}.. of rollout {self.index} of group {self.group_id}"
+        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans)
+
+    @property
+    def end(self) -> int:
+        """The offset of the token after its last."""
+        return self.offset + len(self.token_ids)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the rollout ends with it."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Verdict(enum.Enum):
+    """What the learner did with a segment."""
+
+    HELD = "held"  # a partial, kept
+    ADMITTED = "admitted"  # the rollout is finished and kept durably
+    DUPLICATE = "duplicate"  # the rollout was finished before; nothing changed
+    STALE = "stale"  # its oldest token is over the bound
+    REFUSED = "refused"  # broken, or not this worker's
+    RESEND = "resend"  # tokens before the segment are missing: send again from `held_tokens`
+    CLOSED = "closed"  # the group is closed: stop it
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentVerdict:
+    """The learner's answer to one segment; `held_tokens` is how many of the rollout's tokens it holds now."""
+
+    group_id: GroupId
+    index: int
+    verdict: Verdict
+    held_tokens: int
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
