@@ -1,0 +1,149 @@
+"""Corrections for stale and mismatched samples: weights that turn samples of one policy into samples of another.
+
+Three policies: behaviour (sampled the token, perhaps several versions ago and on another machine), proximal (the
+learner's own weights when the batch is consumed), current (being optimised). A correction weighs a token by
+proximal over behaviour; the clipped ratio of the objective then goes from proximal to current.
+
+Guarantees: weights are detached, finite and at least 0; positions off the mask get weight 0. Leaves to others: the
+objective (loss), whether a token is fresh enough at all (staleness/).
+
+Shapes: T tokens of a packed micro-batch, R rollouts; `sequence_T` is the rollout that a token belongs to.
+
+Sources. Truncated importance sampling: Ionides 2008; for the mismatch of engine and trainer Yao et al. 2025.
+Masking outside a band: IcePop (Ling team 2025), arXiv 2510.18855. Decoupled: Hilton et al., arXiv 2110.00641; AReaL,
+arXiv 2505.24298. Effective sample size: Kong 1992; as a scale of the learning rate VCPO, arXiv 2602.17616.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +-20 before `exp`: e^20 is far beyond every clip and cap, and stays finite in float32."""
+
+
+class Correction(enum.Enum):
+    """What is done about samples of another policy."""
+
+    NONE = "none"  # trust them: the ratio goes from proximal to current, behaviour is ignored
+    BEHAVIOUR_RATIO = "behaviour_ratio"  # the objective's clipped ratio goes straight from behaviour to current
+    TIS_TOKEN = "tis_token"  # weight min(cap, proximal / behaviour), token by token
+    TIS_SEQUENCE = "tis_sequence"  # weight min(cap, product over the rollout)
+    MASKED = "masked"  # weight proximal / behaviour inside the band, 0 outside (IcePop)
+    MASKED_SEQUENCE = "masked_sequence"  # the same on the product over the rollout: a rollout is in or out
+    DECOUPLED = "decoupled"  # weight proximal / behaviour, neither capped nor masked
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionConfig:
+    """`cap` bounds the truncated weights; `mask_low` to `mask_high` is the band of the masked ones."""
+
+    kind: Correction = Correction.BEHAVIOUR_RATIO
+    cap: float = 2.0
+    mask_low: float = 0.5
+    mask_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.cap) and self.cap > 0):
+            raise ConfigError(f"correction cap: expected above 0, got {self.cap}")
+        if not 0 <= self.mask_low < 1 < self.mask_high:
+            raise ConfigError(f"correction band: expected it to hold 1, got {self.mask_low} to {self.mask_high}")
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionWeights:
+    """`weights_T`: what a token's loss is multiplied by. `altered_T`: True where the cap or the band took effect."""
+
+    weights_T: Tensor
+    altered_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Which rollout each packed token belongs to (`sequence_T` int64), which tokens count (`mask_T` bool)."""
+
+    sequence_T: Tensor
+    mask_T: Tensor
+    rollout_count: int
+
+    def sum_R(self, values_T: Tensor) -> Tensor:
+        """Sum of the counted tokens' values in each rollout."""
+        kept_T = torch.where(self.mask_T, values_T, torch.zeros_like(values_T))
+        return kept_T.new_zeros(self.rollout_count).index_add(0, self.sequence_T, kept_T)
+
+    def count_R(self) -> Tensor:
+        """Counted tokens of each rollout, as float."""
+        return self.sum_R(torch.ones_like(self.sequence_T, dtype=torch.float32))
+
+
+def correction_weights(
+    proximal_logprobs_T: Tensor, behaviour_logprobs_T: Tensor, segments: Segments, config: CorrectionConfig
+) -> CorrectionWeights:
+    """Weight of each token, proximal over behaviour, as `config` bounds it. NONE and BEHAVIOUR_RATIO give ones."""
+    with torch.no_grad():
+        log_ratio_T = masked_log_ratio(proximal_logprobs_T, behaviour_logprobs_T, segments.mask_T)
+        weights_T, altered_T = _weights(log_ratio_T, segments, config)
+        return CorrectionWeights(weights_T * segments.mask_T, altered_T & segments.mask_T)
+
+
+def masked_log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
+    """`numerator - denominator` in float32, clamped to the limit; 0 off the mask, whatever stands there (even NaN)."""
+    difference_T = numerator_T.to(torch.float32) - denominator_T.to(torch.float32)
+    kept_T = torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
+    return kept_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    per_rollout = config.kind in (Correction.TIS_SEQUENCE, Correction.MASKED_SEQUENCE)
+    if per_rollout:
+        log_ratio_T = segments.sum_R(log_ratio_T)[segments.sequence_T].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio_T = torch.exp(log_ratio_T)
+    match config.kind:
+        case Correction.NONE | Correction.BEHAVIOUR_RATIO:
+            return torch.ones_like(ratio_T), torch.zeros_like(ratio_T, dtype=torch.bool)
+        case Correction.TIS_TOKEN | Correction.TIS_SEQUENCE:
+            return ratio_T.clamp(max=config.cap), ratio_T > config.cap
+        case Correction.MASKED | Correction.MASKED_SEQUENCE:
+            outside_T = (ratio_T < config.mask_low) | (ratio_T > config.mask_high)
+            return torch.where(outside_T, torch.zeros_like(ratio_T), ratio_T), outside_T
+        case Correction.DECOUPLED:
+            return ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+def effective_sample_fraction(log_ratio_N: Tensor) -> Tensor:
+    """Kong's effective sample size over the sample's size, `(sum w)^2 / (N sum w^2)`: 1 when all weights are equal.
+
+    Of tokens or of rollouts (`Segments.sum_R` of the token log-ratios). In float64 relative to the largest weight, so
+    that no ratio over- or underflows. An empty sample gives 1.
+    """
+    if log_ratio_N.numel() == 0:
+        return torch.ones((), dtype=torch.float64, device=log_ratio_N.device)
+    log_weight_N = log_ratio_N.detach().to(torch.float64)
+    weight_N = torch.exp(log_weight_N - log_weight_N.max())
+    return weight_N.sum().square() / (weight_N.square().sum() * weight_N.numel())
+
+
+def learning_rate_scale(sample_fraction: float, floor: float = 0.0) -> float:
+    """VCPO's factor on the learning rate: the root of the effective fraction (the rule for Adam), at least `floor`."""
+    if not (math.isfinite(sample_fraction) and 0.0 <= sample_fraction <= 1.0 + 1e-6):
+        raise ConfigError(f"effective sample fraction: expected 0 to 1, got {sample_fraction}")
+    return max(floor, math.sqrt(min(1.0, sample_fraction)))
+
+
+def score_norm_sq_proxy(logprobs_T: Tensor, segments: Segments) -> Tensor:
+    """A stand-in for each rollout's squared gradient norm, from the log-probabilities at hand.
+
+    The gradient of log p(token) with respect to the logits is `onehot - p`, whose squared norm lies between
+    `(1 - p_token)^2` and twice that; tokens add up as if independent. Ours, not VCPO's, which measures true gradient
+    norms with one backward pass a rollout; it costs nothing and keeps the ordering of sure and unsure rollouts.
+    """
+    with torch.no_grad():
+        miss_T = 1.0 - torch.exp(logprobs_T.to(torch.float32).clamp(max=0.0))
+        return segments.sum_R(miss_T.square())
