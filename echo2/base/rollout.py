@@ -129,6 +129,7 @@ class RolloutSegment:
     """Tokens `offset`.. of one rollout, as a worker reports them; a whole rollout is the segment at offset 0.
 
     The finish reason is that of the rollout and stands on its last segment; UNFINISHED and ABORTED leave it open.
+    `expected_remaining_tokens` is the worker's guess of how many more will come; 0 when it has none.
     """
 
     group_id: GroupId
@@ -139,6 +140,7 @@ class RolloutSegment:
     raw_logprobs: tuple[float, ...]
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    expected_remaining_tokens: int = 0
 
     def __post_init__(self) -> None:
         whose = f"tokens {self.offset}.. of rollout {self.index} of group {self.group_id}"

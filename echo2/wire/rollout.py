@@ -163,6 +163,7 @@ def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
         raw_logprobs=segment.raw_logprobs,
         version_spans=_spans_to_messages(segment.version_spans),
         finish_reason=_FINISH_TO_WIRE[segment.finish_reason],
+        expected_remaining_tokens=segment.expected_remaining_tokens,
     )
 
 
@@ -186,6 +187,9 @@ def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = 
         raw_logprobs=tuple(message.raw_logprobs),
         version_spans=_spans_from_messages(message.version_spans, whose),
         finish_reason=finish_reason,
+        expected_remaining_tokens=_checked_count(
+            message.expected_remaining_tokens, 0, ROLLOUT_TOKENS_MAX, f"expected_remaining_tokens {whose}"
+        ),
     )
 
 

@@ -39,7 +39,8 @@ SEGMENT = RolloutSegment(
     (-0.5, -0.25, -1.0),
     (-0.75, -0.5, -1.5),
     (VersionSpan(Version(4), 2), VersionSpan(Version(5), 1)),
-    FinishReason.STOP,
+    FinishReason.UNFINISHED,
+    12,
 )
 VERDICT = SegmentVerdict(GroupId("g-17"), 3, Verdict.RESEND, 10, "tokens 8..9 are missing")
 
@@ -105,6 +106,7 @@ def segments(draw: st.DrawFn) -> RolloutSegment:
         raw_logprobs=tuple(draw(st.lists(LOGPROB, min_size=count, max_size=count))),
         version_spans=spans_of(versions),
         finish_reason=draw(FINISHES),
+        expected_remaining_tokens=draw(st.integers(0, wire.ROLLOUT_TOKENS_MAX)),
     )
 
 

@@ -57,7 +57,7 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class RolloutSegment(_message.Message):
-    __slots__ = ("group_id", "index", "offset", "token_ids", "logprobs", "raw_logprobs", "version_spans", "finish_reason")
+    __slots__ = ("group_id", "index", "offset", "token_ids", "logprobs", "raw_logprobs", "version_spans", "finish_reason", "expected_remaining_tokens")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class RolloutSegment(_message.Message):
     RAW_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REMAINING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     index: int
     offset: int
@@ -74,7 +75,8 @@ class RolloutSegment(_message.Message):
     raw_logprobs: _containers.RepeatedScalarFieldContainer[float]
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     finish_reason: FinishReason
-    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+    expected_remaining_tokens: int
+    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., expected_remaining_tokens: _Optional[int] = ...) -> None: ...
 
 class LeaseTicket(_message.Message):
     __slots__ = ("lease_id", "group_id", "worker_peer_id", "attempt", "deadline_unix_s", "run_id", "signature")
