@@ -1,0 +1,344 @@
+"""Keys in files, enrolment, and gRPC channels and servers on mutual TLS.
+
+Guarantees: a channel talks to the very peer it was opened for (its certificate's DNS name is derived from the peer
+ID, and only the run's authority can issue it); a server built here refuses clients without a certificate of the run;
+secret files are readable by their owner alone. Leaves to others: the Enrolment service itself and its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import (
+    BadToken,
+    ConfigError,
+    EchoError,
+    NotAllowed,
+    PortBusy,
+    StateError,
+    TrustError,
+    Unreachable,
+    VersionMismatch,
+)
+from echo2.base.ids import PeerId, RunId
+from echo2.broadcast.identity import (
+    Identity,
+    JoinLink,
+    NodeCertificate,
+    PeerIdentity,
+    Role,
+    RunAuthority,
+    TlsKey,
+    certificate_request,
+    dns_name_of,
+    self_signed_certificate,
+)
+from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 16 * 2**20
+ENROL_TIMEOUT_S = 20.0
+# Bulk streams must see a dead peer within seconds, also while nothing is sent.
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # without this a busy port is silently shared
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Writes `data` whole or not at all, readable by the owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """Reads a secret; refuses one that others can read."""
+    if path.stat().st_mode & 0o077:
+        raise TrustError(f"{path}: expected mode 0600, got {path.stat().st_mode & 0o777:04o}; run chmod 600 on it")
+    return path.read_bytes()
+
+
+def load_or_create_identity(folder: Path) -> Identity:
+    """The identity kept in `folder`/identity.key; made on first use."""
+    path = folder / "identity.key"
+    if not path.exists():
+        write_secret(path, Identity.generate().private_bytes())
+    return Identity.from_private_bytes(read_secret(path))
+
+
+def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) -> RunAuthority:
+    """The run's authority kept in `folder`; made on first use. StateError when the folder is another run's."""
+    key_path, certificate_path = folder / "authority.key", folder / "authority.pem"
+    if not (key_path.exists() and certificate_path.exists()):
+        made = RunAuthority.create(identity, run_id, time.time())
+        write_secret(key_path, made.key_pem())
+        write_secret(certificate_path, made.certificate_pem)
+    authority = RunAuthority(identity, TlsKey.from_pem(read_secret(key_path)), certificate_path.read_bytes())
+    if authority.run_id != run_id:
+        raise StateError(f"{folder}: expected the authority of run {run_id!r}, got that of {authority.run_id!r}")
+    return authority
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """All that a node needs to talk to the others of its run."""
+
+    identity: Identity
+    tls_key_pem: bytes
+    certificate: NodeCertificate
+    authority_pem: bytes
+    run_id: RunId
+    coordinator_peer_id: PeerId
+    coordinator_address: str
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.identity.peer_id
+
+    @property
+    def role(self) -> Role:
+        return self.certificate.role
+
+    def check(self, now_unix_s: float) -> None:
+        """TrustError unless everything belongs together and is in force."""
+        authority = NodeCertificate.parse(self.authority_pem, "the run's authority")
+        authority.check_peer(self.coordinator_peer_id)
+        self.certificate.check_peer(self.peer_id)
+        self.certificate.check_issuer(self.authority_pem)
+        self.certificate.check_time(now_unix_s)
+        if self.certificate.spki_der != TlsKey.from_pem(self.tls_key_pem).spki_der():
+            raise TrustError(f"certificate of {self.peer_id}: it is of another TLS key than the one kept beside it")
+
+
+def save_credentials(folder: Path, credentials: Credentials) -> None:
+    """Keeps them for the next start, so that a restart needs no token."""
+    fields = {
+        "tls_key_pem": credentials.tls_key_pem.decode(),
+        "certificate_pem": credentials.certificate.pem.decode(),
+        "authority_pem": credentials.authority_pem.decode(),
+        "run_id": credentials.run_id,
+        "coordinator_peer_id": credentials.coordinator_peer_id,
+        "coordinator_address": credentials.coordinator_address,
+    }
+    write_secret(folder / "credentials.json", json.dumps(fields, indent=1).encode())
+
+
+def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
+    """What `save_credentials` kept, checked; None when nothing was kept."""
+    path = folder / "credentials.json"
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(read_secret(path))
+        credentials = Credentials(
+            identity=identity,
+            tls_key_pem=fields["tls_key_pem"].encode(),
+            certificate=NodeCertificate.parse(fields["certificate_pem"].encode(), str(path)),
+            authority_pem=fields["authority_pem"].encode(),
+            run_id=RunId(fields["run_id"]),
+            coordinator_peer_id=PeerId(fields["coordinator_peer_id"]),
+            coordinator_address=fields["coordinator_address"],
+        )
+    except (ValueError, KeyError, AttributeError) as error:
+        raise StateError(f"{path}: expected saved credentials, got something else ({error!r}); remove it") from None
+    credentials.check(time.time())
+    return credentials
+
+
+def coordinator_credentials(authority: RunAuthority, address: str) -> Credentials:
+    """The coordinator's own, for the port of the run's services at `address`."""
+    key = TlsKey.generate()
+    request = certificate_request(authority.identity, key)
+    certificate = authority.issue(request, Role.COORDINATOR, time.time(), lifetime_s=365 * 86400.0)
+    return Credentials(
+        authority.identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id,
+        authority.identity.peer_id, address,
+    )  # fmt: skip
+
+
+def enrolment_server_credentials(authority: RunAuthority) -> grpc.ServerCredentials:
+    """For the enrolment port: a certificate that carries the coordinator's identity; clients have none yet."""
+    key = TlsKey.generate()
+    pem = self_signed_certificate(authority.identity, key, time.time(), authority.run_id)
+    return grpc.ssl_server_credentials([(key.to_pem(), pem)])
+
+
+def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Mutual TLS: a client without a certificate of this run is refused in the handshake."""
+    pair = (credentials.tls_key_pem, credentials.certificate.pem)
+    return grpc.ssl_server_credentials([pair], credentials.authority_pem, require_client_auth=True)
+
+
+def new_server(*, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
+    """A server with the project's limits; bind it with `bind_server`."""
+    return grpc.aio.server(options=[*SERVER_OPTIONS, *options])
+
+
+def bind_server(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
+    """Listens on `address` (port 0: any) and returns the port; PortBusy names an address that is taken."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
+    _check_free(host.strip("[]"), int(port), address)
+    try:
+        bound = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise PortBusy(f"expected to listen on {address}, but the address is taken or not this machine's")
+    return bound
+
+
+def _check_free(host: str, port: int, address: str) -> None:
+    """gRPC's own message does not tell a busy port from a foreign address; the system's does."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortBusy(f"expected to listen on {address}: {error.strerror}") from None
+
+
+def open_channel(
+    address: str, expected_peer_id: PeerId, credentials: Credentials, options: Sequence[tuple[str, int | str]] = ()
+) -> grpc.aio.Channel:
+    """A channel to `expected_peer_id` at `address`. Whoever else listens there fails the handshake."""
+    channel_credentials = grpc.ssl_channel_credentials(
+        credentials.authority_pem, credentials.tls_key_pem, credentials.certificate.pem
+    )
+    return grpc.aio.secure_channel(address, channel_credentials, _channel_options(expected_peer_id, options))
+
+
+def _channel_options(peer_id: PeerId, options: Sequence[tuple[str, int | str]]) -> list[tuple[str, int | str]]:
+    return [
+        *_COMMON_OPTIONS,
+        ("grpc.ssl_target_name_override", dns_name_of(peer_id)),
+        ("grpc.initial_reconnect_backoff_ms", 250),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.enable_http_proxy", 0),
+        *options,
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _certificate(pem: bytes) -> NodeCertificate:
+    return NodeCertificate.parse(pem, "client certificate")
+
+
+def peer_of(context: Any) -> PeerIdentity:
+    """Who calls: from the client certificate that the handshake verified. TrustError without one."""
+    pems = context.auth_context().get("x509_pem_cert", [])
+    if not pems:
+        raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
+    certificate = _certificate(bytes(pems[0]))
+    certificate.check_time(time.time())
+    return PeerIdentity(certificate.peer_id, certificate.role)
+
+
+def _fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
+    """The certificate that the enrolment port shows, not yet believed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((link.host, link.port), timeout=timeout_s) as raw:
+            with context.wrap_socket(raw, server_hostname=dns_name_of(link.peer_id)) as connection:
+                shown = connection.getpeercert(binary_form=True)
+    except ssl.SSLError as error:
+        raise TrustError(f"coordinator at {link.address}: expected TLS, got {error}") from None
+    except OSError as error:
+        raise Unreachable(f"coordinator at {link.address}: no answer within {timeout_s:.0f} s ({error})") from None
+    if shown is None:
+        raise TrustError(f"coordinator at {link.address}: expected a certificate, got none")
+    return shown
+
+
+async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
+    """Joins the run that `link` names. TrustError for a wrong peer or role, BadToken, Unreachable."""
+    shown = NodeCertificate.parse(
+        await asyncio.to_thread(_fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
+    )
+    shown.check_peer(link.peer_id)
+    shown.check_time(time.time())
+    key = TlsKey.generate()
+    request = enrolment_pb2.EnrolRequest(
+        protocol_version=PROTOCOL_VERSION,
+        token=link.token,
+        role=role.value,
+        certificate_request_der=certificate_request(identity, key),
+    )
+    reply = await _call_enrol(link, shown.pem, request, timeout_s)
+    certificate = NodeCertificate.parse(reply.certificate_pem, "certificate issued to us")
+    certificate.check_role(role)
+    credentials = Credentials(
+        identity=identity,
+        tls_key_pem=key.to_pem(),
+        certificate=certificate,
+        authority_pem=reply.authority_pem,
+        run_id=RunId(reply.run_id),
+        coordinator_peer_id=link.peer_id,
+        coordinator_address=reply.coordinator_address,
+    )
+    credentials.check(time.time())
+    return credentials
+
+
+async def _call_enrol(
+    link: JoinLink, root_pem: bytes, request: enrolment_pb2.EnrolRequest, timeout_s: float
+) -> enrolment_pb2.EnrolReply:
+    """The call itself, over TLS that trusts exactly the certificate that was checked."""
+    root = grpc.ssl_channel_credentials(root_pem)
+    async with grpc.aio.secure_channel(link.address, root, _channel_options(link.peer_id, ())) as channel:
+        try:
+            reply: enrolment_pb2.EnrolReply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"coordinator at {link.address}") from None
+    return reply
+
+
+_ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: BadToken,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
+    grpc.StatusCode.FAILED_PRECONDITION: VersionMismatch,
+    grpc.StatusCode.INVALID_ARGUMENT: TrustError,
+}
+
+
+def error_of(error: grpc.aio.AioRpcError, whose: str) -> EchoError:
+    """Our exception for a gRPC status, with the server's own words."""
+    kind = _ERRORS_BY_STATUS.get(error.code(), Unreachable)
+    return kind(f"{whose}: {error.details() or error.code().name}")

@@ -1,0 +1,165 @@
+"""Enrolment and mutual TLS over real gRPC on loopback: who is let in, who is not, and what the error says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
+from echo2.base.ids import PeerId, RunId
+from echo2.broadcast.identity import Identity, JoinLink, PeerIdentity, Role, RunAuthority
+from echo2.broadcast.runtime import tls
+from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
+
+RUN = RunId("a-run")
+
+
+class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):
+    """The smallest honest service: one token, and the role that was asked for unless `role` is set."""
+
+    def __init__(self, authority: RunAuthority, role: Role | None = None) -> None:
+        self.authority, self.role = authority, role
+        self.callers: list[PeerIdentity] = []
+
+    async def Enrol(self, request: Any, context: Any) -> Any:
+        if request.token != "good":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "expected a known token")
+        role = self.role or Role(request.role)
+        certificate = self.authority.issue(request.certificate_request_der, role, time.time())
+        return enrolment_pb2.EnrolReply(
+            certificate_pem=certificate.pem, authority_pem=self.authority.certificate_pem, run_id=RUN,
+            coordinator_peer_id=self.authority.identity.peer_id, coordinator_address="127.0.0.1:1",
+        )  # fmt: skip
+
+
+class _WhoAmI(enrolment_pb2_grpc.EnrolmentServicer):
+    async def Enrol(self, request: Any, context: Any) -> Any:
+        peer = tls.peer_of(context)
+        return enrolment_pb2.EnrolReply(run_id=f"{peer.peer_id} {peer.role.value}")
+
+
+@asynccontextmanager
+async def _serving(servicer: Any, credentials: grpc.ServerCredentials) -> AsyncIterator[int]:
+    server = tls.new_server()
+    enrolment_pb2_grpc.add_EnrolmentServicer_to_server(servicer, server)
+    port = tls.bind_server(server, "127.0.0.1:0", credentials)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+def _authority() -> RunAuthority:
+    return RunAuthority.create(Identity.generate(), RUN, time.time())
+
+
+def _link(port: int, peer_id: PeerId, token: str = "good") -> JoinLink:
+    return JoinLink("127.0.0.1", port, peer_id, token)
+
+
+def test_enrolled_nodes_know_each_other() -> None:
+    async def scene() -> None:
+        authority = _authority()
+        async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
+            link = _link(port, authority.identity.peer_id)
+            worker = await tls.enrol(link, Identity.generate(), Role.WORKER)
+            learner = await tls.enrol(link, Identity.generate(), Role.LEARNER)
+        async with _serving(_WhoAmI(), tls.server_credentials(learner)) as port:
+            async with tls.open_channel(f"127.0.0.1:{port}", learner.peer_id, worker) as channel:
+                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=10)
+            assert reply.run_id == f"{worker.peer_id} worker"
+            with pytest.raises(grpc.aio.AioRpcError):  # the learner's port is not the worker's
+                async with tls.open_channel(f"127.0.0.1:{port}", worker.peer_id, worker) as channel:
+                    await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=3)
+
+    asyncio.run(scene())
+
+
+def test_stranger_of_another_run_is_refused_by_the_server() -> None:
+    async def scene() -> None:
+        ours, theirs = (tls.coordinator_credentials(_authority(), "x:1") for _ in range(2))
+        stranger = tls.Credentials(
+            theirs.identity, theirs.tls_key_pem, theirs.certificate, ours.authority_pem, RUN, ours.peer_id, "x:1"
+        )  # trusts our authority, shows a certificate of its own
+        async with _serving(_WhoAmI(), tls.server_credentials(ours)) as port:
+            with pytest.raises(grpc.aio.AioRpcError):
+                async with tls.open_channel(f"127.0.0.1:{port}", ours.peer_id, stranger) as channel:
+                    await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=3)
+
+    asyncio.run(scene())
+
+
+def test_wrong_pin_token_role_and_address_each_say_so() -> None:
+    async def scene() -> None:
+        authority = _authority()
+        pinned = authority.identity.peer_id
+        async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
+            other = Identity.generate().peer_id
+            with pytest.raises(TrustError, match=f"expected the peer {other}"):
+                await tls.enrol(_link(port, other), Identity.generate(), Role.WORKER)
+            with pytest.raises(BadToken, match="known token"):
+                await tls.enrol(_link(port, pinned, "bad"), Identity.generate(), Role.WORKER)
+        wrong_role = _Enrolment(authority, role=Role.OPERATOR)
+        async with _serving(wrong_role, tls.enrolment_server_credentials(authority)) as port:
+            with pytest.raises(TrustError, match="expected the role worker, got operator"):
+                await tls.enrol(_link(port, pinned), Identity.generate(), Role.WORKER)
+        with pytest.raises(Unreachable, match="no answer"):
+            await tls.enrol(_link(port, pinned), Identity.generate(), Role.WORKER, timeout_s=2)
+
+    asyncio.run(scene())
+
+
+def test_authority_that_is_not_the_pinned_peers_is_refused() -> None:
+    class Swapped(_Enrolment):
+        async def Enrol(self, request: Any, context: Any) -> Any:
+            reply = await super().Enrol(request, context)
+            reply.authority_pem = _authority().certificate_pem
+            return reply
+
+    async def scene() -> None:
+        authority = _authority()
+        async with _serving(Swapped(authority), tls.enrolment_server_credentials(authority)) as port:
+            with pytest.raises(TrustError, match="expected the peer"):
+                await tls.enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
+
+    asyncio.run(scene())
+
+
+def test_busy_port_is_named() -> None:
+    async def scene() -> None:
+        credentials = tls.server_credentials(tls.coordinator_credentials(_authority(), "x:1"))
+        async with _serving(_WhoAmI(), credentials) as port:
+            with pytest.raises(PortBusy, match=f"127.0.0.1:{port}"):
+                tls.bind_server(tls.new_server(), f"127.0.0.1:{port}", credentials)
+        with pytest.raises(PortBusy, match=r"192\.0\.2\.1"):
+            tls.bind_server(tls.new_server(), "192.0.2.1:7000", credentials)
+
+    asyncio.run(scene())
+
+
+def test_keys_and_credentials_are_kept_for_their_owner_alone(tmp_path: Path) -> None:
+    identity = tls.load_or_create_identity(tmp_path)
+    assert tls.load_or_create_identity(tmp_path).peer_id == identity.peer_id
+    authority = tls.load_or_create_authority(tmp_path, identity, RUN)
+    again = tls.load_or_create_authority(tmp_path, identity, RUN)
+    assert again.certificate_pem == authority.certificate_pem
+    with pytest.raises(StateError, match="'a-run'"):
+        tls.load_or_create_authority(tmp_path, identity, RunId("another"))
+    assert tls.load_credentials(tmp_path, identity) is None
+    credentials = tls.coordinator_credentials(authority, "h:1")
+    tls.save_credentials(tmp_path, credentials)
+    assert tls.load_credentials(tmp_path, identity) == credentials
+    for path in tmp_path.glob("*"):
+        assert path.stat().st_mode & 0o077 == 0
+    (tmp_path / "identity.key").chmod(0o644)
+    with pytest.raises(TrustError, match="0600"):
+        tls.load_or_create_identity(tmp_path)
