@@ -1,0 +1,321 @@
+"""The learner's groups, from the offer to the batch: what is held, what is admitted, what is trained next.
+
+Guarantees: no batch holds a token over the staleness bound (the one rule, asked on arrival and again when a batch is
+drawn); a group enters one batch at most (ledger); a batch is R/n complete groups, those that grow stale first going
+first. A group whose tokens can no longer be trained is closed, counted, and its prompt is offered again under
+another id. Leaves to others: drawing prompts and tokenising (runtime/prompts), rewards (tasks), durability
+(runtime/journal), when to draw (runtime/daemon), how many to offer (offers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.learner.group import Draw, Group, group_id_of
+from echo2.learner.segment import empty_rollout, extended
+from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import is_admissible
+
+LEDGER_STEPS_KEPT = 256
+"""For how many steps a trained group is remembered by name. A late copy of one is answered DUPLICATE while it is, and
+CLOSED after: it is not open either way, so it cannot be trained again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherConfig:
+    """R, n, S and the limits of what is held."""
+
+    staleness_bound: int
+    rollouts_per_step: int
+    rollouts_per_group: int
+    vocabulary_size: int
+    retries_max: int = 2  # how often a prompt is offered again after its group went stale
+    drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it by a new prompt
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.rollouts_per_step // self.rollouts_per_group
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroup:
+    """A complete group as it is trained on. Rollouts whose reward failed are left out, so it may be ragged."""
+
+    spec: GroupSpec
+    cursor: int
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What step `step` trains on: `step` optimiser steps are complete before it."""
+
+    step: Step
+    groups: tuple[TrainGroup, ...]
+
+    @property
+    def rollout_count(self) -> int:
+        return sum(len(group.rollouts) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """A group that is not open any longer. `retry` is the draw that takes its place, if its prompt gets another try."""
+
+    group_id: GroupId
+    reason: str  # complete | stale | no contrast | reward failed
+    retry: Draw | None = None
+
+
+@dataclass(slots=True)
+class BatcherCounts:
+    """Rollouts by fate, since the run began."""
+
+    admitted: int = 0
+    duplicate: int = 0
+    refused: int = 0
+    dropped_stale: int = 0
+    dropped_equal_rewards: int = 0
+    dropped_reward_failed: int = 0
+    trained: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Batcher:
+    """`next_step` is the step of the batch that is drawn next; `published` the versions that workers may name."""
+
+    config: BatcherConfig
+    ledger: Ledger
+    next_step: Step = field(default_factory=lambda: Step(0))
+    published: list[Version] = field(default_factory=lambda: [Version(0)])
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    closures: list[Closure] = field(default_factory=list)
+    counts: BatcherCounts = field(default_factory=BatcherCounts)
+
+    # ---- offering
+
+    def open_group(self, draw: Draw, consume_step: int) -> GroupSpec:
+        """Opens the group of one draw. The same draw always gives the same id, prompt and seed."""
+        group_id = group_id_of(draw.cursor, draw.retry)
+        assert group_id not in self.groups, f"group {group_id} is open already"
+        sampling = draw.sampling
+        spec = GroupSpec(group_id, draw.prompt_token_ids, self.config.rollouts_per_group, sampling, consume_step)
+        rollouts = [empty_rollout(group_id, index) for index in range(spec.rollout_count)]
+        self.groups[group_id] = Group(spec, draw, rollouts)
+        return spec
+
+    def incomplete_specs(self) -> list[GroupSpec]:
+        """Groups that still need a worker, oldest first."""
+        return [group.spec for group in self.groups.values() if not group.is_sampled]
+
+    @property
+    def in_flight_groups(self) -> int:
+        """Offered or buffered; a batch that was drawn no longer counts."""
+        return len(self.groups)
+
+    @property
+    def open_rollouts(self) -> int:
+        return sum(not rollout.is_finished for group in self.groups.values() for rollout in group.rollouts)
+
+    @property
+    def buffered_rollouts(self) -> int:
+        return sum(rollout.is_finished for group in self.groups.values() for rollout in group.rollouts)
+
+    # ---- receiving
+
+    def receive(self, segment: RolloutSegment, attempt: int) -> SegmentVerdict:
+        """Takes one segment of the lease's `attempt`. ADMITTED must be answered only once the rollout is durable."""
+        group = self.groups.get(segment.group_id)
+        if group is None:
+            return self._verdict_on_closed(segment)
+        if attempt < group.lease_attempt:
+            text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
+            return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
+        problem = self._problem_of(segment, group.spec)
+        if problem is not None:
+            return self._refused(segment, problem, group)
+        group.lease_attempt = attempt
+        held = group.rollouts[segment.index]
+        if held.is_finished:
+            self.counts.duplicate += segment.is_final
+            return self._answer(segment, Verdict.DUPLICATE, group)
+        if segment.offset > len(held.token_ids):
+            return self._answer(segment, Verdict.RESEND, group)
+        return self._grow(segment, group, held)
+
+    def held_rollouts(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
+        """What is held of a group, for the worker that goes on as `attempt`; None if it is closed or taken over."""
+        group = self.groups.get(group_id)
+        if group is None or attempt < group.lease_attempt:
+            return None
+        group.lease_attempt = attempt
+        return list(group.rollouts)
+
+    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout) -> SegmentVerdict:
+        grown = extended(held, segment)
+        if grown is None:  # a worker that lost its state may begin the rollout anew, at its first token
+            if segment.offset != 0:
+                return self._refused(segment, "its tokens differ from those held of the same positions", group)
+            grown = extended(empty_rollout(segment.group_id, segment.index), segment)
+            assert grown is not None, "a segment at offset 0 always fits an empty rollout"
+        if len(grown.token_ids) > group.spec.sampling.max_new_tokens:
+            limit = group.spec.sampling.max_new_tokens
+            return self._refused(segment, f"expected at most {limit} tokens, got {len(grown.token_ids)}", group)
+        if not self._is_fresh(grown, self.next_step):
+            self._drop(group, "stale")
+            return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, self._stale_text(grown))
+        group.rollouts[segment.index] = grown
+        if not grown.is_finished:
+            return self._answer(segment, Verdict.HELD, group)
+        self.counts.admitted += 1
+        return self._answer(segment, Verdict.ADMITTED, group)
+
+    def _verdict_on_closed(self, segment: RolloutSegment) -> SegmentVerdict:
+        was_trained = self.ledger.is_trained(segment.group_id) and segment.is_final
+        self.counts.duplicate += was_trained
+        verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
+        return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
+
+    def _problem_of(self, segment: RolloutSegment, spec: GroupSpec) -> str | None:
+        """What is wrong with a segment in itself, or None."""
+        if not 0 <= segment.index < spec.rollout_count:
+            return f"expected an index of 0 to {spec.rollout_count - 1}, got {segment.index}"
+        if any(not 0 <= token < self.config.vocabulary_size for token in segment.token_ids):
+            return f"expected token ids of 0 to {self.config.vocabulary_size - 1}, got {max(segment.token_ids)}"
+        versions = [span.version for span in segment.version_spans]
+        if versions != sorted(versions):
+            return f"expected versions that never go back, got {versions}"
+        unknown = [version for version in versions if version not in self.published]
+        if unknown:
+            return f"expected published versions up to {self.published[-1]}, got {unknown[0]}"
+        stops = spec.sampling.stop_token_ids
+        if (
+            segment.finish_reason is FinishReason.STOP
+            and stops
+            and segment.token_ids
+            and segment.token_ids[-1] not in stops
+        ):
+            return f"expected a stop token at its end, one of {stops}, got {segment.token_ids[-1]}"
+        if segment.is_final and segment.offset == 0 and not segment.token_ids:
+            return "expected at least one token in a finished rollout, got none"
+        return None
+
+    def _refused(self, segment: RolloutSegment, problem: str, group: Group) -> SegmentVerdict:
+        self.counts.refused += 1
+        index = segment.index
+        held = len(group.rollouts[index].token_ids) if 0 <= index < len(group.rollouts) else 0
+        text = f"rollout {index} of group {segment.group_id}: {problem}"
+        return SegmentVerdict(segment.group_id, index, Verdict.REFUSED, held, text)
+
+    def _answer(self, segment: RolloutSegment, verdict: Verdict, group: Group) -> SegmentVerdict:
+        held = len(group.rollouts[segment.index].token_ids)
+        return SegmentVerdict(segment.group_id, segment.index, verdict, held)
+
+    # ---- rewards
+
+    def reward(self, group_id: GroupId, index: int, reward: float | None) -> None:
+        """The reward of a finished rollout; None when scoring it failed. Ignored if the group is gone by now."""
+        group = self.groups.get(group_id)
+        if group is None or not group.rollouts[index].is_finished:
+            return
+        group.rewards[index] = reward
+        group.scored.add(index)
+        self.counts.dropped_reward_failed += reward is None
+        if not group.is_ready:
+            return
+        known = [value for value in group.rewards.values() if value is not None]
+        if not known:
+            self._drop(group, "reward failed")
+        elif self.config.drops_equal_rewards and max(known) - min(known) < 1e-12:
+            self.counts.dropped_equal_rewards += len(known)
+            self._drop(group, "no contrast")
+
+    # ---- drawing
+
+    @property
+    def is_batch_ready(self) -> bool:
+        return len(self._ready()) >= self.config.groups_per_step
+
+    def draw_batch(self) -> Batch | None:
+        """The next batch, or None while complete groups are short. Its groups leave the batcher for the ledger."""
+        self.drop_stale()
+        ready = self._ready()[: self.config.groups_per_step]
+        if len(ready) < self.config.groups_per_step:
+            return None
+        return self._consume(ready)
+
+    def draw_recorded(self, group_ids: Sequence[GroupId], rewards: Sequence[Sequence[float | None]]) -> Batch:
+        """The batch that a journal recorded: the same groups, order and rewards as then."""
+        for group_id, values in zip(group_ids, rewards, strict=True):
+            group = self.groups[group_id]
+            group.rewards = dict(enumerate(values))
+            group.scored = set(range(len(values)))
+        return self._consume([self.groups[group_id] for group_id in group_ids])
+
+    def _consume(self, chosen: Iterable[Group]) -> Batch:
+        step = self.next_step
+        trained: list[TrainGroup] = []
+        for group in chosen:
+            kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
+            rollouts = tuple(group.rollouts[i] for i in kept)
+            rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
+            spans = [span for rollout in rollouts for span in rollout.version_spans]
+            self.ledger.record(group.spec.group_id, step, spans)
+            trained.append(TrainGroup(group.spec, group.draw.cursor, rollouts, rewards))
+            self.counts.trained += len(rollouts)
+            self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+            del self.groups[group.spec.group_id]
+            self.closures.append(Closure(group.spec.group_id, "complete"))
+        self.next_step = Step(step + 1)
+        self.ledger.forget_before(Step(self.next_step - LEDGER_STEPS_KEPT))
+        return Batch(step, tuple(trained))
+
+    def _ready(self) -> list[Group]:
+        """Complete, scored groups; those that will be stale first, then those offered first."""
+        ready = [group for group in self.groups.values() if group.is_ready]
+        return sorted(ready, key=lambda group: group.oldest_version)
+
+    # ---- staleness
+
+    def drop_stale(self) -> None:
+        """Closes every group that holds a token which the next step may not train on."""
+        for group in list(self.groups.values()):
+            if not all(self._is_fresh(rollout, self.next_step) for rollout in group.rollouts):
+                self._drop(group, "stale")
+
+    def publish(self, version: Version) -> None:
+        """From now on workers may name `version`."""
+        assert version > self.published[-1], f"version {version} after {self.published[-1]}"
+        self.published.append(version)
+        # The oldest admissible version stays known, and one before it, so that late tokens are called stale, not false.
+        floor = self.next_step - self.config.staleness_bound - 256
+        self.published = [known for known in self.published if known >= floor]
+
+    def _is_fresh(self, rollout: Rollout, step: Step) -> bool:
+        oldest = rollout.oldest_version
+        return oldest is None or is_admissible(step, oldest, self.config.staleness_bound)
+
+    def _stale_text(self, rollout: Rollout) -> str:
+        return (
+            f"its oldest token is of version {rollout.oldest_version}; step {self.next_step} takes "
+            f"{self.next_step - self.config.staleness_bound} or newer"
+        )
+
+    def _drop(self, group: Group, reason: str) -> None:
+        retry = None
+        if reason == "stale":
+            self.counts.dropped_stale += group.begun_rollouts
+            if group.draw.retry < self.config.retries_max:
+                retry = group.draw.again()
+        del self.groups[group.spec.group_id]
+        self.closures.append(Closure(group.spec.group_id, reason, retry))
+
+    def take_closures(self) -> list[Closure]:
+        """Groups closed since the last call."""
+        taken, self.closures = self.closures, []
+        return taken

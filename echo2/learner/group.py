@@ -1,0 +1,62 @@
+"""One prompt on its way: the draw that it came from, the rollouts held of it, their rewards.
+
+Guarantees: a group's id is a function of its draw, so that after a restart the same draw is the same group. Leaves to
+others: every decision (batcher).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from echo2.base.ids import GroupId, Version
+from echo2.base.rng import derived_seed
+from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Prompt number `cursor` of the run, in its `retry`-th try after the first."""
+
+    cursor: int
+    retry: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    def again(self) -> Draw:
+        """The same prompt, to be sampled anew with other random numbers."""
+        seed = derived_seed(self.sampling.seed, "retry")
+        return replace(self, retry=self.retry + 1, sampling=replace(self.sampling, seed=seed))
+
+
+def group_id_of(cursor: int, retry: int) -> GroupId:
+    return GroupId(f"g{cursor:08d}" if retry == 0 else f"g{cursor:08d}r{retry}")
+
+
+@dataclass(slots=True)
+class Group:
+    """`rollouts` has one entry an index, empty at first; `scored`: indices whose reward is known, or known to fail."""
+
+    spec: GroupSpec
+    draw: Draw
+    rollouts: list[Rollout]
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
+    lease_attempt: int = 0
+
+    @property
+    def is_sampled(self) -> bool:
+        return all(rollout.is_finished for rollout in self.rollouts)
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.scored) == len(self.rollouts)
+
+    @property
+    def begun_rollouts(self) -> int:
+        return sum(bool(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> Version:
+        """Of all its tokens; the newest possible while it has none."""
+        versions = [rollout.oldest_version for rollout in self.rollouts]
+        return min((version for version in versions if version is not None), default=Version(1 << 62))

@@ -1,0 +1,64 @@
+"""When a version is published, and when a keyframe goes with it.
+
+Guarantees: a version is due kappa steps after the last; kappa lies between 1 and S (1 when S is 0), because with a
+larger one the newest version would be over the bound before the next comes. Leaves to others: encoding and sending
+(runtime/publisher), choosing kappa (the user, else the coordinator's planner).
+
+The keyframe rule. A joiner fetches the newest keyframe and the deltas behind it. A keyframe of the newest version is
+made when those deltas together weigh more than `keyframe_share` of a keyframe, or when they are more than
+`chain_max`: so a joiner never fetches more than (1 + share) keyframes nor applies a longer chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.base.ids import Step, Version
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationConfig:
+    """`kappa` None: the coordinator's plan chooses, and S - 1 holds until it has."""
+
+    staleness_bound: int
+    kappa: int | None = None
+    keyframe_share: float = 1.0
+    chain_max: int = 32
+
+
+@dataclass(slots=True)
+class PublicationSchedule:
+    """What was published last, and how heavy the chain behind the newest keyframe is."""
+
+    config: PublicationConfig
+    newest: Version = field(default_factory=lambda: Version(0))
+    planned_kappa: int | None = None
+    keyframe_bytes: int = 0
+    chain_bytes: int = 0
+    chain_length: int = 0
+
+    @property
+    def kappa(self) -> int:
+        bound = self.config.staleness_bound
+        wanted = self.config.kappa or self.planned_kappa or bound - 1
+        return max(1, min(wanted, bound))
+
+    def is_due(self, step: Step) -> bool:
+        """Whether the weights after `step` optimiser steps are to be published."""
+        return step - self.newest >= self.kappa
+
+    def delta_published(self, version: Version, delta_bytes: int) -> None:
+        assert version > self.newest, f"version {version} after {self.newest}"
+        self.newest = version
+        self.chain_bytes += delta_bytes
+        self.chain_length += 1
+
+    def keyframe_published(self, version: Version, keyframe_bytes: int) -> None:
+        self.newest = max(self.newest, version)
+        self.keyframe_bytes = keyframe_bytes
+        self.chain_bytes = self.chain_length = 0
+
+    @property
+    def is_keyframe_due(self) -> bool:
+        over_bytes = self.chain_bytes > self.config.keyframe_share * self.keyframe_bytes
+        return self.chain_length > 0 and (over_bytes or self.chain_length >= self.config.chain_max)

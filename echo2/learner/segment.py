@@ -1,0 +1,48 @@
+"""How the tokens of one rollout grow, report by report.
+
+Guarantees: a rollout's held tokens never change under it: what is sent twice must be the same both times. Leaves to
+others: whether a segment may be believed or trained on (batcher).
+"""
+
+from __future__ import annotations
+
+from echo2.base.ids import GroupId
+from echo2.base.rollout import FinishReason, Rollout, RolloutSegment, VersionSpan, joined_spans
+
+
+def empty_rollout(group_id: GroupId, index: int) -> Rollout:
+    """A rollout before its first token."""
+    return Rollout(group_id, index, (), (), (), (), FinishReason.UNFINISHED)
+
+
+def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
+    """`held` with the segment's new tokens behind it; None when they do not fit what is held.
+
+    `segment.offset` must not lie beyond the held tokens. ABORTED leaves the rollout open, to be gone on with.
+    """
+    held_count = len(held.token_ids)
+    assert segment.offset <= held_count, "a gap is answered with RESEND before"
+    overlap = min(held_count - segment.offset, len(segment.token_ids))
+    if segment.token_ids[:overlap] != held.token_ids[segment.offset : segment.offset + overlap]:
+        return None
+    spans = joined_spans(held.version_spans, spans_from(segment.version_spans, overlap))
+    return Rollout(
+        held.group_id,
+        held.index,
+        held.token_ids + segment.token_ids[overlap:],
+        held.logprobs + segment.logprobs[overlap:],
+        held.raw_logprobs + segment.raw_logprobs[overlap:],
+        spans,
+        segment.finish_reason if segment.is_final else FinishReason.UNFINISHED,
+    )
+
+
+def spans_from(spans: tuple[VersionSpan, ...], count: int) -> tuple[VersionSpan, ...]:
+    """The spans of the tokens behind the first `count`."""
+    kept: list[VersionSpan] = []
+    for span in spans:
+        skipped = min(count, span.count)
+        count -= skipped
+        if span.count > skipped:
+            kept.append(VersionSpan(span.version, span.count - skipped))
+    return tuple(kept)

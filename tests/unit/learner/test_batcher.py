@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import FinishReason, RolloutSegment, SamplingParams, Verdict, VersionSpan
+from echo2.learner.batcher import Batch, Batcher, BatcherConfig
+from echo2.learner.group import Draw
+from echo2.staleness.ledger import Ledger
+
+STOP = 1
+
+
+def new_batcher(bound: int = 2, per_step: int = 4, per_group: int = 2, **options: bool) -> Batcher:
+    config = BatcherConfig(bound, per_step, per_group, vocabulary_size=50, **options)
+    return Batcher(config, Ledger(bound))
+
+
+def draw(cursor: int) -> Draw:
+    return Draw(cursor, 0, (5, 6, 7), SamplingParams(max_new_tokens=8, stop_token_ids=(STOP,), seed=cursor))
+
+
+def piece(group_id: str, index: int, tokens: list[int], offset: int = 0, version: int = 0) -> RolloutSegment:
+    finish = FinishReason.STOP if tokens and tokens[-1] == STOP else FinishReason.UNFINISHED
+    return RolloutSegment(
+        GroupId(group_id),
+        index,
+        offset,
+        tuple(tokens),
+        tuple(-0.5 for _ in tokens),
+        tuple(-0.5 for _ in tokens),
+        (VersionSpan(Version(version), len(tokens)),) if tokens else (),
+        finish,
+    )
+
+
+def fill(batcher: Batcher, group_id: str, version: int = 0) -> None:
+    for index in range(batcher.config.rollouts_per_group):
+        verdict = batcher.receive(piece(group_id, index, [9, STOP], version=version), 0)
+        assert verdict.verdict is Verdict.ADMITTED
+        batcher.reward(GroupId(group_id), index, float(index))
+
+
+def test_a_batch_is_drawn_of_complete_scored_groups_only() -> None:
+    batcher = new_batcher()
+    first, second = (batcher.open_group(draw(i), 0).group_id for i in range(2))
+    fill(batcher, first)
+    assert batcher.draw_batch() is None
+    fill(batcher, second)
+    batch = batcher.draw_batch()
+    assert batch is not None and batch.rollout_count == 4 and batcher.next_step == 1
+    assert [closure.group_id for closure in batcher.take_closures()] == [first, second]
+    assert batcher.groups == {}
+
+
+def test_groups_that_grow_stale_first_are_trained_first() -> None:
+    batcher = new_batcher(per_step=2)
+    batcher.publish(Version(1))
+    newer, older = (batcher.open_group(draw(i), 0).group_id for i in range(2))
+    fill(batcher, newer, version=1)
+    fill(batcher, older, version=0)
+    batch = batcher.draw_batch()
+    assert batch is not None and batch.groups[0].spec.group_id == older
+
+
+def test_a_stale_segment_is_refused_at_admission_and_its_prompt_offered_again() -> None:
+    batcher = new_batcher(bound=1, per_step=2)
+    late = batcher.open_group(draw(0), 0).group_id
+    for cursor in (1, 2):
+        fill(batcher, batcher.open_group(draw(cursor), 0).group_id)
+    for _ in range(2):
+        assert batcher.draw_batch() is not None
+    batcher.take_closures()
+    verdict = batcher.receive(piece(late, 0, [9, STOP], version=0), 0)
+    assert verdict.verdict is Verdict.STALE
+    (closure,) = batcher.take_closures()
+    assert closure.reason == "stale" and closure.retry is not None and closure.retry.cursor == 0
+    again = batcher.open_group(closure.retry, 2)
+    assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling.seed != 0
+
+
+def test_a_buffered_group_that_grew_stale_is_dropped_at_consumption() -> None:
+    batcher = new_batcher(bound=1, per_step=4)
+    waiting = batcher.open_group(draw(0), 0).group_id
+    fill(batcher, waiting)
+    batcher.next_step = type(batcher.next_step)(2)
+    assert batcher.draw_batch() is None
+    assert batcher.counts.dropped_stale == 2 and waiting not in batcher.groups
+
+
+def test_a_finished_rollout_sent_again_changes_nothing() -> None:
+    batcher = new_batcher()
+    group_id = batcher.open_group(draw(0), 0).group_id
+    assert batcher.receive(piece(group_id, 0, [9, STOP]), 0).verdict is Verdict.ADMITTED
+    assert batcher.receive(piece(group_id, 0, [9, STOP]), 0).verdict is Verdict.DUPLICATE
+    assert batcher.receive(piece(group_id, 0, [8, 8, STOP]), 0).verdict is Verdict.DUPLICATE
+    assert batcher.groups[group_id].rollouts[0].token_ids == (9, STOP)
+
+
+def test_a_trained_group_sent_again_is_a_duplicate_and_not_trained() -> None:
+    batcher = new_batcher(per_step=2)
+    group_id = batcher.open_group(draw(0), 0).group_id
+    fill(batcher, group_id)
+    assert batcher.draw_batch() is not None
+    assert batcher.receive(piece(group_id, 0, [9, STOP]), 0).verdict is Verdict.DUPLICATE
+    assert batcher.receive(piece(group_id, 0, [9]), 0).verdict is Verdict.CLOSED
+    assert batcher.draw_batch() is None
+
+
+def test_a_gap_is_answered_with_the_count_held() -> None:
+    batcher = new_batcher()
+    group_id = batcher.open_group(draw(0), 0).group_id
+    assert batcher.receive(piece(group_id, 1, [3, 4]), 0).held_tokens == 2
+    verdict = batcher.receive(piece(group_id, 1, [5], offset=3), 0)
+    assert verdict.verdict is Verdict.RESEND and verdict.held_tokens == 2
+
+
+def test_an_older_attempt_is_closed_once_a_newer_one_has_reported() -> None:
+    batcher = new_batcher()
+    group_id = batcher.open_group(draw(0), 0).group_id
+    batcher.receive(piece(group_id, 0, [3]), 0)
+    held = batcher.held_rollouts(group_id, 1)
+    assert held is not None and held[0].token_ids == (3,)
+    assert batcher.receive(piece(group_id, 0, [4], offset=1), 0).verdict is Verdict.CLOSED
+    assert batcher.receive(piece(group_id, 0, [4], offset=1), 1).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize(
+    ("segment", "text"),
+    [
+        (piece("g00000000", 2, [3]), "index"),
+        (piece("g00000000", 0, [50]), "token ids"),
+        (piece("g00000000", 0, [3], version=7), "published versions"),
+        (piece("g00000000", 0, [3] * 9), "at most 8"),
+    ],
+)
+def test_a_broken_segment_is_refused_with_its_reason(segment: RolloutSegment, text: str) -> None:
+    batcher = new_batcher()
+    batcher.open_group(draw(0), 0)
+    verdict = batcher.receive(segment, 0)
+    assert verdict.verdict is Verdict.REFUSED and text in verdict.message
+    assert batcher.counts.refused == 1
+
+
+def test_different_tokens_for_held_positions_are_refused_but_a_new_beginning_is_taken() -> None:
+    batcher = new_batcher()
+    group_id = batcher.open_group(draw(0), 0).group_id
+    batcher.receive(piece(group_id, 0, [3, 4, 5]), 0)
+    assert batcher.receive(piece(group_id, 0, [9], offset=1), 0).verdict is Verdict.REFUSED
+    assert batcher.receive(piece(group_id, 0, [7, 8]), 0).verdict is Verdict.HELD
+    assert batcher.groups[group_id].rollouts[0].token_ids == (7, 8)
+
+
+def test_a_failed_reward_costs_only_its_rollout() -> None:
+    batcher = new_batcher(per_step=2)
+    group_id = batcher.open_group(draw(0), 0).group_id
+    for index, value in enumerate((None, 1.0)):
+        batcher.receive(piece(group_id, index, [9, STOP]), 0)
+        batcher.reward(group_id, index, value)
+    batch = batcher.draw_batch()
+    assert batch is not None and batch.groups[0].rewards == (1.0,) and batch.groups[0].rollouts[0].index == 1
+
+
+def test_a_group_without_contrast_is_dropped_when_asked() -> None:
+    batcher = new_batcher(per_step=2, drops_equal_rewards=True)
+    group_id = batcher.open_group(draw(0), 0).group_id
+    for index in range(2):
+        batcher.receive(piece(group_id, index, [9, STOP]), 0)
+        batcher.reward(group_id, index, 1.0)
+    assert batcher.draw_batch() is None
+    (closure,) = batcher.take_closures()
+    assert closure.reason == "no contrast" and closure.retry is None
+
+
+@given(cuts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20), seed=st.integers(0, 99))
+def test_segments_in_any_overlap_give_the_rollout_as_it_was_sampled(cuts: list[tuple[int, int]], seed: int) -> None:
+    rng = random.Random(seed)
+    tokens = [rng.randrange(2, 50) for _ in range(7)] + [STOP]
+    batcher = new_batcher()
+    group_id = batcher.open_group(draw(0), 0).group_id
+    for low, high in [*cuts, (0, 8)]:
+        end = max(low, high)
+        verdict = batcher.receive(piece(group_id, 0, tokens[min(low, high) : end], offset=min(low, high)), 0)
+        held = batcher.groups[group_id].rollouts[0].token_ids
+        assert list(held) == tokens[: verdict.held_tokens]
+    assert batcher.receive(piece(group_id, 0, tokens), 0).verdict is Verdict.DUPLICATE
+    assert list(batcher.groups[group_id].rollouts[0].token_ids) == tokens
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """Any order of offers, reports, copies, publications and draws keeps the promises of the module."""
+
+    @initialize(bound=st.integers(0, 4))
+    def begin(self, bound: int) -> None:
+        self.batcher = new_batcher(bound=bound)
+        self.cursor = 0
+        self.names: list[GroupId] = []
+        self.times_trained: Counter[tuple[GroupId, int]] = Counter()
+        self.batches: list[Batch] = []
+
+    @rule()
+    def offer(self) -> None:
+        self.names.append(self.batcher.open_group(draw(self.cursor), 0).group_id)
+        self.cursor += 1
+
+    @rule(pick=st.integers(0, 1000), index=st.integers(0, 1), token=st.sampled_from([STOP, 2, 3]))
+    def report(self, pick: int, index: int, token: int) -> None:
+        if not self.names:
+            return
+        group_id = self.names[pick % len(self.names)]
+        version = self.batcher.published[pick % len(self.batcher.published)]
+        group = self.batcher.groups.get(group_id)
+        held = group.rollouts[index].token_ids if group else ()
+        spans = group.rollouts[index].version_spans if group else ()
+        version = max(version, spans[-1].version) if spans else version
+        self.batcher.receive(piece(group_id, index, [token], len(held), version), 0)
+        self.batcher.reward(group_id, index, float(token))
+
+    @rule()
+    def publish(self) -> None:
+        if self.batcher.next_step > self.batcher.published[-1]:
+            self.batcher.publish(Version(self.batcher.next_step))
+
+    @rule()
+    def draw_and_train(self) -> None:
+        step = self.batcher.next_step
+        batch = self.batcher.draw_batch()
+        if batch is None:
+            return
+        assert batch.step == step and len(batch.groups) == 2
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                self.times_trained[(group.spec.group_id, rollout.index)] += 1
+                assert rollout.is_finished and rollout.oldest_version is not None
+                assert rollout.oldest_version >= step - self.batcher.config.staleness_bound
+
+    @rule()
+    def offer_again(self) -> None:
+        for closure in self.batcher.take_closures():
+            assert closure.group_id not in self.batcher.groups
+            if closure.retry is not None:
+                self.names.append(self.batcher.open_group(closure.retry, 0).group_id)
+
+    @invariant()
+    def nothing_is_trained_twice(self) -> None:
+        if hasattr(self, "batcher"):
+            assert all(count == 1 for count in self.times_trained.values())
+            assert self.batcher.ledger.over_stale_tokens() == 0
+
+
+TestBatcherMachine = BatcherMachine.TestCase
+TestBatcherMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
