@@ -1,0 +1,31 @@
+"""Pauses between attempts: growing, jittered, bounded. The caller counts attempts and waits.
+
+Full jitter (uniform between a floor and the growing ceiling) keeps a fleet that lost its coordinator at one moment
+from coming back at one moment.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+FLOOR_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Backoff:
+    """`first_s` doubles with each failure up to `longest_s`; `succeeded` starts over."""
+
+    rng: random.Random
+    first_s: float = 0.2
+    longest_s: float = 15.0
+    failures: int = 0
+
+    def next_pause_s(self) -> float:
+        """Notes one more failure and returns how long to wait before the next attempt."""
+        ceiling = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 30))
+        self.failures += 1
+        return self.rng.uniform(FLOOR_SHARE * ceiling, ceiling)
+
+    def succeeded(self) -> None:
+        self.failures = 0

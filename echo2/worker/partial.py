@@ -1,0 +1,123 @@
+"""The tokens of rollouts that a worker generates, until the learner holds them.
+
+Tokens are kept compactly (20 bytes each), log-probabilities as float32, as they travel.
+Guarantees: tokens are kept in the order sampled, each with the version that sampled it; what is reported is what the
+learner does not hold yet, in bounded pieces; a rollout is `settled` only by the learner's word. Leaves to others: when
+to report (assignments), carrying it (runtime/reporting).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from echo2.base.errors import EngineError
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import (
+    FinishReason,
+    Rollout,
+    RolloutSegment,
+    SamplingParams,
+    SegmentVerdict,
+    Verdict,
+    spans_of,
+)
+from echo2.worker.engine import TokenChunk
+
+SEGMENT_TOKENS_MAX = 1 << 14
+"""Tokens of one segment; the wire allows four times as many."""
+
+_ENDED = (FinishReason.STOP, FinishReason.LENGTH)
+_SETTLING = (Verdict.ADMITTED, Verdict.DUPLICATE, Verdict.STALE, Verdict.REFUSED, Verdict.CLOSED)
+
+
+@dataclass(slots=True)
+class PartialRollout:
+    """One rollout as it grows. `held` tokens are the learner's; `sent` of them went out since it last answered."""
+
+    group_id: GroupId
+    index: int
+    started_at: float
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    raw_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: array[int] = field(default_factory=lambda: array("Q"))
+    finish_reason: FinishReason = FinishReason.UNFINISHED
+    held: int = 0
+    is_settled: bool = False
+    is_stopped: bool = False  # the engine works on it no more
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its last token was sampled."""
+        return self.finish_reason in _ENDED
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the learner lacks some of it."""
+        return not self.is_settled and (self.is_ended or self.held < len(self.token_ids))
+
+    def resume(self, partial: Rollout, sampling: SamplingParams) -> None:
+        """Takes over what the learner holds of it; a rollout whose end alone got lost is ended here."""
+        assert not self.token_ids, f"rollout {self.index} of group {self.group_id} has tokens already"
+        self.token_ids.extend(partial.token_ids)
+        self.logprobs.extend(partial.logprobs)
+        self.raw_logprobs.extend(partial.raw_logprobs)
+        self.versions.extend(span.version for span in partial.version_spans for _ in range(span.count))
+        self.held = len(self.token_ids)
+        if partial.is_finished:
+            self.finish_reason = partial.finish_reason
+            self.is_settled = self.is_stopped = True
+        elif self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            self.is_stopped = True
+        elif len(self.token_ids) >= sampling.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+            self.is_stopped = True
+
+    def append(self, chunk: TokenChunk) -> None:
+        """Adds what the engine sampled. An abort stops it and leaves it open."""
+        count = len(chunk.token_ids)
+        if len(chunk.logprobs) != count or len(chunk.raw_logprobs) != count:
+            raise EngineError(
+                f"chunk of {chunk.request_id}: expected {count} log-probabilities of each kind, got "
+                f"{len(chunk.logprobs)} sampled and {len(chunk.raw_logprobs)} raw"
+            )
+        assert not self.is_stopped or not count, f"{chunk.request_id}: tokens after its end"
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.raw_logprobs.extend(chunk.raw_logprobs)
+        self.versions.extend([chunk.version] * count)
+        if chunk.finish_reason is not FinishReason.UNFINISHED:
+            self.is_stopped = True
+        if chunk.finish_reason in _ENDED:
+            self.finish_reason = chunk.finish_reason
+
+    def news(self, tokens_max: int, expected_remaining: int) -> RolloutSegment:
+        """The next segment that the learner lacks; its finish reason goes with the last token."""
+        begin = self.held
+        end = min(len(self.token_ids), begin + min(tokens_max, SEGMENT_TOKENS_MAX))
+        is_whole = end == len(self.token_ids)
+        return RolloutSegment(
+            group_id=self.group_id,
+            index=self.index,
+            offset=begin,
+            token_ids=tuple(self.token_ids[begin:end]),
+            logprobs=tuple(self.logprobs[begin:end]),
+            raw_logprobs=tuple(self.raw_logprobs[begin:end]),
+            version_spans=spans_of(map(Version, self.versions[begin:end])),
+            finish_reason=self.finish_reason if is_whole else FinishReason.UNFINISHED,
+            expected_remaining_tokens=0 if self.is_ended else expected_remaining,
+        )
+
+    def judge(self, verdict: SegmentVerdict) -> None:
+        """Takes the learner's word on its last segment. What it claims to hold beyond our tokens is not believed."""
+        self.held = min(verdict.held_tokens, len(self.token_ids))
+        if verdict.verdict in _SETTLING:
+            self.is_settled = True
+
+
+def unheld_tokens(rollouts: Sequence[PartialRollout]) -> int:
+    """Tokens that would be lost with this worker."""
+    return sum(len(rollout.token_ids) - rollout.held for rollout in rollouts if not rollout.is_settled)

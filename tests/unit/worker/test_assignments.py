@@ -1,0 +1,483 @@
+"""The assignments machine against a model engine and a model learner, with streams that break at any moment."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from echo2.base.ids import GroupId, LeaseId, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict, spans_of
+from echo2.wire import rollout as wire
+from echo2.worker import assignments as machine
+from echo2.worker import duties as d
+from echo2.worker import partial
+from echo2.worker.assignments import Assignments
+from echo2.worker.engine import TokenChunk
+from echo2.worker.options import WorkerLimits
+
+STOP = 9
+LIMITS = WorkerLimits(leases_max=6, drain_s=2.0)
+
+
+def group(name: str, count: int = 2, tokens_max: int = 6) -> GroupSpec:
+    sampling = SamplingParams(max_new_tokens=tokens_max, stop_token_ids=(STOP,))
+    return GroupSpec(GroupId(name), (1, 2), count, sampling, 5)
+
+
+@dataclass
+class ModelEngine:
+    """Samples what it is told to, keeps every token that it ever sampled."""
+
+    running: dict[str, d.Submit] = field(default_factory=dict)
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+    out: list[TokenChunk] = field(default_factory=list)
+
+    def submit(self, action: d.Submit) -> None:
+        request_id = action.request.request_id
+        assert request_id not in self.sampled, "a request id is used once"
+        self.running[request_id] = action
+        self.sampled[request_id] = list(action.request.token_ids)
+
+    def step(self, request_id: str, token: int, version: int) -> None:
+        tokens = self.sampled[request_id]
+        tokens.append(token)
+        sampling = self.running[request_id].request.sampling
+        reason = FinishReason.UNFINISHED
+        if token in sampling.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(tokens) >= sampling.max_new_tokens:
+            reason = FinishReason.LENGTH
+        self.out.append(TokenChunk(request_id, (token,), (-0.5,), (-0.25,), Version(version), reason))
+        if reason is not FinishReason.UNFINISHED:
+            del self.running[request_id]
+
+    def abort(self, request_id: str) -> None:
+        if self.running.pop(request_id, None) is not None:
+            self.out.append(TokenChunk(request_id, (), (), (), Version(0), FinishReason.ABORTED))
+
+
+@dataclass
+class ModelLearner:
+    """Holds tokens by (group, index) as the real one does: no gaps, no change of what it holds."""
+
+    held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    ended: set[tuple[str, int]] = field(default_factory=set)
+    closed: set[str] = field(default_factory=set)
+
+    def judge(self, report: d.Report) -> d.Judged:
+        return d.Judged(report.lease_id, tuple(self._judge(segment) for segment in report.segments))
+
+    def _judge(self, segment: machine.RolloutSegment) -> SegmentVerdict:
+        key = (segment.group_id, segment.index)
+        tokens = self.held.setdefault(key, [])
+
+        def said(verdict: Verdict) -> SegmentVerdict:
+            return SegmentVerdict(segment.group_id, segment.index, verdict, len(tokens))
+
+        if segment.group_id in self.closed:
+            return said(Verdict.CLOSED)
+        if key in self.ended:
+            return said(Verdict.DUPLICATE)
+        if segment.offset > len(tokens):
+            return said(Verdict.RESEND)
+        overlap = len(tokens) - segment.offset
+        assert tuple(tokens[segment.offset : segment.end]) == segment.token_ids[:overlap], "tokens held never change"
+        tokens.extend(segment.token_ids[overlap:])
+        if segment.is_final:
+            self.ended.add(key)
+            return said(Verdict.ADMITTED)
+        return said(Verdict.HELD)
+
+    def partials(self, group_id: str) -> tuple[Rollout, ...]:
+        found = []
+        for (name, index), tokens in self.held.items():
+            if name == group_id:
+                n = len(tokens)
+                reason = FinishReason.STOP if (name, index) in self.ended else FinishReason.UNFINISHED
+                spans = spans_of([Version(0)] * n)
+                found.append(Rollout(GroupId(name), index, tuple(tokens), (-0.5,) * n, (-0.25,) * n, spans, reason))
+        return tuple(found)
+
+
+class AssignmentsMachine(RuleBasedStateMachine):
+    """Grants, tokens, verdicts, losses and closings in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.sut = Assignments(LIMITS)
+        self.engine = ModelEngine()
+        self.learner = ModelLearner()
+        self.on_the_way: dict[str, d.Report] = {}
+        self.fetching: list[LeaseId] = []
+        self.ended: dict[str, d.EndLease] = {}
+        self.granted = 0
+        self.wake_at = 0.0
+        self.send(d.CoordinatorCame(1.0))
+        self.send(d.LearnerCame())
+        self.send(d.Live(Version(0), 4))
+
+    def send(self, event: d.Event) -> None:
+        for action in self.sut.handle(event, self.now):
+            match action:
+                case d.Submit():
+                    self.engine.submit(action)
+                case d.Abort(request_id):
+                    self.engine.abort(request_id)
+                case d.FetchPartials(lease_id):
+                    self.fetching.append(lease_id)
+                case d.Report(lease_id):
+                    assert lease_id not in self.on_the_way, "one report of a lease at a time"
+                    assert sum(len(s.token_ids) for s in action.segments) <= machine.REPORT_TOKENS_MAX
+                    self.on_the_way[lease_id] = action
+                case d.EndLease(lease_id):
+                    assert lease_id not in self.ended, "a lease ends once"
+                    self.ended[lease_id] = action
+                case d.WakeAt(at):
+                    assert at >= self.now
+                    self.wake_at = at
+                case d.RequestLeases(free_rollouts):
+                    assert 0 <= free_rollouts <= 4 + 4 + 3, "no more than slots, cover and a group"
+                case _:
+                    pass
+
+    @rule(continues=st.booleans(), count=st.integers(1, 3), lasts_s=st.floats(0.5, 30))
+    def grant(self, continues: bool, count: int, lasts_s: float) -> None:
+        self.granted += 1
+        name = f"g{self.granted}"
+        if continues:
+            tokens = [3] * (self.granted % 4)
+            self.learner.held[(name, 0)] = tokens
+        self.send(d.Granted(LeaseId(f"l{self.granted}"), group(name, count), self.now + lasts_s, continues))
+
+    @precondition(lambda self: self.fetching)
+    @rule(is_refused=st.booleans())
+    def answer_fetch(self, is_refused: bool) -> None:
+        lease_id = self.fetching.pop(0)
+        if is_refused:
+            self.send(d.PartialsRefused(lease_id, "not known"))
+        else:
+            self.send(d.PartialsCame(lease_id, self.learner.partials("g" + lease_id[1:])))
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), token=st.sampled_from([3, 4, STOP]), version=st.integers(0, 3))
+    def sample(self, data: st.DataObject, token: int, version: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.engine.running)))
+        self.engine.step(request_id, token, version)
+
+    @rule()
+    def deliver_chunks(self) -> None:
+        chunks, self.engine.out = tuple(self.engine.out), []
+        self.send(d.Sampled(chunks))
+
+    @precondition(lambda self: self.on_the_way)
+    @rule(is_lost=st.booleans())
+    def judge(self, is_lost: bool) -> None:
+        lease_id = next(iter(self.on_the_way))
+        report = self.on_the_way.pop(lease_id)
+        judged = self.learner.judge(report)
+        if is_lost:  # the learner took it, the answer is lost with the stream
+            self.lose_learner()
+            self.send(d.LearnerCame())
+        else:
+            self.send(judged)
+
+    @rule()
+    def lose_learner(self) -> None:
+        self.on_the_way.clear()
+        self.send(d.LearnerLost())
+
+    @rule()
+    def find_learner(self) -> None:
+        self.on_the_way.clear()
+        self.send(d.LearnerCame())
+
+    @rule(is_here=st.booleans())
+    def coordinator(self, is_here: bool) -> None:
+        self.send(d.CoordinatorCame(1.0) if is_here else d.CoordinatorLost())
+
+    @rule()
+    def restart_of_the_learner_forgets_partials(self) -> None:
+        self.lose_learner()
+        for key in list(self.learner.held):
+            if key not in self.learner.ended:
+                del self.learner.held[key]
+        for lease_id in list(self.fetching):
+            self.fetching.remove(lease_id)
+            self.send(d.PartialsRefused(lease_id, "not known"))
+        self.send(d.LearnerCame())
+
+    @precondition(lambda self: self.sut.lease_ids)
+    @rule(data=st.data())
+    def revoke(self, data: st.DataObject) -> None:
+        self.send(d.Revoked(data.draw(st.sampled_from(self.sut.lease_ids)), "rebalanced"))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self.learner.closed.add(f"g{data.draw(st.integers(1, self.granted))}")
+
+    @rule(seconds=st.floats(0, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.wake_at:
+            self.send(d.Tick())
+
+    @invariant()
+    def learner_holds_a_prefix_of_what_was_sampled(self) -> None:
+        for request_id, tokens in self.engine.sampled.items():
+            lease_id, _, index = request_id.rpartition("/")
+            held = self.learner.held.get(("g" + lease_id[1:], int(index)), [])
+            assert tokens[: len(held)] == held
+
+    @invariant()
+    def an_ended_lease_leaves_nothing_in_the_engine(self) -> None:
+        live = {LeaseId(request_id.rpartition("/")[0]) for request_id in self.engine.running}
+        assert live <= set(self.sut.lease_ids)
+
+    def teardown(self) -> None:
+        """Once nothing fails any more, every lease ends, and one that finished left all its tokens with the learner."""
+        self.send(d.CoordinatorCame(1.0))
+        self.on_the_way.clear()
+        self.send(d.LearnerCame())
+        for _ in range(200):
+            while self.fetching:
+                self.answer_fetch(is_refused=False)
+            for request_id in sorted(self.engine.running):
+                self.engine.step(request_id, STOP, 3)
+            self.deliver_chunks()
+            while self.on_the_way:
+                self.judge(is_lost=False)
+            if not self.sut.lease_ids:
+                break
+            self.now = max(self.now, self.wake_at)
+            self.send(d.Tick())
+        assert not self.sut.lease_ids
+        assert len(self.ended) == self.granted
+        for lease_id, end in self.ended.items():
+            name = "g" + lease_id[1:]
+            if end.reason is d.EndReason.FINISHED and name not in self.learner.closed:
+                for request_id, tokens in self.engine.sampled.items():
+                    if request_id.startswith(f"{lease_id}/"):
+                        key = (name, int(request_id.rpartition("/")[2]))
+                        assert key in self.learner.ended
+                        assert self.learner.held[key] == tokens
+
+
+TestAssignments = AssignmentsMachine.TestCase
+TestAssignments.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- examples
+
+
+@dataclass
+class Bench:
+    """One machine with a hand on every lever."""
+
+    sut: Assignments
+    engine: ModelEngine = field(default_factory=ModelEngine)
+    now: float = 0.0
+
+    def send(self, event: d.Event) -> list[d.Action]:
+        actions = self.sut.handle(event, self.now)
+        for action in actions:
+            if isinstance(action, d.Submit):
+                self.engine.submit(action)
+            elif isinstance(action, d.Abort):
+                self.engine.abort(action.request_id)
+        return actions
+
+    def sampled(self) -> list[d.Action]:
+        chunks, self.engine.out = tuple(self.engine.out), []
+        return self.send(d.Sampled(chunks))
+
+
+def of(kind: type, actions: list[d.Action]) -> list:  # type: ignore[type-arg]
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def bench(slots: int = 8, is_learner_here: bool = True) -> Bench:
+    made = Bench(Assignments(LIMITS))
+    made.send(d.CoordinatorCame(1.0))
+    if is_learner_here:
+        made.send(d.LearnerCame())
+    made.send(d.Live(Version(3), slots))
+    return made
+
+
+def test_the_slots_are_asked_for_in_whole_groups_and_no_more_once_they_are_full() -> None:
+    made = Bench(Assignments(LIMITS))
+    made.send(d.Live(Version(3), 5))
+    asked = of(d.RequestLeases, made.send(d.CoordinatorCame(1.0)))
+    assert asked == [d.RequestLeases(5, Version(3))]
+    first = of(d.RequestLeases, made.send(d.Granted(LeaseId("l1"), group("g1", 2), 100.0, False)))
+    assert first == [d.RequestLeases(4, Version(3))]  # three slots are free: two groups of two
+    made.send(d.Granted(LeaseId("l2"), group("g2", 2), 100.0, False))
+    made.send(d.Granted(LeaseId("l3"), group("g3", 2), 100.0, False))
+    assert made.sut.running_rollouts == 6
+    made.now = 60.0
+    assert not of(d.RequestLeases, made.send(d.Tick()))
+
+
+def test_a_finished_rollout_is_reported_at_once_and_a_growing_one_every_interval() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1), 100.0, False))
+    made.engine.step("l1/0", 3, 3)
+    assert not of(d.Report, made.sampled())
+    made.now = 1.0
+    (report,) = of(d.Report, made.send(d.Tick()))
+    assert report.segments[0].token_ids == (3,)
+    assert report.segments[0].expected_remaining_tokens >= 1
+    made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.HELD, 1),)))
+    made.now = 1.1
+    made.engine.step("l1/0", STOP, 4)
+    (wake,) = of(d.WakeAt, made.sampled())
+    assert wake.at == pytest.approx(1.1 + LIMITS.finished_delay_s)
+    made.now = wake.at
+    (report,) = of(d.Report, made.send(d.Tick()))
+    (segment,) = report.segments
+    assert (segment.offset, segment.token_ids, segment.finish_reason) == (1, (STOP,), FinishReason.STOP)
+    assert segment.version_spans == spans_of([Version(4)])
+    (end,) = of(
+        d.EndLease, made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.ADMITTED, 2),)))
+    )
+    assert end.reason is d.EndReason.FINISHED
+
+
+def test_what_finishes_while_the_learner_is_away_is_kept_and_delivered_when_it_comes() -> None:
+    made = bench(is_learner_here=False)
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1), 100.0, False))
+    made.engine.step("l1/0", STOP, 3)
+    assert not of(d.Report, made.sampled())
+    made.now = 50.0
+    assert not of(d.Report, made.send(d.Tick()))
+    assert made.sut.unheld_tokens == 1
+    (report,) = of(d.Report, made.send(d.LearnerCame()))
+    assert report.segments[0].is_final
+
+
+def test_nothing_more_is_asked_for_while_too_many_tokens_wait_for_the_learner() -> None:
+    made = Bench(Assignments(replace(LIMITS, unheld_tokens_max=3)))
+    made.send(d.CoordinatorCame(1.0))
+    made.send(d.Live(Version(3), 8))
+    made.send(d.Granted(LeaseId("l1"), group("g1", 2), 100.0, False))
+    for token in (3, 3, STOP):
+        made.engine.step("l1/0", token, 3)
+    assert of(d.RequestLeases, made.sampled()) == [d.RequestLeases(0, Version(3))]
+
+
+def test_a_drain_hands_back_every_token_and_then_says_so() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), group("g1", 2), 100.0, False))
+    made.engine.step("l1/0", 3, 3)
+    made.sampled()
+    actions = made.send(d.Drain(2.0, "preempted"))
+    assert {abort.request_id for abort in of(d.Abort, actions)} == {"l1/0", "l1/1"}
+    (report,) = of(d.Report, actions)
+    made.sampled()
+    actions = made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.HELD, 1),)))
+    assert [end.reason for end in of(d.EndLease, actions)] == [d.EndReason.HANDED_BACK]
+    assert of(d.Drained, actions) == [d.Drained(0)]
+    assert report.segments[0].token_ids == (3,)
+    late = made.send(d.Granted(LeaseId("l2"), group("g2", 2), 100.0, False))
+    assert [end.message for end in of(d.EndLease, late)] == ["this worker is draining"]
+
+
+def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
+    made = bench(is_learner_here=False)
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1), 100.0, False))
+    made.engine.step("l1/0", 3, 3)
+    made.sampled()
+    actions = made.send(d.Drain(2.0, "preempted"))
+    assert [wake.at for wake in of(d.WakeAt, actions)] == [2.0]
+    made.now = 2.0
+    actions = made.send(d.Tick())
+    assert of(d.Drained, actions) == [d.Drained(1)]
+
+
+def test_a_closed_group_is_stopped_and_a_stale_rollout_alone() -> None:
+    made = bench()
+    for name in ("1", "2"):
+        made.send(d.Granted(LeaseId(f"l{name}"), group(f"g{name}", 2), 100.0, False))
+    closed = SegmentVerdict(GroupId("g1"), 0, Verdict.CLOSED, 0)
+    actions = made.send(d.Judged(LeaseId("l1"), (closed,)))
+    assert {abort.request_id for abort in of(d.Abort, actions)} == {"l1/0", "l1/1"}
+    stale = SegmentVerdict(GroupId("g2"), 0, Verdict.STALE, 0)
+    actions = made.send(d.Judged(LeaseId("l2"), (stale,)))
+    assert [abort.request_id for abort in of(d.Abort, actions)] == ["l2/0"]
+    assert made.sut.lease_ids == ("l2",)
+
+
+def test_a_continuation_goes_on_behind_the_tokens_that_the_learner_holds() -> None:
+    made = bench()
+    actions = made.send(d.Granted(LeaseId("l1"), group("g1", 4), 100.0, True))
+    assert of(d.FetchPartials, actions) == [d.FetchPartials(LeaseId("l1"))]
+    assert not of(d.Submit, actions)
+
+    def held(index: int, tokens: tuple[int, ...], reason: FinishReason) -> Rollout:
+        n = len(tokens)
+        logprobs = (-0.5,) * n
+        return Rollout(GroupId("g1"), index, tokens, logprobs, logprobs, spans_of([Version(1)] * n), reason)
+
+    partials = (
+        held(0, (3, 4), FinishReason.UNFINISHED),
+        held(1, (3, STOP), FinishReason.STOP),
+        held(2, (3, STOP), FinishReason.UNFINISHED),  # its end got lost
+    )
+    actions = made.send(d.PartialsCame(LeaseId("l1"), partials))
+    submitted = {s.request.request_id: s.request.token_ids for s in of(d.Submit, actions)}
+    assert submitted == {"l1/0": (3, 4), "l1/3": ()}
+    made.now = 1.0
+    (report,) = of(d.Report, made.send(d.Tick()))
+    (segment,) = report.segments
+    assert (segment.index, segment.offset, segment.finish_reason) == (2, 2, FinishReason.STOP)
+
+
+def test_a_lease_near_its_deadline_is_handed_back_with_its_tokens() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1), 10.0, False))
+    made.engine.step("l1/0", 3, 3)
+    made.sampled()
+    made.now = 9.0
+    actions = made.send(d.Tick())
+    assert of(d.Abort, actions) and of(d.Report, actions)
+    made.sampled()
+    made.now = 10.0
+    (end,) = of(d.EndLease, made.send(d.Tick()))
+    assert "deadline has passed" in end.message
+
+
+def test_limits_of_reports_are_within_those_of_the_wire() -> None:
+    assert partial.SEGMENT_TOKENS_MAX <= wire.SEGMENT_TOKENS_MAX
+    assert machine.REPORT_TOKENS_MAX <= wire.REPORT_TOKENS_MAX
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=10, deadline=None)
+def test_a_long_rollout_is_reported_in_bounded_segments(seed: int) -> None:
+    rng = random.Random(seed)
+    made = bench()
+    count = rng.randint(1, 3 * machine.REPORT_TOKENS_MAX)
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1, 1 << 20), 1e6, False))
+    made.send(
+        d.Sampled((TokenChunk("l1/0", (3,) * count, (-0.5,) * count, (-0.5,) * count, Version(1), FinishReason.STOP),))
+    )
+    held = 0
+    for _ in range(100):
+        made.now += 1.0
+        reports = of(d.Report, made.send(d.Tick()))
+        if not reports:
+            break
+        (segment,) = reports[0].segments
+        assert segment.offset == held and len(segment.token_ids) <= partial.SEGMENT_TOKENS_MAX
+        held = segment.end
+        verdict = Verdict.ADMITTED if segment.is_final else Verdict.HELD
+        made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, verdict, held),)))
+    assert held == count
+    assert not made.sut.lease_ids
