@@ -20,6 +20,7 @@
     ├── EngineError            the inference engine failed or refused
     ├── StateError             persistent state is missing, locked or of another run
     ├── TaskError              a task, its data or a reward is wrong
+    ├── TrainingError          loss or gradient stayed without a finite value
     └── Unreachable            a peer did not answer within its stated time
 
 A message says what was expected, what came, and whose it was. The command line prints it as one line and
@@ -131,3 +132,9 @@ class Unreachable(EchoError):
     """A peer did not answer within its stated time."""
 
     exit_code = 10
+
+
+class TrainingError(EchoError):
+    """Loss or gradient had no finite value for too many steps in a row."""
+
+    exit_code = 11

@@ -1,0 +1,252 @@
+"""The policy: a Hugging Face causal LM, its float32 masters and the weights that are published.
+
+Guarantees: with `weights_dtype` bfloat16 the parameters always hold `master.bfloat16()`, so what is published is what
+the learner computes with (on a CPU the values stand in float32 tensors, where bf16 arithmetic is slow); no more than
+`LOGIT_BYTES_MAX` bytes of logits exist at a time. Leaves to others: the layout of a batch (learner/packing), the
+update (trainer).
+
+Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from echo2.base.errors import ConfigError, StateError
+from echo2.learner.runtime.collate import PackedInputs
+
+LOGIT_BYTES_MAX = 64 << 20
+"""Logits of more bytes than this are computed in pieces, and again in the backward pass."""
+PROBE_TOLERANCE = 1e-3
+
+
+class Policy(nn.Module):
+    """The model as the trainer calls it: packed tokens in, log-probabilities of the sampled tokens out."""
+
+    def __init__(self, hf_model: Any, temperature: float, slices_head: bool) -> None:
+        super().__init__()
+        self.hf_model = hf_model
+        self.temperature = temperature if temperature > 0 else 1.0
+        self.slices_head = slices_head
+        self.uses_float_mask = hf_model.config._attn_implementation == "eager"
+
+    def forward(self, inputs: PackedInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats."""
+        mask_B1WW = inputs.mask_BWW[:, None]
+        if self.uses_float_mask:
+            mask_B1WW = torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
+        arguments = {
+            "input_ids": inputs.token_ids_BW,
+            "attention_mask": mask_B1WW,
+            "position_ids": inputs.positions_BW,
+            "use_cache": False,
+        }
+        if not self.slices_head:
+            logits_BWV = self.hf_model(**arguments).logits
+            logits_TV = logits_BWV.flatten(0, 1)[inputs.predictor_T]
+            return self._read(logits_TV, inputs.target_T, with_entropy)
+        hidden_BWH = _backbone(self.hf_model)(**arguments)[0]
+        hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
+        return self._headed(hidden_TH, inputs.target_T, with_entropy)
+
+    def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        head = self.hf_model.get_output_embeddings()
+        rows = max(1, LOGIT_BYTES_MAX // (4 * head.weight.shape[0]))
+        if hidden_TH.shape[0] <= rows:
+            return self._read(head(hidden_TH), target_T, with_entropy)
+        pieces = [
+            checkpoint(lambda h, t: self._read(head(h), t, with_entropy), h, t, use_reentrant=False)
+            for h, t in zip(torch.split(hidden_TH, rows), torch.split(target_T, rows), strict=True)
+        ]
+        entropy_T = torch.cat([e for _, e in pieces]) if with_entropy else None
+        return torch.cat([p for p, _ in pieces]), entropy_T
+
+    def _read(self, logits_TV: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        logits_TV = logits_TV.float()
+        if self.temperature != 1.0:
+            logits_TV = logits_TV / self.temperature
+        total_T = logits_TV.logsumexp(-1)
+        logprobs_T = logits_TV.gather(-1, target_T[:, None])[:, 0] - total_T
+        if not with_entropy:
+            return logprobs_T, None
+        with torch.no_grad():
+            entropy_T = total_T - (torch.softmax(logits_TV, -1) * logits_TV).sum(-1)
+        return logprobs_T, entropy_T
+
+
+def _backbone(hf_model: Any) -> Any:
+    base = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
+    return getattr(base, base.base_model_prefix)
+
+
+class PolicyModel:
+    """Loads the policy and keeps masters, parameters and published bits in step.
+
+    `parameters` are the compute weights that train; `masters` the float32 values that the optimiser moves, the same
+    tensors where the policy itself is float32.
+    """
+
+    def __init__(self, path: str, weights_dtype: str, device: torch.device, temperature: float) -> None:
+        self.path = path
+        self.device = device
+        self.weights_dtype = weights_dtype
+        self.hf_model = _load(path, torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32)
+        self.hf_model.to(device)
+        _switch_dropout_off(self.hf_model)
+        self.config = self.hf_model.config
+        self.policy = Policy(self.hf_model, temperature, slices_head=True)
+        self.policy.slices_head = self._head_can_be_sliced()
+        self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
+        self.is_rounded = weights_dtype == "bfloat16"
+        if self.is_rounded:
+            self.masters = [_master_of(name, path, p) for name, p in zip(self.names, self.parameters, strict=True)]
+            self.round_to_policy()
+        else:
+            self.masters = [p.data for p in self.parameters]
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.hf_model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def context_tokens(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", 1 << 20))
+
+    def check_length(self, tokens: int) -> None:
+        """Refuses sequences that the model, or our mask for packed rows, would get wrong."""
+        if tokens > self.context_tokens:
+            raise ConfigError(
+                f"model {self.path}: expected prompt and completion within its context of {self.context_tokens} "
+                f"tokens, got up to {tokens}"
+            )
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        window = int(getattr(self.config, "sliding_window", None) or 0)
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise ConfigError(f"model {self.path}: expected attention layers only, got {', '.join(sorted(kinds))}")
+        if "sliding_attention" in kinds and tokens > window:
+            raise ConfigError(
+                f"model {self.path}: expected sequences within its attention window of {window} tokens, got {tokens}"
+            )
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Layers keep their inputs only and are computed again in the backward pass."""
+        if hasattr(self.hf_model, "activation_checkpointing_enable"):
+            self.hf_model.activation_checkpointing_enable({"use_reentrant": False})
+        else:  # its older name
+            self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.hf_model.train()
+
+    def round_to_policy(self) -> None:
+        """Parameters := masters rounded to bf16. A no-op for a float32 policy."""
+        if not self.is_rounded:
+            return
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master.to(torch.bfloat16))
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.masters, strict=True))
+
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts a checkpoint's masters in place; names and shapes must be this model's."""
+        own = self.masters_by_name()
+        if own.keys() != tensors.keys():
+            odd = sorted(own.keys() ^ tensors.keys())[0]
+            raise StateError(f"checkpoint: expected the tensors of {self.path}, got another table, first at {odd}")
+        with torch.no_grad():
+            for name, master in own.items():
+                if master.shape != tensors[name].shape:
+                    raise StateError(
+                        f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
+                    )
+                master.copy_(tensors[name])
+        self.round_to_policy()
+
+    def snapshot_bits(self) -> dict[str, np.ndarray]:
+        """The policy as published: raw bits of each tensor by its Hugging Face name, copies in host memory."""
+        bits: dict[str, np.ndarray] = {}
+        with torch.no_grad():
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if self.is_rounded:
+                    bits[name] = parameter.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16).copy()
+                else:
+                    bits[name] = parameter.detach().cpu().numpy().view(np.uint32).copy()
+        return bits
+
+    @property
+    def snapshot_bytes(self) -> int:
+        elements = sum(int(p.numel()) for p in self.parameters)
+        return elements * (2 if self.is_rounded else 4)
+
+    def config_json(self) -> bytes:
+        """The transformers config, canonically: sorted keys, no whitespace."""
+        return json.dumps(self.config.to_dict(), sort_keys=True, separators=(",", ":"), default=str).encode()
+
+    def _head_can_be_sliced(self) -> bool:
+        """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
+        ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
+        with torch.no_grad():
+            whole = self.hf_model(input_ids=ids, use_cache=False).logits.float()
+            try:
+                hidden = _backbone(self.hf_model)(input_ids=ids, use_cache=False)[0]
+                sliced = self.hf_model.get_output_embeddings()(hidden).float()
+            except (AttributeError, TypeError):
+                return False
+        return bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
+
+
+def pick_device(text: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu or cuda[:n], got {text!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: expected one that is here, got {text!r} without a CUDA device")
+    return device
+
+
+def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
+    return weights_dtype == "bfloat16" and device.type != "cpu"
+
+
+def _load(path: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    local = Path(path).expanduser()
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not (local / "config.json").is_file():
+        raise ConfigError(f"model {path}: expected a Hugging Face folder with config.json, found none")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(local) if local.is_dir() else path, dtype=dtype, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+
+
+def _master_of(name: str, path: str, parameter: Tensor) -> Tensor:
+    if not parameter.is_floating_point():
+        raise ConfigError(f"model {path}: expected floating-point tensors to train, got {parameter.dtype} in {name}")
+    return parameter.detach().to(torch.float32).clone()
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Dropout would make the learner's log-probabilities those of no policy that ever sampled."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]

@@ -1,0 +1,119 @@
+"""What the learner daemon and its parts are told. Plain values; `cli` maps the config onto them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo2.base.errors import ConfigError
+from echo2.base.rollout import SamplingParams
+from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
+from echo2.learner.loss import PolicyLossConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """The optimiser step. `schedule` is the shape of the learning rate after the warm-up."""
+
+    model_path: str
+    weights_dtype: str = "bfloat16"
+    device: str = "auto"
+    threads: int = 1
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    schedule: str = "constant"  # constant | linear | cosine
+    beta1: float = 0.9
+    beta2: float = 0.99
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    advantage: AdvantageConfig = ADVANTAGES["grpo"]
+    token_budget: int = 16384
+    row_tokens: int = 0  # 0: from the model's width
+    gradient_checkpointing: bool = False
+    scales_lr_by_ess: bool = False
+    lr_scale_floor: float = 0.1
+    nonfinite_steps_max: int = 5
+    with_entropy: bool = True
+
+    def __post_init__(self) -> None:
+        if self.weights_dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"weights_dtype: expected bfloat16 or float32, got {self.weights_dtype!r}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"schedule: expected constant, linear or cosine, got {self.schedule!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """Held-out prompts, sampled by the learner itself at the start, every so many steps and at the end. 0: off."""
+
+    prompts: int = 64
+    every_steps: int = 20
+    greedy: bool = True
+    examples_kept: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """`free_bytes_min`: a checkpoint is not begun with less than its size and this much free."""
+
+    every_steps: int = 20
+    kept: int = 2
+    free_bytes_min: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """The adapter by name, with its arguments (tasks/)."""
+
+    name: str = "sort_digits"
+    args: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerOptions:
+    """One run of the learner.
+
+    `sampling` holds temperature, filters and length; seed and stop tokens are filled in. `kappa` None: the
+    coordinator's plan chooses. `advertise` empty: workers are told the address listened on. `join_link` is needed
+    until the folder holds credentials of the run.
+    """
+
+    folder: Path
+    run_id: str
+    steps: int
+    rollouts_per_step: int
+    rollouts_per_group: int
+    staleness_bound: int
+    trainer: TrainerOptions
+    task: TaskOptions = field(default_factory=TaskOptions)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    kappa: int | None = None
+    seed: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    join_link: str = ""
+    chunk_bytes: int = 256 << 10
+    keyframe_chain_max: int = 16
+    drops_equal_rewards: bool = False
+    sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
+
+    def __post_init__(self) -> None:
+        if self.rollouts_per_step % self.rollouts_per_group or self.rollouts_per_step < 1:
+            raise ConfigError(
+                f"rollouts per step: expected a multiple of {self.rollouts_per_group} (the rollouts of one prompt), "
+                f"got {self.rollouts_per_step}"
+            )
+        if self.staleness_bound < 0:
+            raise ConfigError(f"staleness bound: expected 0 or more, got {self.staleness_bound}")
+        if self.kappa is not None and not 1 <= self.kappa <= max(1, self.staleness_bound):
+            raise ConfigError(f"kappa: expected 1 to {max(1, self.staleness_bound)}, got {self.kappa}")
+        if self.sampling.temperature == 0:
+            raise ConfigError("temperature: expected above 0, for greedy rollouts of one prompt are all the same")
+        if self.steps < 1:
+            raise ConfigError(f"steps: expected at least 1, got {self.steps}")

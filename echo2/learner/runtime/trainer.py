@@ -1,0 +1,235 @@
+"""One optimiser step on one batch, timed phase by phase.
+
+Guarantees: gradients of micro-batches add up to the gradient of the batch (learner/loss); after a step the parameters
+are the rounded masters; a step whose loss or gradient is not finite changes nothing, is counted, and after
+`nonfinite_steps_max` in a row raises `TrainingError`. The same batches from the same state give the same bits on a
+CPU with the same number of threads. Leaves to others: which batch (batcher), when to publish (publication), threads:
+all methods are called from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import TrainingError
+from echo2.learner.advantage import Advantages, Baseline, group_advantages, minimum_variance_weights
+from echo2.learner.batcher import Batch, TrainGroup
+from echo2.learner.correction import learning_rate_scale
+from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens, PolicyLoss, loss_metrics, policy_loss
+from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
+from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collate, lengths_of
+from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.options import TrainerOptions
+from echo2.learner.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did. `phases_s`: load, forward, backward, optimiser."""
+
+    step: int  # optimiser steps complete after it
+    phases_s: dict[str, float]
+    metrics: LossMetrics
+    grad_norm: float
+    lr: float
+    is_skipped: bool
+    positions: int  # computed, padding and prompts included
+    sampled_tokens: int
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """Seconds by phase; on a GPU a phase ends when its kernels have."""
+
+    device: torch.device
+    spent_s: dict[str, float] = field(default_factory=dict)
+    since: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.spent_s[phase] = self.spent_s.get(phase, 0.0) + now - self.since
+        self.since = now
+
+
+class Trainer:
+    """Holds the model and the optimiser. `step_count` optimiser steps are complete."""
+
+    def __init__(self, model: PolicyModel, options: TrainerOptions, total_steps: int) -> None:
+        self.model = model
+        self.options = options
+        self.total_steps = total_steps
+        self.step_count = 0
+        self.nonfinite_steps = 0
+        self.nonfinite_in_a_row = 0
+        self.optimiser = torch.optim.AdamW(
+            model.masters,
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.epsilon,
+            weight_decay=options.weight_decay,
+        )
+        self.reference = self._reference_model()
+        if options.gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        else:
+            model.hf_model.eval()
+
+    def step(self, batch: Batch) -> StepResult:
+        """Trains on one batch."""
+        torch.set_num_threads(self.options.threads)
+        watch = _Stopwatch(self.model.device)
+        layout = plan_microbatches(lengths_of(batch.groups), self.packing_limits)
+        packed = [collate(batch.groups, micro) for micro in layout]
+        watch.lap("load")
+        advantages = self._advantages(batch.groups, packed)
+        totals = self._totals(batch, advantages, layout)
+        sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        ratio_max = 0.0
+        for micro in packed:
+            loss = self._loss(micro, advantages, totals)
+            watch.lap("forward")
+            torch.autograd.backward(loss.loss)
+            watch.lap("backward")
+            sums_M += loss.sums_M.cpu()
+            ratio_max = max(ratio_max, float(loss.ratio_max))
+        metrics = loss_metrics(sums_M, ratio_max)
+        grad_norm, lr = self._update(metrics)
+        watch.lap("optimiser")
+        return StepResult(
+            self.step_count,
+            watch.spent_s,
+            metrics,
+            grad_norm,
+            lr,
+            lr == 0.0,
+            sum(micro.positions for micro in layout),
+            totals.token_count,
+        )
+
+    @property
+    def packing_limits(self) -> PackingLimits:
+        """Rows of about four times the model's width: attention then costs about what the linear layers do."""
+        row_tokens = self.options.row_tokens or 4 * int(self.model.config.hidden_size)
+        return PackingLimits(self.options.token_budget, row_tokens)
+
+    def logprobs(self, groups: Sequence[TrainGroup]) -> list[Tensor]:
+        """The policy's own log-probabilities of every rollout's tokens, by rollout: for audits and tests."""
+        layout = plan_microbatches(lengths_of(groups), self.packing_limits)
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in (collate(groups, plan) for plan in layout):
+                logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
+                for index, rollout in enumerate(micro.rollout_R.tolist()):
+                    found[rollout] = logprobs_T[micro.sequence_T == index].cpu()
+        return [found[index] for index in range(len(found))]
+
+    # ---- parts of a step
+
+    def _advantages(self, groups: Sequence[TrainGroup], packed: Sequence[PackedBatch]) -> Advantages:
+        rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+        group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
+        weight_R = None
+        if self.options.advantage.baseline is Baseline.MINIMUM_VARIANCE:
+            weight_R = self._variance_weights(packed, rewards_R.numel())
+        return group_advantages(rewards_R, group_R, self.options.advantage, weight_R)
+
+    def _variance_weights(self, packed: Sequence[PackedBatch], count: int) -> Tensor:
+        """Needs a forward pass of its own, for the ratios are wanted before the loss."""
+        log_ratio_R = torch.zeros(count)
+        with torch.no_grad():
+            for micro in packed:
+                logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
+                per_rollout = torch.zeros(micro.rollout_R.numel())
+                per_rollout.index_add_(0, micro.sequence_T, logprobs_T.cpu() - micro.behaviour_T)
+                log_ratio_R[micro.rollout_R] = per_rollout
+        return minimum_variance_weights(log_ratio_R, None)
+
+    def _totals(self, batch: Batch, advantages: Advantages, layout: Sequence[MicroBatch]) -> BatchTotals:
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        trained = [r for r, is_trained in zip(rollouts, advantages.trained_R.tolist(), strict=True) if is_trained]
+        tokens = sum(len(rollout.token_ids) for rollout in trained)
+        longest = max(group.spec.sampling.max_new_tokens for group in batch.groups)
+        return BatchTotals(max(1, tokens), max(1, len(trained)), longest, max(1, len(layout)))
+
+    def _loss(self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals) -> PolicyLoss:
+        device = self.model.device
+        inputs = micro.inputs.to(device)
+        logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
+        sequence_T = micro.sequence_T.to(device)
+        tokens = PackedTokens(
+            logprobs_T,
+            micro.behaviour_T.to(device),
+            advantages.values_R[micro.rollout_R].to(device),
+            sequence_T,
+            advantages.trained_R[micro.rollout_R].to(device)[sequence_T],
+            reference_logprobs_T=self._reference_logprobs(inputs),
+            entropy_T=entropy_T,
+        )
+        return policy_loss(tokens, self.options.loss, totals)
+
+    def _update(self, metrics: LossMetrics) -> tuple[float, float]:
+        """Clips, moves the masters, rounds. Returns the gradient's norm and the learning rate used, 0 when skipped."""
+        parameters, masters = self.model.parameters, self.model.masters
+        for parameter, master in zip(parameters, masters, strict=True):
+            if parameter.grad is None:
+                continue
+            master.grad = parameter.grad.to(torch.float32) if self.model.is_rounded else parameter.grad
+            if self.model.is_rounded:
+                parameter.grad = None
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self.options.grad_clip))
+        lr = self._lr(metrics)
+        if math.isfinite(metrics.loss) and math.isfinite(grad_norm):
+            for group in self.optimiser.param_groups:
+                group["lr"] = lr
+            self.optimiser.step()
+            self.model.round_to_policy()
+            self.nonfinite_in_a_row = 0
+        else:
+            lr = 0.0
+            self._count_nonfinite(metrics.loss, grad_norm)
+        self.optimiser.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
+        self.step_count += 1
+        return grad_norm, lr
+
+    def _lr(self, metrics: LossMetrics) -> float:
+        o = self.options
+        lr = learning_rate(self.step_count, o.lr, o.warmup_steps, self.total_steps, o.schedule)
+        if o.scales_lr_by_ess and math.isfinite(metrics.rollout_ratio_ess):
+            lr *= learning_rate_scale(min(1.0, max(0.0, metrics.rollout_ratio_ess)), o.lr_scale_floor)
+        return lr
+
+    def _count_nonfinite(self, loss: float, grad_norm: float) -> None:
+        self.nonfinite_steps += 1
+        self.nonfinite_in_a_row += 1
+        if self.nonfinite_in_a_row > self.options.nonfinite_steps_max:
+            raise TrainingError(
+                f"step {self.step_count}: expected a finite loss and gradient, got loss {loss} and gradient norm "
+                f"{grad_norm}, for the {self.nonfinite_in_a_row}th step in a row"
+            )
+
+    # ---- the reference of the KL penalty
+
+    def _reference_model(self) -> PolicyModel | None:
+        if self.options.loss.kl_coefficient <= 0:
+            return None
+        model = self.model
+        reference = PolicyModel(model.path, model.weights_dtype, model.device, model.policy.temperature)
+        reference.hf_model.eval()
+        return reference
+
+    def _reference_logprobs(self, inputs: PackedInputs) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with torch.no_grad():
+            logprobs_T: Tensor = self.reference.policy(inputs)[0]
+        return logprobs_T

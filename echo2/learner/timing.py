@@ -1,0 +1,42 @@
+"""Where the learner's time goes: phases of a step, and how busy it is.
+
+Guarantees: utilisation is busy over busy and waiting, both measured; evaluation, checkpoints' snapshots and start-up
+count as neither. Leaves to others: reading clocks (runtime).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+PHASES = ("wait", "load", "forward", "backward", "optimiser", "diff", "encode")
+"""wait: for rollouts. load: laying out the batch. diff: copying the published bits. encode: off the critical path."""
+BUSY_PHASES = ("load", "forward", "backward", "optimiser", "diff")
+WINDOW_STEPS = 50
+
+
+@dataclass(slots=True)
+class Utilisation:
+    """Over the last `WINDOW_STEPS` steps, and over the run."""
+
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add(self, busy_s: float, wait_s: float) -> None:
+        self.recent.append((busy_s, wait_s))
+        self.busy_s += busy_s
+        self.wait_s += wait_s
+
+    @property
+    def window(self) -> float:
+        return _share(sum(busy for busy, _ in self.recent), sum(wait for _, wait in self.recent))
+
+    @property
+    def overall(self) -> float:
+        return _share(self.busy_s, self.wait_s)
+
+
+def _share(busy_s: float, wait_s: float) -> float:
+    total_s = busy_s + wait_s
+    return busy_s / total_s if total_s > 0 else 1.0

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.learner.packing import Lengths, PackingLimits, plan_microbatches
+
+GROUPS = st.lists(
+    st.builds(Lengths, st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9).map(tuple)), max_size=12
+)
+LIMITS = st.builds(PackingLimits, st.integers(1, 600), st.integers(1, 300), st.booleans())
+
+
+@given(groups=GROUPS, limits=LIMITS)
+def test_every_completion_has_one_place_and_budgets_hold(groups: list[Lengths], limits: PackingLimits) -> None:
+    places: Counter[tuple[int, int]] = Counter()
+    for micro in plan_microbatches(groups, limits):
+        assert micro.positions <= limits.token_budget or len(micro.rows) == 1
+        for row in micro.rows:
+            used = 0
+            for unit in row:
+                assert unit.tokens == groups[unit.group].prompt + sum(
+                    groups[unit.group].completions[m] for m in unit.members
+                )
+                assert limits.shares_prompts or len(unit.members) == 1
+                places.update((unit.group, member) for member in unit.members)
+                used += unit.tokens
+            assert used <= micro.width
+    expected = {(g, m) for g, group in enumerate(groups) for m in range(len(group.completions))}
+    assert set(places) == expected and all(count == 1 for count in places.values())
+
+
+def test_siblings_share_their_prompt() -> None:
+    (micro,) = plan_microbatches([Lengths(10, (5, 5, 5, 5))], PackingLimits(1000, 100))
+    assert micro.width == 30 and len(micro.rows) == 1
+
+
+def test_the_layout_is_a_function_of_the_lengths() -> None:
+    groups = [Lengths(7, (3, 9, 4)), Lengths(5, (8, 8)), Lengths(6, (2, 2, 2))]
+    limits = PackingLimits(64, 32)
+    assert plan_microbatches(groups, limits) == plan_microbatches(list(groups), limits)
