@@ -33,7 +33,7 @@ class Correction(enum.Enum):
     """What is done about samples of another policy."""
 
     NONE = "none"  # trust them: the ratio goes from proximal to current, behaviour is ignored
-    BEHAVIOUR_RATIO = "behaviour_ratio"  # the objective's clipped ratio goes straight from behaviour to current
+    BEHAVIOUR_RATIO = "behaviour"  # the objective's clipped ratio goes straight from behaviour to current
     TIS_TOKEN = "tis_token"  # weight min(cap, proximal / behaviour), token by token
     TIS_SEQUENCE = "tis_sequence"  # weight min(cap, product over the rollout)
     MASKED = "masked"  # weight proximal / behaviour inside the band, 0 outside (IcePop)

@@ -34,7 +34,7 @@ from echo2.learner.correction import (
 class Objective(enum.Enum):
     """Where the ratio is taken and clipped."""
 
-    TOKEN_CLIP = "token_clip"
+    TOKEN_CLIP = "token"
     GSPO = "gspo"  # one length-normalised ratio a rollout
 
 

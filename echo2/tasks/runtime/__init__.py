@@ -1,0 +1,1 @@
+"""The parts of the data plane that act: files, processes, other packages."""

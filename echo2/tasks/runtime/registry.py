@@ -1,0 +1,101 @@
+"""Makes tasks from their specifications: the built-in ones by name, a user's own as `module:Class`.
+
+Guarantees: the same specification makes the same task in every process; wrong names and arguments are `ConfigError`s
+that list what was expected. Leaves to others: what the tasks do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+from echo2.base.errors import ConfigError, TaskError
+from echo2.tasks.mathematics import MathTask
+from echo2.tasks.procedural import DEFAULT_SIZE, ReasoningGym
+from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
+from echo2.tasks.sort_digits import SortDigits
+from echo2.tasks.task import Task, TaskSpec
+
+_TASK_MEMBERS = ("name", "size", "is_cheap", "sample", "score")
+
+
+def make_task(spec: TaskSpec) -> Task:
+    """The task that `spec` describes."""
+    if ":" in spec.name:
+        return _user_task(spec)
+    if spec.name not in _BUILT_IN:
+        raise ConfigError(
+            f"task: expected one of {', '.join(_BUILT_IN)} or a class of yours as module:Class, got {spec.name!r}"
+        )
+    maker = _BUILT_IN[spec.name]
+    _check_arguments(spec, maker)
+    task: Task = maker(seed=spec.seed, **spec.args)
+    return task
+
+
+def task_names() -> tuple[str, ...]:
+    """The built-in names."""
+    return tuple(_BUILT_IN)
+
+
+def _sort_digits(seed: int, digit_count: int = 5) -> Task:
+    return SortDigits(digit_count)
+
+
+def _reasoning_gym(
+    seed: int, dataset: str = "", size: int = DEFAULT_SIZE, options: Mapping[str, object] | None = None
+) -> Task:
+    if not dataset:
+        raise ConfigError("task reasoning_gym: expected the argument dataset, such as dataset=number_sorting")
+    return ReasoningGym(dataset, seed, size, options)
+
+
+def _math(seed: int, path: str = "", split: str = "train", prompt_column: str = "", answer_column: str = "") -> Task:
+    if not path:
+        raise ConfigError("task math: expected the argument path, a .jsonl or .parquet file or a data set's folder")
+    rows = read_math_rows(Path(path), split, ColumnChoice(prompt_column, answer_column))
+    return MathTask(rows, f"math/{Path(path).name}")
+
+
+_BUILT_IN: Mapping[str, Callable[..., Task]] = {
+    "sort_digits": _sort_digits,
+    "reasoning_gym": _reasoning_gym,
+    "math": _math,
+}
+
+
+def _check_arguments(spec: TaskSpec, maker: Callable[..., object]) -> None:
+    known = [name for name in inspect.signature(maker).parameters if name != "seed"]
+    unknown = sorted(set(spec.args) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"task {spec.name}: expected arguments among {', '.join(known) or 'none'}; got {', '.join(unknown)}"
+        )
+
+
+def load_class(name: str) -> Callable[..., object]:
+    """The class that `module:Class` names, or a `ConfigError` that says which half was not found."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{name}: expected an importable module {module_name}, got {error}") from error
+    found = getattr(module, class_name, None)
+    if not callable(found):
+        raise ConfigError(f"{name}: expected a class {class_name} in {module_name}, found {type(found).__name__}")
+    return cast(Callable[..., object], found)
+
+
+def _user_task(spec: TaskSpec) -> Task:
+    maker = load_class(spec.name)
+    try:
+        task = maker(seed=spec.seed, **spec.args)
+    except TypeError as error:
+        raise ConfigError(f"task {spec.name}: expected a constructor (seed, **args), got {error}") from error
+    missing = [member for member in _TASK_MEMBERS if not hasattr(task, member)]
+    if missing:
+        raise TaskError(f"task {spec.name}: expected the members of a task, missing {', '.join(missing)}")
+    return cast(Task, task)

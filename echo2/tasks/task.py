@@ -1,0 +1,111 @@
+"""What a task is: prompts that can be drawn again by their index, and a score for a completion.
+
+Guarantees asked of an implementation: `sample` is a pure function of the task's seed and the index, on every machine
+and after every restart; `score` is a pure function of the instance and the text. Then a cursor is all the state that
+the data plane has, and a reward can be computed anywhere. Leaves to others: which index comes next (split), time and
+memory limits on rewards (runtime/rewards), tokens (the learner's tokenizer).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from echo2.base.errors import ConfigError, TaskError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a chat: `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[ChatMessage, ...]
+"""Plain text, or a chat that the model's template turns into text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskInstance:
+    """One problem. `answer` is the reference that `score` compares with; `metadata` is whatever else it needs."""
+
+    index: int
+    prompt: Prompt
+    answer: str
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """`value` is what is trained on; `parts` are logged by name beside it, such as accuracy or format."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, number in (("value", self.value), *self.parts.items()):
+            if not math.isfinite(number):
+                raise TaskError(f"reward {name}: expected a finite number, got {number}")
+
+
+class Task(Protocol):
+    """A source of problems with a score."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None:
+        """How many distinct instances there are; None: without end."""
+        ...
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether scoring is trusted and takes well under a millisecond, so that it needs no process of its own."""
+        ...
+
+    def sample(self, index: int) -> TaskInstance:
+        """The instance at `index`, 0 <= index (< size)."""
+        ...
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """What a task is made from, here or in another process: a name, arguments that JSON can carry, and a seed."""
+
+    name: str
+    args: Mapping[str, object] = field(default_factory=dict)
+    seed: int = 0
+
+    def to_json(self) -> str:
+        try:
+            return json.dumps({"name": self.name, "args": dict(self.args), "seed": self.seed}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"task {self.name}: expected arguments that JSON can carry, got {error}") from error
+
+
+def spec_from_json(text: str) -> TaskSpec:
+    """Reads what `TaskSpec.to_json` wrote."""
+    try:
+        fields = json.loads(text)
+        return TaskSpec(str(fields["name"]), dict(fields["args"]), int(fields["seed"]))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"task: expected a JSON object with name, args and seed, got {text[:80]!r}") from error
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The prompt as plain text, for a tokenizer without a chat template: the messages' contents, one a line."""
+    return prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
+
+
+def checked_index(index: int, size: int | None, whose: str) -> int:
+    """`index`, or a `TaskError` if the task has no such instance."""
+    if index < 0 or (size is not None and index >= size):
+        raise TaskError(f"{whose}: expected an index from 0 to {'any' if size is None else size - 1}, got {index}")
+    return index

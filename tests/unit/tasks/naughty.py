@@ -1,0 +1,43 @@
+"""A task whose rewards misbehave on demand, as users' rewards do: what it does is named by the completion."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from echo2.tasks.task import Reward, TaskInstance
+
+
+class Naughty:
+    name = "naughty"
+    size = None
+    is_cheap = False
+
+    def __init__(self, seed: int, is_cheap: bool = False):
+        self.seed = seed
+        self.is_cheap = is_cheap
+
+    def sample(self, index: int) -> TaskInstance:
+        return TaskInstance(index, f"prompt {index}", f"answer {index}")
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        match completion_text:
+            case "raise":
+                raise ValueError("no such answer")
+            case "nan":
+                return Reward(float("nan"))
+            case "hang":
+                threading.Event().wait()
+            case "eat":
+                return Reward(float(len(bytearray(64 << 30))))
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "chatter":
+                print("a reward that prints to stdout " * 100, flush=True)
+        return Reward(1.0 + instance.index, {"seed": float(self.seed)})
+
+
+class NotATask:
+    def __init__(self, seed: int):
+        self.name = "not a task"

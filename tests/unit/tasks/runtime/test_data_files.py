@@ -1,0 +1,83 @@
+"""Data files: the usual columns in every layout, and errors that name the file, the row and what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import TaskError
+from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
+from echo2.tasks.task import ChatMessage
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+ROWS = [
+    {"prompt": "1+1?", "answer": "2", "data_source": "sums"},
+    {"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "sums"},
+    {"question": "3+3?", "answer": "three and three\n#### 6"},
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_usual_columns_are_found_in_json_lines(tmp_path: Path) -> None:
+    rows = read_math_rows(write_jsonl(tmp_path / "x.jsonl", ROWS))
+    assert [row.answer for row in rows] == ["2", "4", "6"]
+    assert rows[1].prompt == (ChatMessage("system", "Be brief."), ChatMessage("user", "2+2?"))
+    assert [row.data_source for row in rows] == ["sums", "sums", ""]
+
+
+def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    table = arrow.Table.from_pylist([{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4"}])
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for split, part in (("train", table), ("test", table.slice(0, 1))):
+        parquet.write_table(part, tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    assert len(read_math_rows(tmp_path / "hub")) == 2
+    assert len(read_math_rows(tmp_path / "hub", "test")) == 1
+    (tmp_path / "saved" / "train").mkdir(parents=True)
+    with ipc.new_stream(str(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert [row.answer for row in read_math_rows(tmp_path / "saved")] == ["2", "4"]
+
+
+def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "no", "q": "yes", "answer": "1", "a": "2"}])
+    row = read_math_rows(path, columns=ColumnChoice("q", "a"))[0]
+    assert (row.prompt, row.answer) == ("yes", "2")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x", "solution": "1"}\n', r"x.jsonl row 1: expected a column answer or .*got prompt, solution"),
+        ('{"prompt": "x", "answer": ""}\n', "expected a column answer"),
+        ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2: expected a prompt as text or"),
+        ("not json\n", "x.jsonl line 1: expected a JSON object"),
+        ("[1]\n", "line 1: expected a JSON object, got list"),
+        ("\n", "expected rows, found none"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    with pytest.raises(TaskError, match=message):
+        read_math_rows(path)
+
+
+def test_missing_paths_splits_and_kinds_are_said(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    with pytest.raises(TaskError, match=r"files of split 'test', found train.jsonl"):
+        read_math_rows(tmp_path / "set", "test")
+    with pytest.raises(TaskError, match="found nothing there"):
+        read_math_rows(tmp_path / "nowhere")
+    (tmp_path / "x.csv").write_text("a,b\n")
+    with pytest.raises(TaskError, match="got .csv"):
+        read_math_rows(tmp_path / "x.csv")

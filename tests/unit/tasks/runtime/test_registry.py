@@ -1,0 +1,55 @@
+"""The registry: built-in names, a user's class, and errors that say what was expected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import ConfigError, TaskError
+from echo2.tasks.runtime.registry import make_task, task_names
+from echo2.tasks.task import Task, TaskSpec
+
+
+def test_every_built_in_task_can_be_made_and_is_the_same_when_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    specs = {
+        "sort_digits": TaskSpec("sort_digits", {"digit_count": 3}, 1),
+        "reasoning_gym": TaskSpec("reasoning_gym", {"dataset": "spell_backward"}, 1),
+        "math": TaskSpec("math", {"path": str(path)}, 1),
+    }
+    assert set(specs) <= set(task_names())
+    for spec in specs.values():
+        first, again = make_task(spec), make_task(spec)
+        assert first.sample(0) == again.sample(0)
+        assert first.score(first.sample(0), first.sample(0).answer).value == 1.0
+
+
+def test_a_class_of_the_users_is_made_with_seed_and_arguments() -> None:
+    task: Task = make_task(TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=5))
+    assert task.is_cheap
+    assert task.score(task.sample(2), "fine").parts == {"seed": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TaskSpec("chess"), "expected one of sort_digits, .* or a class of yours as module:Class, got 'chess'"),
+        (TaskSpec("sort_digits", {"digits": 3}), "expected arguments among digit_count; got digits"),
+        (TaskSpec("math"), "expected the argument path"),
+        (TaskSpec("reasoning_gym"), "expected the argument dataset"),
+        (TaskSpec("no.such.module:Task"), "expected an importable module no.such.module"),
+        (TaskSpec("tests.unit.tasks.naughty:Absent"), "expected a class Absent"),
+        (TaskSpec("tests.unit.tasks.naughty:Naughty", {"colour": 1}), r"expected a constructor \(seed, \*\*args\)"),
+    ],
+)
+def test_a_wrong_specification_is_a_configuration_error(spec: TaskSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(spec)
+
+
+def test_a_class_that_is_no_task_is_told_what_it_lacks() -> None:
+    with pytest.raises(TaskError, match="missing size, is_cheap, sample, score"):
+        make_task(TaskSpec("tests.unit.tasks.naughty:NotATask"))
