@@ -1,0 +1,202 @@
+"""What goes into the session and what comes out. Payload bytes never pass: the runtime keeps and checks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.topology import BroadcastPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which tree of which plan a chunk travels on."""
+
+    epoch: int
+    tree: int
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSet:
+    plan: BroadcastPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDown:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderSeen:
+    """A verified header; `peer` None: it is our own or was kept on disk."""
+
+    peer: PeerId | None
+    key: ArtifactKey
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSeen:
+    """A verified chunk that the store now holds. `is_fresh`: we publish it and nobody has it yet."""
+
+    peer: PeerId | None
+    key: ArtifactKey
+    index: int
+    size_bytes: int
+    route: Route | None = None
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SealSeen:
+    peer: PeerId | None
+    key: ArtifactKey
+    chunk_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HaveSeen:
+    peer: PeerId
+    key: ArtifactKey
+    bitmap: int
+    is_sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSeen:
+    peer: PeerId
+    key: ArtifactKey
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSeen:
+    peer: PeerId
+    key: ArtifactKey
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAckSeen:
+    """The peer has passed the chunk on to all that it relays to."""
+
+    peer: PeerId
+    key: ArtifactKey
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSent:
+    """The transport took a chunk that we asked it to send; `is_lost`: the store no longer had it."""
+
+    peer: PeerId
+    key: ArtifactKey
+    index: int
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Fetch this artifact even though nobody pushes it."""
+
+    key: ArtifactKey
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The store dropped this artifact."""
+
+    key: ArtifactKey
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """A timer that was asked for."""
+
+
+Event = (
+    PlanSet | PeerUp | PeerDown | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen | CancelSeen
+    | RelayAckSeen | ChunkSent | Wanted | Forgotten | Woken
+)  # fmt: skip
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendHeader:
+    peer: PeerId
+    key: ArtifactKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendChunk:
+    """Answered by ChunkSent once the transport has taken it."""
+
+    peer: PeerId
+    key: ArtifactKey
+    index: int
+    route: Route | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendSeal:
+    peer: PeerId
+    key: ArtifactKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendHave:
+    peer: PeerId
+    key: ArtifactKey
+    bitmap: int
+    is_sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendRequest:
+    peer: PeerId
+    key: ArtifactKey
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    peer: PeerId
+    key: ArtifactKey
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelayAck:
+    peer: PeerId
+    key: ArtifactKey
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """The peer broke the protocol: drop the connection, ban it, say so."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Send Woken at `at` (a later Wake replaces it)."""
+
+    at: float
+
+
+Action = (
+    SendHeader | SendChunk | SendSeal | SendHave | SendRequest | SendCancel | SendRelayAck | Accuse | Wake
+)  # fmt: skip

@@ -1,0 +1,186 @@
+"""What the broadcast moves: an artifact is a signed header, signed chunks, and a signed seal that ends it.
+
+Guarantees: every part is signed by the publisher on its own, so a chunk can be believed and forwarded before the next
+one exists. Two publications of the same version have different keys. Leaves to others: what the bytes mean (delta/).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NewType
+
+from echo2.base.errors import BadSignature, CorruptChunk, MalformedMessage
+from echo2.base.ids import PeerId, RunId, Version
+from echo2.broadcast.identity import Identity
+from echo2.broadcast.peer_id import verify_signature
+
+ArtifactKey = NewType("ArtifactKey", bytes)
+"""16 bytes that name one publication: the hash of its header."""
+
+KEY_BYTES = 16
+CHUNK_BYTES_MAX = 4 << 20
+CHUNKS_MAX = 1 << 20
+VERSION_MAX = (1 << 53) - 1
+_HEADER_DOMAIN = b"echo2/artifact-header/1"
+_CHUNK_DOMAIN = b"echo2/artifact-chunk/1"
+_SEAL_DOMAIN = b"echo2/artifact-seal/1"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArtifactId:
+    """What an artifact gives: `version`, from `parent` (a delta) or from nothing (a keyframe)."""
+
+    version: Version
+    parent: Version | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.version <= VERSION_MAX:
+            raise MalformedMessage(f"artifact: expected a version in 0..{VERSION_MAX}, got {self.version}")
+        if self.parent is not None and not 0 <= self.parent < self.version:
+            raise MalformedMessage(f"artifact: expected a parent below version {self.version}, got {self.parent}")
+
+    @property
+    def is_keyframe(self) -> bool:
+        return self.parent is None
+
+    def __str__(self) -> str:
+        return f"keyframe {self.version}" if self.parent is None else f"delta {self.parent}->{self.version}"
+
+
+def _text(value: str, characters_max: int, what: str) -> bytes:
+    if len(value) > characters_max:
+        raise MalformedMessage(f"artifact {what}: expected at most {characters_max} characters, got {len(value)}")
+    data = value.encode()
+    return struct.pack(">H", len(data)) + data
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Announces an artifact. `is_pushed`: it goes to everyone by the plan; else only to those who ask for it."""
+
+    artifact: ArtifactId
+    run_id: RunId
+    lineage: str
+    published_unix_s: float
+    full_snapshot_bytes: int
+    is_pushed: bool
+    publisher: PeerId
+    signature: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.published_unix_s) or not 0 <= self.full_snapshot_bytes <= 1 << 60:
+            raise MalformedMessage(f"header of {self.artifact}: time or size out of range")
+
+    def body(self) -> bytes:
+        """The bytes that are signed."""
+        parent = -1 if self.artifact.parent is None else self.artifact.parent
+        numbers = struct.pack(
+            ">qqdq?", self.artifact.version, parent, self.published_unix_s, self.full_snapshot_bytes, self.is_pushed
+        )
+        texts = _text(self.run_id, 128, "run id") + _text(self.lineage, 128, "lineage")
+        return _HEADER_DOMAIN + numbers + texts + _text(self.publisher, 64, "publisher")
+
+    @property
+    def key(self) -> ArtifactKey:
+        return ArtifactKey(hashlib.sha256(self.body()).digest()[:KEY_BYTES])
+
+    def signed(self, identity: Identity) -> Header:
+        assert identity.peer_id == self.publisher
+        return Header(
+            self.artifact, self.run_id, self.lineage, self.published_unix_s, self.full_snapshot_bytes,
+            self.is_pushed, self.publisher, identity.sign(self.body()),
+        )  # fmt: skip
+
+    def verify(self) -> None:
+        """BadSignature unless the publisher that it names signed it."""
+        _verified(self.publisher, self.body(), self.signature, f"header of {self.artifact}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part `index` of an artifact. `ends_block`: a block of the publisher's ends with it."""
+
+    key: ArtifactKey
+    index: int
+    ends_block: bool
+    payload: bytes
+    signature: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < CHUNKS_MAX:
+            raise MalformedMessage(f"chunk: expected an index in 0..{CHUNKS_MAX - 1}, got {self.index}")
+        if len(self.payload) > CHUNK_BYTES_MAX:
+            raise MalformedMessage(
+                f"chunk {self.index}: expected at most {CHUNK_BYTES_MAX} bytes, got {len(self.payload)}"
+            )
+
+    @classmethod
+    def make(cls, key: ArtifactKey, index: int, ends_block: bool, payload: bytes, identity: Identity) -> Chunk:
+        digest = hashlib.sha256(payload).digest()
+        return cls(key, index, ends_block, payload, identity.sign(_chunk_body(key, index, ends_block, digest)))
+
+    def verify(self, publisher: PeerId) -> bytes:
+        """The payload's sha256; CorruptChunk unless the publisher signed exactly this payload at this place."""
+        digest = hashlib.sha256(self.payload).digest()
+        try:
+            verify_signature(publisher, _chunk_body(self.key, self.index, self.ends_block, digest), self.signature)
+        except BadSignature:
+            raise CorruptChunk(
+                f"chunk {self.index} of artifact {self.key.hex()}: expected bytes signed by {publisher}, "
+                f"got sha256 {digest.hex()[:16]}, which it did not sign"
+            ) from None
+        return digest
+
+
+def _chunk_body(key: ArtifactKey, index: int, ends_block: bool, digest: bytes) -> bytes:
+    return _CHUNK_DOMAIN + key + struct.pack(">I?", index, ends_block) + digest
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Ends an artifact: how many chunks it has, the hash over their hashes, the weights' fingerprint."""
+
+    key: ArtifactKey
+    chunk_count: int
+    total_bytes: int
+    root_sha256: bytes
+    fingerprint: str
+    signature: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.chunk_count <= CHUNKS_MAX or not 0 <= self.total_bytes <= 1 << 60:
+            raise MalformedMessage(
+                f"seal: expected at most {CHUNKS_MAX} chunks, got {self.chunk_count} of {self.total_bytes} bytes"
+            )
+
+    def body(self) -> bytes:
+        numbers = struct.pack(">Iq", self.chunk_count, self.total_bytes)
+        return _SEAL_DOMAIN + self.key + numbers + self.root_sha256 + _text(self.fingerprint, 256, "fingerprint")
+
+    def signed(self, identity: Identity) -> Seal:
+        return Seal(
+            self.key, self.chunk_count, self.total_bytes, self.root_sha256, self.fingerprint,
+            identity.sign(self.body()),
+        )  # fmt: skip
+
+    def verify(self, publisher: PeerId) -> None:
+        _verified(publisher, self.body(), self.signature, f"seal of artifact {self.key.hex()}")
+
+
+def root_of(chunk_digests: Iterable[bytes]) -> bytes:
+    """The hash over the chunks' hashes, in order."""
+    root = hashlib.sha256()
+    for digest in chunk_digests:
+        root.update(digest)
+    return root.digest()
+
+
+def _verified(publisher: PeerId, body: bytes, signature: bytes, what: str) -> None:
+    try:
+        verify_signature(publisher, body, signature)
+    except BadSignature:
+        raise BadSignature(f"{what}: expected the signature of {publisher}, got one that does not verify") from None

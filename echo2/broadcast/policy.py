@@ -1,0 +1,132 @@
+"""The numbers by which a session decides: pacing, windows of relays, rates of peers, timeouts. No IO, no clock.
+
+Guarantees: every object here is small, is told `now`, and keeps within its stated limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.base.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class SessionConfig:
+    """Limits and times of one session. `uplink_bytes_per_s` 0: no pacing."""
+
+    me: PeerId
+    uplink_bytes_per_s: float = 0.0
+    slots_per_peer: int = 2
+    have_interval_s: float = 0.5
+    lap_slack_s: float = 0.25
+    relay_timeout_s: float = 2.0
+    stall_s: float = 3.0
+    pull_after_s: float = 1.5
+    push_silence_s: float = 1.0
+    pull_window_s: float = 0.5
+    pull_timeout_s: float = 1.5
+    pull_chunks_max: int = 32
+    requests_held_max: int = 256
+    replays_max: int = 16
+
+
+class Pacer:
+    """A token bucket. `ready_at` is when the next chunk may leave."""
+
+    __slots__ = ("_free_at", "burst_s", "rate_bytes_per_s")
+
+    def __init__(self, rate_bytes_per_s: float, burst_s: float = 0.02) -> None:
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self.burst_s = burst_s
+        self._free_at = float("-inf")
+
+    def ready_at(self, now: float) -> float:
+        """`now` when a chunk may leave, else the time at which one may."""
+        if self.rate_bytes_per_s <= 0:
+            return now
+        return max(now, self._free_at - self.burst_s)
+
+    def spend(self, size_bytes: int, now: float) -> None:
+        if self.rate_bytes_per_s > 0:
+            self._free_at = max(self._free_at, now) + size_bytes / self.rate_bytes_per_s
+
+
+class RelayWindow:
+    """How many chunks the seed keeps with one tree's relay. It grows while the relay hands them on without queueing.
+
+    A lap is the time from handing a chunk over until the relay has passed it on. While laps stay within `slack_s` of
+    the shortest one seen, the relay's uplink has room and the window grows; beyond that it shrinks. So the queue at a
+    relay stays near `slack_s`, whatever its uplink and distance, and neither has to be known.
+    """
+
+    __slots__ = ("_lap_min_s", "_window", "is_suspended", "lap_s", "outstanding", "sent_bytes", "slack_s")
+    SMALLEST, LARGEST = 2.0, 32.0
+
+    def __init__(self, slack_s: float) -> None:
+        self.slack_s = slack_s
+        self._window = 3.0
+        self._lap_min_s = float("inf")
+        self.lap_s = 0.0
+        self.outstanding: dict[tuple[bytes, int], float] = {}
+        self.sent_bytes = 0.0
+        self.is_suspended = False
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_suspended and len(self.outstanding) < int(self._window)
+
+    def handed_over(self, ref: tuple[bytes, int], size_bytes: int, now: float) -> None:
+        self.outstanding[ref] = now
+        self.sent_bytes += size_bytes
+
+    def passed_on(self, ref: tuple[bytes, int], now: float) -> None:
+        begun = self.outstanding.pop(ref, None)
+        self.is_suspended = False
+        if begun is None:
+            return
+        lap_s = now - begun
+        self._lap_min_s = min(self._lap_min_s * 1.002, lap_s)
+        self.lap_s = lap_s if self.lap_s == 0.0 else 0.8 * self.lap_s + 0.2 * lap_s
+        change = 0.5 if lap_s < self._lap_min_s + self.slack_s else -0.5
+        self._window = min(self.LARGEST, max(self.SMALLEST, self._window + change))
+
+    def oldest_age_s(self, now: float) -> float:
+        return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0
+
+    def suspend(self) -> list[tuple[bytes, int]]:
+        """Stops using the relay until it is heard of again; returns what it still owed."""
+        self.is_suspended = True
+        owed = list(self.outstanding)
+        self.outstanding.clear()
+        self._window = self.SMALLEST
+        return owed
+
+
+class RateEstimate:
+    """Bytes per second over busy time, smoothed; learned from transfers."""
+
+    __slots__ = ("_bytes", "_since", "bytes_per_s")
+    WINDOW_S = 0.5
+
+    def __init__(self, initial_bytes_per_s: float = 2e6) -> None:
+        self.bytes_per_s = initial_bytes_per_s
+        self._since = float("-inf")
+        self._bytes = 0
+
+    def begin(self, now: float) -> None:
+        """A transfer starts after a pause."""
+        self._since, self._bytes = now, 0
+
+    def add(self, size_bytes: int, now: float) -> None:
+        if self._since == float("-inf"):
+            self._since = now
+            return
+        self._bytes += size_bytes
+        span = now - self._since
+        if span >= self.WINDOW_S:
+            self.bytes_per_s = 0.5 * self.bytes_per_s + 0.5 * self._bytes / span
+            self._since, self._bytes = now, 0
+
+    def punish(self) -> None:
+        """A request timed out."""
+        self.bytes_per_s = max(1e3, self.bytes_per_s / 2)

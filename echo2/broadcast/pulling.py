@@ -1,0 +1,95 @@
+"""What to ask of whom: the chunks that no push brought, rarest first, from whoever holds them. Pure functions.
+
+Guarantees: a chunk is asked of one peer at a time; a peer is never asked for more than its window, which follows its
+measured rate; a request that is not answered in its time goes to another holder.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.swarm import Artifact, Peer, Request
+
+CANDIDATES_MAX = 256
+
+
+def due_chunks(artifact: Artifact, config: SessionConfig, now: float) -> list[int]:
+    """Missing chunks that have been available long enough that no push is to be expected."""
+    if not artifact.is_wanted or not artifact.missing_since:
+        return []
+    is_pushed_to = now - artifact.pushed_at < config.push_silence_s
+    patience = config.pull_after_s if is_pushed_to else 0.0
+    due: list[int] = []
+    for index, since in artifact.missing_since.items():
+        if now - since < patience:
+            break  # in order of `since`
+        due.append(index)
+        if len(due) >= CANDIDATES_MAX:
+            break
+    return due
+
+
+def window_chunks(peer: Peer, artifact: Artifact, config: SessionConfig) -> int:
+    """How many chunks may be on request from a peer at once."""
+    by_rate = int(peer.rate.bytes_per_s * config.pull_window_s / artifact.mean_chunk_bytes)
+    return max(2, min(config.pull_chunks_max, by_rate))
+
+
+def choose(
+    artifact: Artifact,
+    peers: Mapping[PeerId, Peer],
+    publisher: PeerId | None,
+    config: SessionConfig,
+    rng: random.Random,
+    now: float,
+) -> dict[PeerId, list[int]]:
+    """Which chunks to ask of which peers now. The publisher is asked only for what nobody else can give."""
+    asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == artifact.key}
+    wanted = [index for index in due_chunks(artifact, config, now) if index not in asked]
+    if not wanted:
+        return {}
+    room = {
+        peer_id: window_chunks(peer, artifact, config) - len(peer.requests)
+        for peer_id, peer in peers.items()
+        if peer.haves.get(artifact.key)
+    }
+    holders = {index: [p for p in room if peers[p].has(artifact.key, index)] for index in wanted}
+    wanted.sort(key=lambda index: (len(holders[index]), index))
+    chosen: dict[PeerId, list[int]] = {}
+    for index in wanted:
+        able = [p for p in holders[index] if room[p] > 0]
+        others = [p for p in able if p != publisher]
+        if not others and any(p != publisher for p in holders[index]) and len(wanted) > 8:
+            continue  # wait for a peer rather than load the publisher
+        pool = others or able
+        if not pool:
+            continue
+        pick = max(pool, key=lambda p: (room[p] * peers[p].rate.bytes_per_s, rng.random()))
+        room[pick] -= 1
+        chosen.setdefault(pick, []).append(index)
+    return chosen
+
+
+def note_requests(
+    artifact: Artifact, peer: Peer, indices: list[int], config: SessionConfig, now: float
+) -> tuple[int, ...]:
+    """Remembers them with the deadline that the peer's rate gives."""
+    if not peer.requests:
+        peer.rate.begin(now)
+    for index in indices:
+        ahead = (len(peer.requests) + 1) * artifact.mean_chunk_bytes
+        deadline = now + min(10.0, config.pull_timeout_s + 3 * ahead / peer.rate.bytes_per_s)
+        peer.requests[(artifact.key, index)] = Request(now, deadline)
+        peer.asked[artifact.key] = peer.asked.get(artifact.key, 0) | 1 << index
+    return tuple(indices)
+
+
+def expired(peer: Peer, now: float) -> list[tuple[bytes, int]]:
+    return [ref for ref, request in peer.requests.items() if request.deadline <= now]
+
+
+def next_deadline(peers: Mapping[PeerId, Peer]) -> float | None:
+    return min((request.deadline for peer in peers.values() for request in peer.requests.values()), default=None)

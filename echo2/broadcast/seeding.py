@@ -1,0 +1,154 @@
+"""The publisher's choice: which tree carries the next fresh chunk.
+
+Guarantees: a tree gets chunks in proportion to its weight while its relays keep up; a relay that does not is passed
+over; what no relay can take, the seed sends itself when its uplink would else be idle; what a lost relay owed goes to
+another tree. Leaves to others: queues and sending (session).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import Route
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.policy import RelayWindow, SessionConfig
+from echo2.broadcast.swarm import Peer, Ref
+from echo2.broadcast.topology import BroadcastPlan
+
+
+@dataclass(slots=True)
+class SeedTree:
+    """A tree as the seed sees it: its own children there, and those of them that relay."""
+
+    route: Route
+    weight: float
+    children: tuple[PeerId, ...]
+    relays: frozenset[PeerId]
+    window: RelayWindow
+    owed_by: dict[Ref, set[PeerId]] = field(default_factory=dict)
+
+
+class Seeding:
+    """Fresh chunks and the trees that they may take."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+        self.fresh: deque[Ref] = deque()
+        self.trees: list[SeedTree] = []
+        self._retiring: list[SeedTree] = []
+        self._sizes: dict[Ref, int] = {}
+
+    @property
+    def _all_trees(self) -> list[SeedTree]:
+        return [*self.trees, *self._retiring]
+
+    def set_plan(self, plan: BroadcastPlan, me: PeerId) -> None:
+        """Fresh chunks go to the plan's trees from now on; old trees stay until their relays have passed on theirs."""
+        self._retiring = [tree for tree in [*self._retiring, *self.trees] if tree.window.outstanding]
+        self.trees = []
+        if plan.seed is None or plan.seed.peer_id != me:
+            return
+        for number, planned in enumerate(plan.trees):
+            children = planned.children()
+            mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
+            relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
+            window = RelayWindow(self._config.lap_slack_s)
+            self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
+
+    def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
+        self.fresh.append((key, index))
+        self._sizes[(key, index)] = size_bytes
+
+    def forget(self, key: ArtifactKey) -> None:
+        self.fresh = deque(ref for ref in self.fresh if ref[0] != key)
+        self._sizes = {ref: size for ref, size in self._sizes.items() if ref[0] != key}
+        for tree in self._all_trees:
+            for ref in [ref for ref in tree.owed_by if ref[0] == key]:
+                del tree.owed_by[ref]
+                tree.window.outstanding.pop(ref, None)
+
+    def next_assignment(self, peers: Mapping[PeerId, Peer], is_idle: bool, now: float) -> tuple[Ref, SeedTree] | None:
+        """The next fresh chunk and its tree; None while there is no room. `is_idle`: nothing else waits to be sent."""
+        if not self.fresh:
+            return None
+        ref = self.fresh[0]
+        tree = self._relayed_tree(ref, peers)
+        if tree is None and is_idle:
+            tree = self._direct_tree()
+        if tree is None:
+            return None
+        self.fresh.popleft()
+        relays = {relay for relay in tree.relays if relay in peers}
+        size = self._sizes.get(ref, 1)
+        tree.window.sent_bytes += size
+        if relays:
+            tree.owed_by[ref] = relays
+            tree.window.outstanding[ref] = now
+        return ref, tree
+
+    def _relayed_tree(self, ref: Ref, peers: Mapping[PeerId, Peer]) -> SeedTree | None:
+        key, index = ArtifactKey(ref[0]), ref[1]
+        best: SeedTree | None = None
+        for tree in self.trees:
+            if not tree.relays or not tree.window.has_room:
+                continue
+            if not all(relay in peers and not peers[relay].has(key, index) for relay in tree.relays):
+                continue
+            if best is None or tree.window.sent_bytes / tree.weight < best.window.sent_bytes / best.weight:
+                best = tree
+        return best
+
+    def _direct_tree(self) -> SeedTree:
+        """The tree in which the seed sends to all itself; made up when the plan has none."""
+        for tree in self.trees:
+            if not tree.relays and tree.weight > 0:
+                return tree
+        return SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.lap_slack_s))
+
+    def acknowledged(self, peer: PeerId, ref: Ref, now: float) -> None:
+        for tree in self._all_trees:
+            if peer not in tree.relays:
+                continue
+            owed = tree.owed_by.get(ref)
+            if owed is None:
+                tree.window.is_suspended = False
+                continue
+            owed.discard(peer)
+            if not owed:
+                del tree.owed_by[ref]
+                tree.window.passed_on(ref, now)
+
+    def lost(self, peer: PeerId) -> None:
+        """The connection to a relay ended."""
+        for tree in self._all_trees:
+            if peer in tree.relays:
+                self._suspend(tree)
+
+    def returned(self, peer: PeerId) -> None:
+        for tree in self._all_trees:
+            if peer in tree.relays:
+                tree.window.is_suspended = False
+
+    def check_timeouts(self, now: float) -> None:
+        """A relay that owes a chunk for too long is replaced until it is heard of again."""
+        for tree in self._all_trees:
+            if tree.window.oldest_age_s(now) > self._config.relay_timeout_s + 4 * tree.window.lap_s:
+                self._suspend(tree)
+
+    def next_timeout(self) -> float | None:
+        times = [
+            next(iter(t.window.outstanding.values())) + self._config.relay_timeout_s + 4 * t.window.lap_s
+            for t in self._all_trees if t.window.outstanding
+        ]  # fmt: skip
+        return min(times, default=None)
+
+    def _suspend(self, tree: SeedTree) -> None:
+        self._hand_out_again(tree.window.suspend())
+        tree.owed_by.clear()
+
+    def _hand_out_again(self, owed: list[Ref]) -> None:
+        known = set(self.fresh)
+        self.fresh.extendleft(ref for ref in reversed(owed) if ref in self._sizes and ref not in known)

@@ -1,0 +1,465 @@
+"""The broadcast protocol of one node: one door, `handle(event, now) -> actions`. No IO, no clock, no payload bytes.
+
+Guarantees: a chunk is forwarded along its tree as soon as it is seen (cut-through), at most once to a peer that is
+not known to hold it; at most `slots_per_peer` chunks to a peer are in the transport and the uplink is paced, so what
+waits, waits here; what no push brings is pulled; every wait has a timer. Leaves to others: checking signatures,
+keeping bytes, connections (runtime/node.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import assert_never
+
+from echo2.base.ids import PeerId
+from echo2.base.rng import derived_rng
+from echo2.broadcast import pulling
+from echo2.broadcast.chunks import indices_of
+from echo2.broadcast.events import (
+    Accuse,
+    Action,
+    CancelSeen,
+    ChunkSeen,
+    ChunkSent,
+    Event,
+    Forgotten,
+    HaveSeen,
+    HeaderSeen,
+    PeerDown,
+    PeerUp,
+    PlanSet,
+    RelayAckSeen,
+    RequestSeen,
+    Route,
+    SealSeen,
+    SendCancel,
+    SendChunk,
+    SendHave,
+    SendHeader,
+    SendRelayAck,
+    SendRequest,
+    SendSeal,
+    Wake,
+    Wanted,
+    Woken,
+)
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.policy import Pacer, SessionConfig
+from echo2.broadcast.seeding import Seeding
+from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, RelayJob
+from echo2.broadcast.topology import BroadcastPlan
+
+PLANS_KEPT = 3
+HOUSEKEEPING_S = 0.02  # the flood of chunk events does not look at every peer each time
+
+
+class Session:
+    """One node's part in the broadcast of all artifacts."""
+
+    def __init__(self, config: SessionConfig, seed: int = 0) -> None:
+        self.config = config
+        self.peers: dict[PeerId, Peer] = {}
+        self.artifacts: dict[ArtifactKey, Artifact] = {}
+        self.plan: BroadcastPlan | None = None
+        self.duplicates_bytes = 0
+        self.pulled_chunks = 0
+        self._plans: dict[int, BroadcastPlan] = {}
+        self._children: dict[Route, tuple[tuple[PeerId, bool], ...]] = {}
+        self._seeding = Seeding(config)
+        self._pacer = Pacer(config.uplink_bytes_per_s)
+        self._jobs: dict[Ref, RelayJob] = {}
+        self._rng: random.Random = derived_rng(seed, "session", config.me)
+        self._served = 0
+        self._actions: list[Action] = []
+        self._wake_at = float("inf")
+        self._housekeeping_at = float("-inf")
+
+    # ---- the door
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What is to be done because `event` happened at `now`."""
+        self._actions = []
+        self._dispatch(event, now)
+        is_due = now >= self._housekeeping_at or not isinstance(event, ChunkSeen | ChunkSent | RelayAckSeen)
+        if is_due:
+            self._seeding.check_timeouts(now)
+            self._expire_requests(now)
+            self._pull(now)
+            self._gossip(now)
+            self._housekeeping_at = now + HOUSEKEEPING_S
+        self._send_what_fits(now)
+        self._set_timer(now, is_due)
+        return self._actions
+
+    def _dispatch(self, event: Event, now: float) -> None:
+        match event:
+            case PlanSet():
+                self._plan_set(event.plan)
+            case PeerUp():
+                self.peers[event.peer] = Peer(event.peer)
+                self._seeding.returned(event.peer)
+                self._greet(self.peers[event.peer])
+            case PeerDown():
+                self._peer_down(event.peer)
+            case HeaderSeen():
+                self._header_seen(event)
+            case ChunkSeen():
+                self._chunk_seen(event, now)
+            case SealSeen():
+                self._seal_seen(event)
+            case HaveSeen():
+                self._have_seen(event, now)
+            case RequestSeen():
+                self._request_seen(event, now)
+            case CancelSeen():
+                self._cancel_seen(event)
+            case RelayAckSeen():
+                self._seeding.acknowledged(event.peer, (event.key, event.index), now)
+            case ChunkSent():
+                self._chunk_sent(event)
+            case Wanted():
+                if event.key in self.artifacts:
+                    self.artifacts[event.key].is_wanted = True
+            case Forgotten():
+                self.artifacts.pop(event.key, None)
+                self._seeding.forget(event.key)
+                self._forget_at_peers(event.key)
+            case Woken():
+                self._wake_at = float("inf")
+            case _:
+                assert_never(event)
+
+    # ---- events
+
+    def _plan_set(self, plan: BroadcastPlan) -> None:
+        self.plan = plan
+        self._plans[plan.epoch] = plan
+        for old in sorted(self._plans)[:-PLANS_KEPT]:
+            del self._plans[old]
+        self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
+        self._seeding.set_plan(plan, self.config.me)
+
+    def _greet(self, peer: Peer) -> None:
+        for key in self.artifacts:
+            self._tell_header(peer, key)
+            if self.artifacts[key].held:
+                self._tell_have(peer, self.artifacts[key])
+            if self.artifacts[key].chunk_count is not None:
+                self._actions.append(SendSeal(peer.peer_id, key))
+
+    def _peer_down(self, peer_id: PeerId) -> None:
+        if self.peers.pop(peer_id, None) is None:
+            return
+        self._seeding.lost(peer_id)
+        for ref in [ref for ref, job in self._jobs.items() if peer_id in job.waiting]:
+            self._job_done(ref, peer_id)
+        for artifact in self.artifacts.values():
+            for index in [i for i in artifact.missing_since if not self._is_offered(artifact.key, i)]:
+                del artifact.missing_since[index]
+
+    def _is_offered(self, key: ArtifactKey, index: int) -> bool:
+        return any(peer.has(key, index) for peer in self.peers.values())
+
+    def _header_seen(self, event: HeaderSeen) -> None:
+        if event.peer in self.peers:
+            self.peers[event.peer].knows.add(event.key)
+        if event.key in self.artifacts:
+            return
+        self.artifacts[event.key] = Artifact(event.key, event.is_wanted)
+        for peer in self.peers.values():
+            self._tell_header(peer, event.key)
+
+    def _chunk_seen(self, event: ChunkSeen, now: float) -> None:
+        artifact = self.artifacts.get(event.key)
+        if artifact is None:
+            return
+        ref = (event.key, event.index)
+        if event.peer is not None and event.peer in self.peers:
+            self._came_from(self.peers[event.peer], event, now)
+        if artifact.held >> event.index & 1:
+            self.duplicates_bytes += event.size_bytes
+        artifact.held |= 1 << event.index
+        artifact.sizes[event.index] = event.size_bytes
+        artifact.missing_since.pop(event.index, None)
+        if event.is_fresh:
+            self._seeding.add(event.key, event.index, event.size_bytes)
+        if event.route is not None:
+            artifact.pushed_at = now
+            self._relay(ref, event.peer, event.route, now)
+        self._drop_other_requests(ref, event.peer)
+
+    def _came_from(self, peer: Peer, event: ChunkSeen, now: float) -> None:
+        bit = 1 << event.index
+        was_given = peer.given.get(event.key, 0) & bit
+        if was_given and not peer.asked.get(event.key, 0) & bit:
+            peer.replays += 1
+            if peer.replays >= self.config.replays_max:
+                self._actions.append(Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without being asked"))
+        peer.given[event.key] = peer.given.get(event.key, 0) | bit
+        peer.note(event.key, event.index)
+        peer.rate.add(event.size_bytes, now)
+        if peer.requests.pop((event.key, event.index), None) is not None:
+            self.pulled_chunks += 1
+        elif event.route is None:
+            self.artifacts[event.key].pushed_at = now
+
+    def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:
+        for peer in self.peers.values():
+            if peer.peer_id != giver and peer.requests.pop(ref, None) is not None:
+                self._actions.append(SendCancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
+
+    def _seal_seen(self, event: SealSeen) -> None:
+        if event.peer in self.peers:
+            self.peers[event.peer].sealed.add(event.key)
+        artifact = self.artifacts.get(event.key)
+        if artifact is None or artifact.chunk_count is not None:
+            return
+        artifact.chunk_count = event.chunk_count
+        for peer in self.peers.values():
+            if event.key not in peer.sealed:
+                self._tell_header(peer, event.key)
+                peer.sealed.add(event.key)
+                self._actions.append(SendSeal(peer.peer_id, event.key))
+
+    def _have_seen(self, event: HaveSeen, now: float) -> None:
+        peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
+        if peer is None or artifact is None:
+            return
+        peer.knows.add(event.key)
+        if event.is_sealed:
+            peer.sealed.add(event.key)
+        elif artifact.chunk_count is not None and event.key not in peer.sealed:
+            peer.sealed.add(event.key)
+            self._actions.append(SendSeal(peer.peer_id, event.key))
+        peer.haves[event.key] = peer.haves.get(event.key, 0) | event.bitmap
+        for index in indices_of(event.bitmap & ~artifact.held):
+            artifact.missing_since.setdefault(index, now)
+
+    def _request_seen(self, event: RequestSeen, now: float) -> None:
+        peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
+        if peer is None or artifact is None:
+            return
+        queued = {(o.key, o.index) for o in peer.pull_queue}
+        for index in event.indices:
+            if len(peer.pull_queue) >= self.config.requests_held_max:
+                return
+            if artifact.held >> index & 1 and (event.key, index) not in queued:
+                peer.pull_queue.append(Outgoing(event.key, index, None, now))
+
+    def _cancel_seen(self, event: CancelSeen) -> None:
+        peer = self.peers.get(event.peer)
+        if peer is None:
+            return
+        gone = set(event.indices)
+        peer.pull_queue = deque(o for o in peer.pull_queue if o.key != event.key or o.index not in gone)
+        for index in gone:
+            peer.note(event.key, index)
+
+    def _chunk_sent(self, event: ChunkSent) -> None:
+        peer = self.peers.get(event.peer)
+        if peer is not None:
+            peer.in_transport = max(0, peer.in_transport - 1)
+        self._job_done((event.key, event.index), event.peer)
+
+    def _forget_at_peers(self, key: ArtifactKey) -> None:
+        for ref in [ref for ref in self._jobs if ref[0] == key]:
+            del self._jobs[ref]
+        for peer in self.peers.values():
+            for table in (peer.haves, peer.told, peer.asked, peer.given):
+                table.pop(key, None)
+            peer.requests = {ref: r for ref, r in peer.requests.items() if ref[0] != key}
+
+    # ---- relaying
+
+    def _relay(self, ref: Ref, parent: PeerId | None, route: Route, now: float) -> None:
+        """Queues the chunk for our children in its tree; the parent hears once all have it."""
+        waiting: set[PeerId] = set()
+        for child, relays_on in self._children_in(route):
+            peer = self.peers.get(child)
+            if child == parent or peer is None or peer.has(ArtifactKey(ref[0]), ref[1]):
+                continue
+            outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if relays_on else None, now)
+            (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
+            waiting.add(child)
+        has_children = bool(self._children_in(route))
+        if waiting:
+            self._jobs[ref] = RelayJob(parent, waiting)
+        elif has_children and parent in self.peers:
+            self._actions.append(SendRelayAck(parent, ArtifactKey(ref[0]), ref[1]))
+
+    def _children_in(self, route: Route) -> tuple[tuple[PeerId, bool], ...]:
+        """Our children in a tree, and whether each has children itself."""
+        known = self._children.get(route)
+        if known is not None:
+            return known
+        plan = self._plans.get(route.epoch)
+        mine = plan.index_of(self.config.me) if plan is not None else None
+        found: tuple[tuple[PeerId, bool], ...] = ()
+        if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
+            children = plan.trees[route.tree].children()
+            found = tuple((plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
+            self._children[route] = found
+        return found
+
+    def _job_done(self, ref: Ref, child: PeerId) -> None:
+        job = self._jobs.get(ref)
+        if job is None:
+            return
+        job.waiting.discard(child)
+        if not job.waiting:
+            del self._jobs[ref]
+            if job.parent is not None and job.parent in self.peers:
+                self._actions.append(SendRelayAck(job.parent, ArtifactKey(ref[0]), ref[1]))
+
+    # ---- telling
+
+    def _tell_header(self, peer: Peer, key: ArtifactKey) -> None:
+        if key not in peer.knows:
+            peer.knows.add(key)
+            self._actions.append(SendHeader(peer.peer_id, key))
+
+    def _tell_have(self, peer: Peer, artifact: Artifact) -> None:
+        self._tell_header(peer, artifact.key)
+        peer.told[artifact.key] = artifact.held
+        self._actions.append(SendHave(peer.peer_id, artifact.key, artifact.held, artifact.chunk_count is not None))
+
+    def _gossip(self, now: float) -> None:
+        """Have-maps that changed, to each peer at most once an interval."""
+        for peer in self.peers.values():
+            if now - peer.told_at < self.config.have_interval_s:
+                continue
+            for artifact in self.artifacts.values():
+                if artifact.held != peer.told.get(artifact.key, 0):
+                    self._tell_have(peer, artifact)
+                    peer.told_at = now
+
+    # ---- pulling
+
+    def _expire_requests(self, now: float) -> None:
+        for peer in self.peers.values():
+            late = pulling.expired(peer, now)
+            if not late:
+                continue
+            peer.rate.punish()
+            for ref in late:
+                del peer.requests[ref]
+                self._actions.append(SendCancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
+
+    def _pull(self, now: float) -> None:
+        publisher = self.plan.seed.peer_id if self.plan is not None and self.plan.seed is not None else None
+        for artifact in self.artifacts.values():
+            if not artifact.missing_since:
+                continue
+            chosen = pulling.choose(artifact, self.peers, publisher, self.config, self._rng, now)
+            for peer_id, indices in chosen.items():
+                noted = pulling.note_requests(artifact, self.peers[peer_id], indices, self.config, now)
+                self._actions.append(SendRequest(peer_id, artifact.key, noted))
+
+    # ---- sending
+
+    def _send_what_fits(self, now: float) -> None:
+        """Hands chunks to the transport while the pacer and the peers' slots allow it."""
+        while self._pacer.ready_at(now) <= now:
+            self._assign_fresh(now)
+            picked = self._next_outgoing(now)
+            if picked is None:
+                return
+            peer, outgoing = picked
+            peer.in_transport += 1
+            self._served += 1
+            peer.served_at = self._served
+            peer.note(outgoing.key, outgoing.index)
+            size = self.artifacts[outgoing.key].sizes.get(outgoing.index, 0)
+            self._pacer.spend(size, now)
+            self._tell_header(peer, outgoing.key)
+            self._actions.append(SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route))
+
+    def _assign_fresh(self, now: float) -> None:
+        """Gives fresh chunks to trees while relays have room; to all directly when nothing else is to be sent."""
+        while True:
+            queued = sum(peer.queued for peer in self.peers.values())
+            waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
+            if waiting_relays > len(self.peers) or not self.peers:
+                return
+            assigned = self._seeding.next_assignment(self.peers, queued == 0, now)
+            if assigned is None:
+                return
+            (key, index), tree = assigned
+            targets = tree.children if tree.route.tree >= 0 else tuple(self.peers)
+            for child in targets:
+                peer = self.peers.get(child)
+                if peer is None or peer.has(ArtifactKey(key), index):
+                    continue
+                relays_on = child in tree.relays
+                outgoing = Outgoing(ArtifactKey(key), index, tree.route if relays_on else None, now)
+                (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
+
+    def _next_outgoing(self, now: float) -> tuple[Peer, Outgoing] | None:
+        """Chunks that others will pass on first, then what was asked for, then the rest; the longest unserved peer."""
+        free = sorted(
+            (p for p in self.peers.values() if p.in_transport < self.config.slots_per_peer and p.queued),
+            key=lambda p: p.served_at,
+        )
+        for rank in range(3):
+            for peer in free:
+                queue = (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]
+                while queue:
+                    outgoing = queue.popleft()
+                    if self._is_still_due(peer, outgoing, is_pull=rank == 1):
+                        return peer, outgoing
+                    self._job_done((outgoing.key, outgoing.index), peer.peer_id)
+        return None
+
+    def _is_still_due(self, peer: Peer, outgoing: Outgoing, is_pull: bool) -> bool:
+        artifact = self.artifacts.get(outgoing.key)
+        if artifact is None or not artifact.held >> outgoing.index & 1:
+            return False
+        return is_pull or not peer.has(outgoing.key, outgoing.index)
+
+    # ---- time
+
+    def _drop_stalled(self, now: float) -> float | None:
+        """Pushes that waited too long for a peer are left to be pulled; so one stuck peer does not hold up a tree."""
+        oldest: float | None = None
+        for peer in self.peers.values():
+            for queue in (peer.relay_queue, peer.leaf_queue):
+                while queue and now - queue[0].since >= self.config.stall_s and peer.in_transport:
+                    outgoing = queue.popleft()
+                    self._job_done((outgoing.key, outgoing.index), peer.peer_id)
+                if queue and peer.in_transport:
+                    oldest = queue[0].since if oldest is None else min(oldest, queue[0].since)
+        return None if oldest is None else oldest + self.config.stall_s
+
+    def _set_timer(self, now: float, is_housekept: bool) -> None:
+        times: list[float | None] = []
+        if is_housekept:
+            times += [self._drop_stalled(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
+            times += [self._next_gossip(), self._next_pull(now)]
+        else:
+            times.append(now + HOUSEKEEPING_S)
+        if any(peer.queued for peer in self.peers.values()) or self._seeding.fresh:
+            ready_at = self._pacer.ready_at(now)
+            times.append(ready_at if ready_at > now else None)
+        wake_at = max(now + 1e-3, min((t for t in times if t is not None), default=float("inf")))
+        if wake_at != float("inf") and (wake_at < self._wake_at - 1e-4 or self._wake_at <= now):
+            self._wake_at = wake_at
+            self._actions.append(Wake(wake_at))
+
+    def _next_gossip(self) -> float | None:
+        times = [
+            peer.told_at + self.config.have_interval_s
+            for peer in self.peers.values()
+            if any(a.held != peer.told.get(a.key, 0) for a in self.artifacts.values())
+        ]
+        return min(times, default=None)
+
+    def _next_pull(self, now: float) -> float | None:
+        """When the next missing chunk is due to be asked for; soon again when windows were full."""
+        times: list[float] = []
+        for artifact in self.artifacts.values():
+            if artifact.is_wanted and artifact.missing_since:
+                since = next(iter(artifact.missing_since.values()))
+                quiet_at = artifact.pushed_at + self.config.push_silence_s
+                times.append(max(now + 0.1, min(since + self.config.pull_after_s, quiet_at)))
+        return min(times, default=None)

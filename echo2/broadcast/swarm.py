@@ -1,0 +1,90 @@
+"""What a session remembers of artifacts and peers. Plain state; the rules are in session.py and pulling.py."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.chunks import all_of
+from echo2.broadcast.events import Route
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.policy import RateEstimate
+
+Ref = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One chunk that waits to be sent to one peer."""
+
+    key: ArtifactKey
+    index: int
+    route: Route | None
+    since: float
+
+
+@dataclass(slots=True)
+class Artifact:
+    key: ArtifactKey
+    is_wanted: bool
+    held: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+    chunk_count: int | None = None  # None until sealed
+    missing_since: dict[int, float] = field(default_factory=dict)  # held by a neighbour, not by us
+    pushed_at: float = float("-inf")
+
+    @property
+    def is_complete(self) -> bool:
+        return self.chunk_count is not None and self.held == all_of(self.chunk_count)
+
+    @property
+    def mean_chunk_bytes(self) -> int:
+        return max(1, sum(self.sizes.values()) // len(self.sizes)) if self.sizes else 128 << 10
+
+
+@dataclass(slots=True)
+class Request:
+    """A chunk that we asked a peer for."""
+
+    since: float
+    deadline: float
+
+
+@dataclass(slots=True)
+class Peer:
+    peer_id: PeerId
+    haves: dict[ArtifactKey, int] = field(default_factory=dict)
+    sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
+    knows: set[ArtifactKey] = field(default_factory=set)  # it knows the header
+    told: dict[ArtifactKey, int] = field(default_factory=dict)  # the have-map that we sent last
+    told_at: float = float("-inf")
+    relay_queue: deque[Outgoing] = field(default_factory=deque)
+    pull_queue: deque[Outgoing] = field(default_factory=deque)
+    leaf_queue: deque[Outgoing] = field(default_factory=deque)
+    in_transport: int = 0
+    served_at: int = 0
+    requests: dict[Ref, Request] = field(default_factory=dict)
+    asked: dict[ArtifactKey, int] = field(default_factory=dict)  # ever asked for
+    given: dict[ArtifactKey, int] = field(default_factory=dict)  # ever sent to us
+    replays: int = 0
+    rate: RateEstimate = field(default_factory=RateEstimate)
+
+    def has(self, key: ArtifactKey, index: int) -> bool:
+        return bool(self.haves.get(key, 0) >> index & 1)
+
+    def note(self, key: ArtifactKey, index: int) -> None:
+        self.haves[key] = self.haves.get(key, 0) | 1 << index
+        self.knows.add(key)
+
+    @property
+    def queued(self) -> int:
+        return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
+
+
+@dataclass(slots=True)
+class RelayJob:
+    """A chunk that we pass on: to whom still, and who waits to hear of it."""
+
+    parent: PeerId | None
+    waiting: set[PeerId]

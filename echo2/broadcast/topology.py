@@ -1,0 +1,186 @@
+"""The broadcast plan: which weighted trees carry the chunks, chosen by least predicted time. Pure functions.
+
+Guarantees: every tree reaches every worker over pairs that can connect; no node has more than `degree_max`
+connections; the plan says why it won and when each worker is expected to hold an artifact. The arithmetic is in
+DESIGN.md. Leaves to others: building candidate trees (trees.py), what to do when reality differs (session, policy).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId
+
+DEGREE_MAX = 32
+UNKNOWN_UPLINK_BYTES_PER_S = 12.5e6
+UNKNOWN_DOWNLINK_BYTES_PER_S = 50e6
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLink:
+    """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others)."""
+
+    peer_id: PeerId
+    name: str = ""
+    addresses: tuple[str, ...] = ()
+    uplink_bytes_per_s: float = 0.0
+    downlink_bytes_per_s: float = 0.0
+    rtt_s: float = 0.0
+
+    @property
+    def up(self) -> float:
+        return self.uplink_bytes_per_s or UNKNOWN_UPLINK_BYTES_PER_S
+
+    @property
+    def down(self) -> float:
+        return self.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S
+
+
+def can_connect(first: NodeLink, second: NodeLink) -> bool:
+    return bool(first.addresses or second.addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One way through all nodes. `parents[i]` is the parent of node i + 1; node 0, the seed, has none."""
+
+    weight: float
+    parents: tuple[int, ...]
+
+    def children(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for child, parent in enumerate(self.parents, start=1):
+            found.setdefault(parent, []).append(child)
+        return {parent: tuple(children) for parent, children in found.items()}
+
+    def depth_first_order(self) -> Iterator[int]:
+        """Workers, parents before children; a tree with a loop yields fewer than all."""
+        children = self.children()
+        stack = list(children.get(0, ()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(children.get(node, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastPlan:
+    """The same for every node; the seed is `nodes[0]`. Weights of `trees` sum to 1."""
+
+    epoch: int
+    nodes: tuple[NodeLink, ...]
+    trees: tuple[Tree, ...]
+    topology: str = "none"
+    predicted_s: tuple[float, ...] = ()  # per worker, for `predicted_bytes`
+    predicted_bytes: int = 0
+    reason: str = ""
+    _index: dict[PeerId, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._index.update({node.peer_id: index for index, node in enumerate(self.nodes)})
+
+    def index_of(self, peer_id: PeerId) -> int | None:
+        return self._index.get(peer_id)
+
+    @property
+    def seed(self) -> NodeLink | None:
+        return self.nodes[0] if self.nodes else None
+
+    @property
+    def predicted_all_s(self) -> float:
+        """When the last worker is expected to hold an artifact of `predicted_bytes`."""
+        return max(self.predicted_s, default=0.0)
+
+    def neighbours(self, peer_id: PeerId) -> tuple[PeerId, ...]:
+        """Whom a node keeps connections to: all that it can while that is within the limit, else its tree edges."""
+        mine = self.index_of(peer_id)
+        if mine is None:
+            return ()
+        me = self.nodes[mine]
+        if len(self.nodes) <= DEGREE_MAX + 1:
+            return tuple(n.peer_id for n in self.nodes if n is not me and can_connect(n, me))
+        found: set[int] = set()
+        for tree in self.trees:
+            if mine:
+                found.add(tree.parents[mine - 1])
+            found.update(child for child, parent in enumerate(tree.parents, start=1) if parent == mine)
+        return tuple(self.nodes[index].peer_id for index in sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Fluid:
+    """The fluid lower bound of one seed and N workers; see DESIGN.md."""
+
+    rate_bytes_per_s: float
+    binding: str
+
+
+def fluid_bound(nodes: Sequence[NodeLink]) -> Fluid:
+    """The best rate at which all workers can receive at once, and which limit binds."""
+    seed, workers = nodes[0], nodes[1:]
+    assert workers, "a broadcast needs a worker"
+    terms = {
+        "the seed's uplink": seed.up,
+        "the slowest downlink": min(worker.down for worker in workers),
+        "all uplinks together": (seed.up + sum(worker.up for worker in workers)) / len(workers),
+    }
+    binding = min(terms, key=lambda name: terms[name])
+    return Fluid(terms[binding], binding)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one set of trees: the common rate, and each worker's time."""
+
+    rate_bytes_per_s: float
+    worker_s: tuple[float, ...]
+
+    @property
+    def all_s(self) -> float:
+        return max(self.worker_s)
+
+
+def predict(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: int, chunk_bytes: int) -> Prediction:
+    """Flow r*w on every edge of a tree of weight w: r is what the tightest node allows; then latency is added."""
+    load = [0.0] * len(nodes)
+    for tree in trees:
+        for parent in tree.parents:
+            load[parent] += tree.weight
+    rate = min(node.down for node in nodes[1:])
+    for node, edges in zip(nodes, load, strict=True):
+        if edges > 0:
+            rate = min(rate, node.up / edges)
+    latest = [0.0] * len(nodes)
+    for tree in trees:
+        delay, children = [0.0] * len(nodes), tree.children()
+        for child in tree.depth_first_order():
+            parent = tree.parents[child - 1]
+            hop = nodes[parent].rtt_s / 2 + nodes[child].rtt_s / 2
+            copies = len(children[parent]) if parent else 1
+            delay[child] = delay[parent] + hop + min(chunk_bytes, artifact_bytes) * copies / nodes[parent].up
+            latest[child] = max(latest[child], delay[child])
+    return Prediction(rate, tuple(artifact_bytes / rate + late for late in latest[1:]))
+
+
+def is_sound(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> bool:
+    """Whether every tree reaches every worker over pairs that can connect, and the weights sum to 1."""
+    if not trees or not math.isclose(sum(tree.weight for tree in trees), 1.0, abs_tol=1e-6):
+        return False
+    for tree in trees:
+        if len(tree.parents) != len(nodes) - 1 or sum(1 for _ in tree.depth_first_order()) != len(nodes) - 1:
+            return False
+        if not all(can_connect(nodes[child], nodes[parent]) for child, parent in enumerate(tree.parents, start=1)):
+            return False
+    return True
+
+
+def degree_of(trees: Sequence[Tree], node_count: int) -> int:
+    """The largest number of distinct neighbours that the trees give a node."""
+    neighbours: list[set[int]] = [set() for _ in range(node_count)]
+    for tree in trees:
+        for child, parent in enumerate(tree.parents, start=1):
+            neighbours[child].add(parent)
+            neighbours[parent].add(child)
+    return max(map(len, neighbours), default=0)

@@ -1,0 +1,196 @@
+"""Broadcast messages <-> core types. Parses at the edge: what comes out of here is within limits or was refused.
+
+A chunk frame is encoded once and forwarded as it is; its route is appended, which protobuf reads as one message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import PeerId, RunId, Version
+from echo2.broadcast.chunks import bitmap_from_bytes, bitmap_to_bytes
+from echo2.broadcast.events import Route
+from echo2.broadcast.manifest import CHUNKS_MAX, KEY_BYTES, ArtifactId, ArtifactKey, Chunk, Header, Seal
+from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
+from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
+
+INDICES_MAX = 4096
+NODES_MAX = 20_000
+TREES_MAX = 256
+ADDRESSES_MAX = 8
+
+
+def parse(data: bytes, whose: str) -> pb.PeerMessage:
+    """A message of a peer; MalformedMessage when it is not one."""
+    try:
+        message: pb.PeerMessage = pb.PeerMessage.FromString(data)
+    except DecodeError as error:
+        raise MalformedMessage(
+            f"{whose}: expected a PeerMessage, got {len(data)} bytes that are not ({error})"
+        ) from None
+    if message.WhichOneof("kind") is None:
+        raise MalformedMessage(f"{whose}: expected a PeerMessage of a known kind, got none")
+    return message
+
+
+def hello(protocol_version: int, run_id: RunId) -> bytes:
+    return pb.PeerMessage(hello=pb.PeerHello(protocol_version=protocol_version, run_id=run_id)).SerializeToString()
+
+
+def header_to_bytes(header: Header) -> bytes:
+    message = pb.ArtifactHeader(
+        version=header.artifact.version,
+        parent=header.artifact.parent or 0,
+        has_parent=header.artifact.parent is not None,
+        run_id=header.run_id,
+        lineage=header.lineage,
+        published_unix_s=header.published_unix_s,
+        full_snapshot_bytes=header.full_snapshot_bytes,
+        is_pushed=header.is_pushed,
+        publisher_peer_id=header.publisher,
+        signature=header.signature,
+    )
+    return pb.PeerMessage(header=message).SerializeToString()
+
+
+def header_from(message: pb.ArtifactHeader) -> Header:
+    parent = Version(message.parent) if message.has_parent else None
+    return Header(
+        ArtifactId(Version(message.version), parent), RunId(message.run_id), message.lineage,
+        message.published_unix_s, message.full_snapshot_bytes, message.is_pushed,
+        PeerId(message.publisher_peer_id), message.signature,
+    )  # fmt: skip
+
+
+def chunk_to_bytes(chunk: Chunk) -> bytes:
+    frame = pb.ChunkFrame(
+        key=chunk.key, index=chunk.index, ends_block=chunk.ends_block, signature=chunk.signature, payload=chunk.payload
+    )
+    return pb.PeerMessage(chunk=frame).SerializeToString()
+
+
+def chunk_from(message: pb.ChunkFrame) -> Chunk:
+    return Chunk(_key(message.key), message.index, message.ends_block, message.payload, message.signature)
+
+
+def with_route(frame: bytes, route: Route | None) -> bytes:
+    """An encoded chunk with its route appended."""
+    if route is None:
+        return frame
+    return frame + pb.PeerMessage(route=pb.Route(epoch=route.epoch, tree=route.tree)).SerializeToString()
+
+
+def route_of(message: pb.PeerMessage) -> Route | None:
+    if not message.HasField("route"):
+        return None
+    return Route(message.route.epoch, message.route.tree)
+
+
+def seal_to_bytes(seal: Seal) -> bytes:
+    message = pb.ArtifactSeal(
+        key=seal.key, chunk_count=seal.chunk_count, total_bytes=seal.total_bytes, root_sha256=seal.root_sha256,
+        fingerprint=seal.fingerprint, signature=seal.signature,
+    )  # fmt: skip
+    return pb.PeerMessage(seal=message).SerializeToString()
+
+
+def seal_from(message: pb.ArtifactSeal) -> Seal:
+    if len(message.root_sha256) != 32:
+        raise MalformedMessage(f"seal: expected a root hash of 32 bytes, got {len(message.root_sha256)}")
+    return Seal(
+        _key(message.key), message.chunk_count, message.total_bytes, message.root_sha256, message.fingerprint,
+        message.signature,
+    )  # fmt: skip
+
+
+def have_to_bytes(key: ArtifactKey, bitmap: int, is_sealed: bool) -> bytes:
+    have = pb.HaveMap(key=key, bitmap=bitmap_to_bytes(bitmap), is_sealed=is_sealed)
+    return pb.PeerMessage(have=have).SerializeToString()
+
+
+def have_from(message: pb.HaveMap) -> tuple[ArtifactKey, int, bool]:
+    if len(message.bitmap) > CHUNKS_MAX // 8:
+        raise MalformedMessage(f"have-map: expected at most {CHUNKS_MAX // 8} bytes, got {len(message.bitmap)}")
+    return _key(message.key), bitmap_from_bytes(message.bitmap), message.is_sealed
+
+
+def request_to_bytes(key: ArtifactKey, indices: Sequence[int]) -> bytes:
+    return pb.PeerMessage(request=pb.ChunkRequest(key=key, indices=indices)).SerializeToString()
+
+
+def cancel_to_bytes(key: ArtifactKey, indices: Sequence[int]) -> bytes:
+    return pb.PeerMessage(cancel=pb.ChunkCancel(key=key, indices=indices)).SerializeToString()
+
+
+def indices_from(message: pb.ChunkRequest | pb.ChunkCancel) -> tuple[ArtifactKey, tuple[int, ...]]:
+    if len(message.indices) > INDICES_MAX:
+        raise MalformedMessage(f"request: expected at most {INDICES_MAX} chunks, got {len(message.indices)}")
+    if any(index >= CHUNKS_MAX for index in message.indices):
+        raise MalformedMessage(f"request: expected chunks below {CHUNKS_MAX}, got {max(message.indices)}")
+    return _key(message.key), tuple(message.indices)
+
+
+def relay_ack_to_bytes(key: ArtifactKey, index: int) -> bytes:
+    return pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=index)).SerializeToString()
+
+
+def relay_ack_from(message: pb.RelayAck) -> tuple[ArtifactKey, int]:
+    return _key(message.key), message.index
+
+
+def _key(data: bytes) -> ArtifactKey:
+    if len(data) != KEY_BYTES:
+        raise MalformedMessage(f"artifact key: expected {KEY_BYTES} bytes, got {len(data)}")
+    return ArtifactKey(data)
+
+
+def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
+    nodes = [
+        pb.PlanNode(
+            peer_id=node.peer_id, name=node.name, addresses=node.addresses,
+            uplink_bytes_per_s=node.uplink_bytes_per_s, downlink_bytes_per_s=node.downlink_bytes_per_s,
+            rtt_s=node.rtt_s,
+        )
+        for node in plan.nodes
+    ]  # fmt: skip
+    return pb.BroadcastPlan(
+        epoch=plan.epoch, nodes=nodes, topology=plan.topology, reason=plan.reason,
+        trees=[pb.PlanTree(weight=tree.weight, parents=tree.parents) for tree in plan.trees],
+        predicted_s=plan.predicted_s, predicted_bytes=plan.predicted_bytes,
+    )  # fmt: skip
+
+
+def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
+    """MalformedMessage when trees and nodes do not belong together."""
+    if len(message.nodes) > NODES_MAX or len(message.trees) > TREES_MAX:
+        raise MalformedMessage(
+            f"plan: expected at most {NODES_MAX} nodes and {TREES_MAX} trees, "
+            f"got {len(message.nodes)} and {len(message.trees)}"
+        )
+    nodes = tuple(
+        NodeLink(
+            PeerId(node.peer_id), node.name, tuple(node.addresses[:ADDRESSES_MAX]), _rate(node.uplink_bytes_per_s),
+            _rate(node.downlink_bytes_per_s), _rate(node.rtt_s),
+        )
+        for node in message.nodes
+    )  # fmt: skip
+    for tree in message.trees:
+        if len(tree.parents) != len(nodes) - 1 or any(parent >= len(nodes) for parent in tree.parents):
+            raise MalformedMessage(f"plan: expected trees over {len(nodes)} nodes, got one of {len(tree.parents) + 1}")
+        if not 0 <= tree.weight <= 1.000001:
+            raise MalformedMessage(f"plan: expected weights in 0..1, got {tree.weight}")
+    trees = tuple(Tree(tree.weight, tuple(tree.parents)) for tree in message.trees)
+    return BroadcastPlan(
+        message.epoch, nodes, trees, message.topology, tuple(message.predicted_s), message.predicted_bytes,
+        message.reason,
+    )  # fmt: skip
+
+
+def _rate(value: float) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise MalformedMessage(f"plan: expected rates and times >= 0, got {value}")
+    return value

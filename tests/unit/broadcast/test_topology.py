@@ -1,0 +1,86 @@
+"""Plans: sound trees, bounded degree, and the least predicted time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.topology import (
+    DEGREE_MAX,
+    NodeLink,
+    Tree,
+    can_connect,
+    degree_of,
+    fluid_bound,
+    is_sound,
+    predict,
+)
+from echo2.broadcast.trees import chain, plan, star, weighted_multi_tree
+
+MBIT = 125e3
+
+
+def fleet(uplinks_mbit: list[float], seed_up_mbit: float = 200, natted: int = 0) -> list[NodeLink]:
+    nodes = [NodeLink(PeerId("seed"), "seed", ("seed:1",), seed_up_mbit * MBIT, 400 * MBIT, 0.02)]
+    for i, up in enumerate(uplinks_mbit):
+        addresses = () if i < natted else (f"w{i}:1",)
+        nodes.append(NodeLink(PeerId(f"w{i}"), f"w{i}", addresses, up * MBIT, 2 * up * MBIT + 100 * MBIT, 0.04))
+    return nodes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(10, 1000), min_size=1, max_size=80), st.floats(20, 2000), st.integers(0, 10), st.integers(0, 99)
+)
+def test_every_plan_is_sound_and_no_faster_than_the_fluid_bound(
+    ups: list[float], seed_up: float, natted: int, epoch: int
+) -> None:
+    nodes = fleet(ups, seed_up, min(natted, len(ups) // 2))
+    made = plan(nodes, epoch)
+    assert is_sound(nodes, made.trees)
+    assert made.epoch == epoch and made.topology in made.reason
+    assert made.predicted_all_s >= made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s * 0.999
+    assert plan(nodes, epoch) == made
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 31])
+@pytest.mark.parametrize("kind", ["homogeneous", "heterogeneous"])
+def test_multi_tree_is_near_the_bound_for_small_fleets(count: int, kind: str) -> None:
+    cycle = [100.0] if kind == "homogeneous" else [50.0, 200.0, 75.0, 100.0, 150.0, 50.0, 100.0, 75.0]
+    nodes = fleet([cycle[i % len(cycle)] for i in range(count)])
+    made = plan(nodes, 1, artifact_bytes=128 << 20, chunk_bytes=128 << 10)
+    assert made.topology == "multi_tree"
+    assert made.predicted_all_s <= 1.1 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
+    assert degree_of(made.trees, len(nodes)) <= DEGREE_MAX
+
+
+def test_one_worker_gets_a_star_and_a_slow_seed_does_not() -> None:
+    assert plan(fleet([100]), 1).topology == "star"
+    assert plan(fleet([100] * 6, seed_up_mbit=20), 1).topology != "star"
+    assert plan(fleet([5] * 4, seed_up_mbit=5000), 1).topology in {"star", "multi_tree"}
+    assert plan(fleet([]), 1).trees == ()
+
+
+def test_workers_behind_nat_are_reached_through_one_that_can_be_dialled() -> None:
+    nodes = fleet([100] * 8, natted=2)
+    made = plan(nodes, 1)
+    for tree in made.trees:
+        for child, parent in enumerate(tree.parents, start=1):
+            assert can_connect(nodes[child], nodes[parent])
+    assert PeerId("w1") not in made.neighbours(PeerId("w0"))
+    assert set(made.neighbours(PeerId("w0"))) == {PeerId("seed"), *(PeerId(f"w{i}") for i in range(2, 8))}
+
+
+def test_prediction_of_star_and_chain_is_their_arithmetic() -> None:
+    nodes = fleet([100, 50], seed_up_mbit=200)
+    assert predict(nodes, star(nodes), 10**9, 10**5).rate_bytes_per_s == pytest.approx(100 * MBIT)
+    assert predict(nodes, chain(nodes), 10**9, 10**5).rate_bytes_per_s == pytest.approx(100 * MBIT)
+    assert sum(tree.weight for tree in weighted_multi_tree(nodes)) == pytest.approx(1.0)
+
+
+def test_a_tree_with_a_loop_is_not_sound() -> None:
+    nodes = fleet([100, 100, 100])
+    assert not is_sound(nodes, (Tree(1.0, (0, 3, 2)),))
+    assert not is_sound(nodes, (Tree(0.5, (0, 0, 0)),))
