@@ -1,0 +1,1 @@
+"""Inference engines behind the protocol of `echo2.worker.engine`."""

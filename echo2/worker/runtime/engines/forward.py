@@ -1,0 +1,129 @@
+"""The forward pass of the embedded engine: fused float32 layers over static KV slots, on one CPU thread.
+
+Guarantees: `decode` gives the logits of one token per slot, `fill` writes keys and values only; both read the live
+weights at the moment of the call, so a swap between calls needs no other step. Agrees with the Hugging Face forward
+to float32 rounding. Leaves to others: which positions are valid (worker/slots), sampling, threads.
+
+Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; caches [layer][S, G, C, E].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from echo2.worker.runtime.engines import kernels
+from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights
+from echo2.worker.slots import Copy, Fill
+
+_EMPTY = np.zeros(0, np.float32)
+
+
+class Decoder:
+    """One model with its caches. Not thread-safe: one thread calls it."""
+
+    def __init__(self, weights: LiveWeights, slot_count: int, context_tokens: int) -> None:
+        shape = weights.shape
+        self._weights = weights
+        self._shape = shape
+        size = (slot_count, shape.kv_head_count, context_tokens, shape.head_dim)
+        # np.zeros maps pages on first touch: unused context costs address space, not memory.
+        self._caches = [(np.zeros(size, np.float32), np.zeros(size, np.float32)) for _ in range(shape.layer_count)]
+        angles = np.arange(context_tokens, dtype=np.float32)[:, None] * shape.rope_frequencies[None, :]
+        scale = np.float32(shape.rope_scale)
+        self._tables = (np.cos(angles) * scale, np.sin(angles) * scale)
+        self._scratch = (np.zeros(context_tokens, np.float32), np.zeros(context_tokens, np.int32))
+
+    def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Logits [T, V] after feeding one token to each of T slots at the given positions."""
+        slots_T, positions_T = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
+
+        def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim)
+            kernels.attend(qkv.numpy(), slots_T, positions_T, self._caches[layer], out.numpy(), self._scratch)
+            return out
+
+        hidden = self._embed(token_ids)
+        normed = self._norm(hidden, self._weights.layers[0].input_norm)
+        for index, layer in enumerate(self._weights.layers):
+            qkv = self._project(index, layer, normed, slots_T, positions_T)
+            is_last = index + 1 == len(self._weights.layers)
+            norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
+            normed = self._finish(layer, hidden, attention(index, qkv), norm, normed)
+        return F.linear(normed, self._weights.head)
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Computes keys and values of runs of tokens, all runs in one pass."""
+        token_ids = [token for fill in fills for token in fill.token_ids]
+        slots_T = np.repeat([fill.slot for fill in fills], [len(fill.token_ids) for fill in fills])
+        positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
+        hidden = self._embed(token_ids)
+        normed = self._norm(hidden, self._weights.layers[0].input_norm)
+        last = len(self._weights.layers) - 1
+        for index, layer in enumerate(self._weights.layers):
+            qkv = self._project(index, layer, normed, slots_T, positions_T)
+            if index == last:  # what follows the last layer's keys and values is not needed
+                break
+            out = self._attend_fills(index, qkv, fills)
+            normed = self._finish(layer, hidden, out, self._weights.layers[index + 1].input_norm, normed)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies cached positions between slots."""
+        for copy in copies:
+            for keys, values in self._caches:
+                keys[copy.target, :, : copy.count] = keys[copy.source, :, : copy.count]
+                values[copy.target, :, : copy.count] = values[copy.source, :, : copy.count]
+
+    def _embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64))
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        kernels.rms_norm(hidden.numpy(), weight.numpy(), self._shape.norm_epsilon, out.numpy())
+        return out
+
+    def _project(
+        self, index: int, layer: LayerWeights, normed: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray
+    ) -> torch.Tensor:
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        q_norm = _EMPTY if layer.q_norm is None else layer.q_norm.numpy()
+        k_norm = _EMPTY if layer.k_norm is None else layer.k_norm.numpy()
+        norms = (q_norm, k_norm, self._shape.norm_epsilon)
+        kernels.rotate_and_cache(qkv.numpy(), norms, self._tables, slots_T, positions_T, self._caches[index])
+        return qkv
+
+    def _finish(
+        self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor, norm: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Output projection, MLP and both residual additions into `hidden`; returns it under the next `norm`."""
+        epsilon = self._shape.norm_epsilon
+        delta = F.linear(attended, layer.output, layer.output_bias)
+        kernels.add_and_norm(hidden.numpy(), delta.numpy(), layer.mlp_norm.numpy(), epsilon, out.numpy())
+        gate_up = F.linear(out, layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        delta = F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        kernels.add_and_norm(hidden.numpy(), delta.numpy(), norm.numpy(), epsilon, out.numpy())
+        return out
+
+    def _attend_fills(self, index: int, qkv: torch.Tensor, fills: Sequence[Fill]) -> torch.Tensor:
+        shape = self._shape
+        keys, values = self._caches[index]
+        out = torch.empty(qkv.shape[0], shape.head_count * shape.head_dim)
+        begin = 0
+        for fill in fills:
+            count = len(fill.token_ids)
+            end = fill.start + count
+            query = qkv[begin : begin + count, : out.shape[1]].view(1, count, shape.head_count, -1).transpose(1, 2)
+            key, value = (torch.from_numpy(cache[fill.slot : fill.slot + 1, :, :end]) for cache in (keys, values))
+            mask = None
+            if fill.start:
+                mask = torch.arange(end) <= torch.arange(fill.start, end)[:, None]
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=not fill.start, enable_gqa=True
+            )
+            out[begin : begin + count] = attended.transpose(1, 2).reshape(count, -1)
+            begin += count
+        return out

@@ -1,0 +1,175 @@
+"""Fused float32 loops for one CPU thread: norms, rotary embedding with cache writes, attention over slots.
+
+Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to
+others: matrix products (torch), prefill attention (torch), which slots and positions.
+
+Shapes: T tokens of one step, D hidden, H query heads, G key-value heads, C context, E head dimension, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _compiled(function: _F) -> _F:
+    return cast(_F, numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})(function))
+
+
+def _compiled_exactly(function: _F) -> _F:
+    """Without reassociation, for code whose rounding matters."""
+    return cast(_F, numba.njit(cache=True, nogil=True, fastmath={"contract", "nsz"})(function))
+
+
+@_compiled
+def rms_norm(x_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, out_TD: np.ndarray) -> None:
+    """`out = x / rms(x) * weight`."""
+    count, width = x_TD.shape
+    for token in range(count):
+        total = np.float32(0.0)
+        for i in range(width):
+            total += x_TD[token, i] * x_TD[token, i]
+        scale = np.float32(1.0 / np.sqrt(total / width + epsilon))
+        for i in range(width):
+            out_TD[token, i] = x_TD[token, i] * scale * weight_D[i]
+
+
+@_compiled
+def add_and_norm(
+    x_TD: np.ndarray, delta_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, out_TD: np.ndarray
+) -> None:
+    """`x += delta`, then `out = x / rms(x) * weight`."""
+    count, width = x_TD.shape
+    for token in range(count):
+        total = np.float32(0.0)
+        for i in range(width):
+            value = x_TD[token, i] + delta_TD[token, i]
+            x_TD[token, i] = value
+            total += value * value
+        scale = np.float32(1.0 / np.sqrt(total / width + epsilon))
+        for i in range(width):
+            out_TD[token, i] = x_TD[token, i] * scale * weight_D[i]
+
+
+@_compiled
+def _norm_and_turn(head: np.ndarray, norm_E: np.ndarray, epsilon: float, cos: np.ndarray, sin: np.ndarray) -> None:
+    width = head.shape[0]
+    half = width // 2
+    if norm_E.shape[0] == width:
+        total = np.float32(0.0)
+        for i in range(width):
+            total += head[i] * head[i]
+        scale = np.float32(1.0 / np.sqrt(total / width + epsilon))
+        for i in range(width):
+            head[i] = head[i] * scale * norm_E[i]
+    for i in range(half):
+        low, high = head[i], head[i + half]
+        head[i] = low * cos[i] - high * sin[i]
+        head[i + half] = high * cos[i] + low * sin[i]
+
+
+@_compiled
+def rotate_and_cache(
+    qkv_TR: np.ndarray,
+    norms: tuple[np.ndarray, np.ndarray, float],
+    tables: tuple[np.ndarray, np.ndarray],
+    slots_T: np.ndarray,
+    positions_T: np.ndarray,
+    caches: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Norms (where the model has them) and rotates q and k in place, and writes k and v to the caches [S, G, C, E].
+
+    `norms`: weights of the q and k norm, of size 0 where there is none, and epsilon. `tables`: cos and sin, [C, E/2].
+    """
+    q_norm_E, k_norm_E, epsilon = norms
+    cos_CE, sin_CE = tables
+    keys, values = caches
+    kv_heads, width = keys.shape[1], keys.shape[3]
+    heads = qkv_TR.shape[1] // width - 2 * kv_heads
+    for token in range(qkv_TR.shape[0]):
+        slot, position = slots_T[token], positions_T[token]
+        cos, sin = cos_CE[position], sin_CE[position]
+        for h in range(heads):
+            _norm_and_turn(qkv_TR[token, h * width : (h + 1) * width], q_norm_E, epsilon, cos, sin)
+        for g in range(kv_heads):
+            at = (heads + g) * width
+            key = qkv_TR[token, at : at + width]
+            _norm_and_turn(key, k_norm_E, epsilon, cos, sin)
+            at += kv_heads * width
+            for i in range(width):
+                keys[slot, g, position, i] = key[i]
+                values[slot, g, position, i] = qkv_TR[token, at + i]
+
+
+@_compiled_exactly
+def exp_in_place(x: np.ndarray, bits: np.ndarray, count: int) -> None:
+    """float32 exp of values <= 0 to about 1 ulp, in a form that compilers vectorise. `bits` is int32 scratch."""
+    scales = bits.view(np.float32)
+    for i in range(count):
+        value = max(x[i], np.float32(-87.0))
+        whole = (value * np.float32(1.44269504) + np.float32(12582912.0)) - np.float32(12582912.0)
+        rest = value - whole * np.float32(0.693359375)
+        rest = rest - whole * np.float32(-2.12194440e-4)
+        y = np.float32(1.9875691500e-4)
+        y = y * rest + np.float32(1.3981999507e-3)
+        y = y * rest + np.float32(8.3334519073e-3)
+        y = y * rest + np.float32(4.1665795894e-2)
+        y = y * rest + np.float32(1.6666665459e-1)
+        y = y * rest + np.float32(5.0000001201e-1)
+        x[i] = y * rest * rest + rest + np.float32(1.0)
+        bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+    for i in range(count):
+        x[i] *= scales[i]
+
+
+@_compiled
+def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(a.shape[0]):
+        total += a[i] * b[i]
+    return total
+
+
+@_compiled
+def attend(
+    qkv_TR: np.ndarray,
+    slots_T: np.ndarray,
+    positions_T: np.ndarray,
+    caches: tuple[np.ndarray, np.ndarray],
+    out_TQ: np.ndarray,
+    scratch: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Each token attends to positions 0 to its own of its slot. `scratch`: float32 and int32 arrays of size C."""
+    keys, values = caches
+    scores, bits = scratch
+    kv_heads, width = keys.shape[1], keys.shape[3]
+    heads = out_TQ.shape[1] // width
+    group = heads // kv_heads
+    scaling = np.float32(1.0 / np.sqrt(np.float64(width)))
+    for token in range(qkv_TR.shape[0]):
+        slot, length = slots_T[token], positions_T[token] + 1
+        for h in range(heads):
+            key_CE, value_CE = keys[slot, h // group], values[slot, h // group]
+            query = qkv_TR[token, h * width : (h + 1) * width]
+            top = np.float32(-np.inf)
+            for c in range(length):
+                score = _dot(query, key_CE[c]) * scaling
+                scores[c] = score
+                top = max(top, score)
+            for c in range(length):
+                scores[c] -= top
+            exp_in_place(scores, bits, length)
+            total = np.float32(0.0)
+            for c in range(length):
+                total += scores[c]
+            out = out_TQ[token, h * width : (h + 1) * width]
+            out[:] = np.float32(0.0)
+            for c in range(length):
+                weight = scores[c] / total
+                for i in range(width):
+                    out[i] += weight * value_CE[c, i]

@@ -1,0 +1,298 @@
+"""The step loop of the embedded engine: one thread that owns the slots, the caches and the live weights.
+
+Guarantees: commands (submit, abort, swap, fingerprint) act between two steps; every sampled token carries the version
+of the weights that sampled it. Waits for commands when nothing runs, and for the outbox when it is full. Leaves to
+others: the asyncio side (embedded.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from echo2.base.errors import EchoError, EngineError, LimitExceeded
+from echo2.base.ids import Version
+from echo2.base.rng import derived_seed
+from echo2.base.rollout import FinishReason
+from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
+from echo2.worker.runtime.engines.forward import Decoder
+from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.runtime.engines.sampling import draw, uniform
+from echo2.worker.runtime.engines.weights import LiveWeights, Scatter
+from echo2.worker.slots import Fill, SlotSequence, SlotTable
+
+COMMANDS_MAX = 65_536
+PREFILL_TOKENS_MAX = 2_048
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Swap:
+    """A checked version on its way into the live weights."""
+
+    version: Version
+    parent: Version | None
+    scatters: list[Scatter]
+    mode: SwapMode
+
+
+@dataclass(slots=True)
+class _Counters:
+    sampled_tokens: int = 0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    swap_s: float = 0.0
+    swap_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something for the thread to do between two steps, and how to say that it will never be done."""
+
+    run: Callable[[], None]
+    fail: Callable[[EchoError], object]
+
+
+@dataclass(slots=True)
+class _PendingSwap:
+    swap: Swap
+    done: Future[float]
+
+
+@dataclass(slots=True)
+class StepLoop:
+    """`run` is the thread. Everything else may be called from any thread."""
+
+    weights: LiveWeights
+    slot_count: int
+    context_tokens: int
+    outbox: Outbox
+    slowdown: float = 1.0
+    version: Version | None = None
+    _counters: _Counters = field(default_factory=_Counters)
+    _commands: deque[_Command] = field(default_factory=deque)
+    _wake: threading.Condition = field(default_factory=threading.Condition)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _pending_swap: _PendingSwap | None = None
+    _seeds: dict[str, int] = field(default_factory=dict)
+    _table: SlotTable = field(init=False)
+    _decoder: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._table = SlotTable(self.slot_count, self.context_tokens)
+        self._decoder = Decoder(self.weights, self.slot_count, self.context_tokens)
+
+    def run(self) -> None:
+        """Steps until stopped. A failure closes the outbox with it."""
+        failure: EchoError | None = None
+        try:
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                self._warm_up()
+                while not self._stop.is_set():
+                    self._run_commands()
+                    self._step()
+        except EchoError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001  the top of a thread: nobody else can report it
+            failure = EngineError(f"the step loop failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        self.stop()
+        self._refuse_what_waits(failure or EngineError("the engine is stopped"))
+        self.outbox.close(failure)
+
+    def stop(self) -> None:
+        """Ends `run` after the current step."""
+        self._stop.set()
+        self.notify()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def notify(self) -> None:
+        """Looks again whether there is something to do: the outbox has room."""
+        with self._wake:
+            self._wake.notify_all()
+
+    def call(self, command: Callable[[], _T]) -> Future[_T]:
+        """Runs `command` in the thread, between two steps."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(command())
+            except EchoError as error:
+                done.set_exception(error)
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+
+        self._post(_Command(run, done.set_exception))
+        return done
+
+    def submit(self, request: GenerateRequest) -> None:
+        """In the thread: queues a request."""
+        self._table.submit(request)
+        self._seeds[request.request_id] = derived_seed(request.sampling.seed, request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """In the thread: ends a request wherever it is. Its last chunk follows the tokens already sampled."""
+        found = self._table.find(request_id)
+        if found is None:
+            return
+        if isinstance(found, SlotSequence):
+            self._table.release(found)
+        else:
+            self._table.forget_waiting(found)
+        self._seeds.pop(request_id)
+        self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
+
+    def swap(self, swap: Swap) -> Future[float]:
+        """Puts a version live as its mode says; the result is the seconds that generation stood still."""
+        done: Future[float] = Future()
+
+        def begin() -> None:
+            if self._pending_swap is not None:
+                done.set_exception(EngineError(f"version {swap.version}: another swap is under way"))
+                return
+            self._pending_swap = _PendingSwap(swap, done)
+            self._table.is_holding = swap.mode is SwapMode.FINISH_FIRST
+            self._swap_if_ready()
+
+        self._post(_Command(begin, done.set_exception))
+        return done
+
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        return EngineStats(
+            running_sequences=len(self._table.running),
+            waiting_sequences=len(self._table.waiting),
+            sampled_tokens=counters.sampled_tokens,
+            decode_s=counters.decode_s,
+            prefill_s=counters.prefill_s,
+            swap_s=counters.swap_s,
+            swap_count=counters.swap_count,
+        )
+
+    def _post(self, command: _Command) -> None:
+        with self._wake:
+            if self._stop.is_set():
+                raise EngineError("the engine is stopped")
+            if len(self._commands) >= COMMANDS_MAX:
+                raise LimitExceeded(f"the engine has {COMMANDS_MAX} commands waiting already")
+            self._commands.append(command)
+            self._wake.notify_all()
+
+    def _run_commands(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._stop.is_set() or self._has_work())
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command.run()
+
+    def _has_work(self) -> bool:
+        table = self._table
+        if self.outbox.is_full:
+            return False
+        return self.version is not None and bool(table.running or (table.waiting and not table.is_holding))
+
+    def _step(self) -> None:
+        if not self._has_work():
+            return
+        began = time.monotonic()
+        self._table.admit()
+        self._prefill()
+        self._decode()
+        self._swap_if_ready()
+        if self.slowdown > 1.0:
+            self._stop.wait((time.monotonic() - began) * (self.slowdown - 1.0))
+
+    def _prefill(self) -> None:
+        began = time.monotonic()
+        self._decoder.copy(self._table.next_copies())
+        fills = self._table.next_fills(PREFILL_TOKENS_MAX)
+        if fills:
+            self._decoder.fill(fills)
+            self._table.filled(fills)
+            self._decoder.copy(self._table.next_copies())
+        self._counters.prefill_s += time.monotonic() - began
+
+    def _decode(self) -> None:
+        batch = self._table.decodable()
+        if not batch:
+            return
+        assert self.version is not None, "nothing is decoded before the first version is live"
+        began = time.monotonic()
+        logits = self._decoder.decode(
+            [sequence.tokens[-1] for sequence in batch],
+            [sequence.slot for sequence in batch],
+            [sequence.cached for sequence in batch],
+        )
+        params = [sequence.request.sampling for sequence in batch]
+        numbers = [uniform(self._seeds[s.request.request_id], s.completion_count) for s in batch]
+        drawn = draw(logits, params, numbers)
+        tokens = []
+        for sequence, token_id, logprob, raw in zip(
+            batch, drawn.token_ids, drawn.logprobs, drawn.raw_logprobs, strict=True
+        ):
+            reason = self._table.extend(sequence, token_id)
+            tokens.append(SampledToken(sequence.request.request_id, self.version, reason, token_id, logprob, raw))
+            if reason is not FinishReason.UNFINISHED:
+                self._table.release(sequence)
+                self._seeds.pop(sequence.request.request_id)
+        self._counters.sampled_tokens += len(tokens)
+        self._counters.decode_s += time.monotonic() - began
+        self.outbox.put(tokens)
+
+    def _swap_if_ready(self) -> None:
+        pending = self._pending_swap
+        if pending is None:
+            return
+        if pending.swap.mode is SwapMode.FINISH_FIRST and self._table.running:
+            return
+        self._pending_swap = None
+        self._table.is_holding = False
+        try:
+            pending.done.set_result(self._apply(pending.swap))
+        except EchoError as error:
+            pending.done.set_exception(error)
+        except BaseException as error:
+            pending.done.set_exception(error)
+            raise
+
+    def _apply(self, swap: Swap) -> float:
+        if swap.parent is not None and swap.parent != self.version:
+            raise EngineError(
+                f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"
+            )
+        began = time.monotonic()
+        self.weights.apply(swap.scatters)
+        self.version = swap.version
+        self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
+        stood_still_s = time.monotonic() - began
+        self._counters.swap_s += stood_still_s
+        self._counters.swap_count += 1
+        return stood_still_s
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels, so that the first token does not wait for it."""
+        self._decoder.fill([Fill(0, 0, (0,))])
+        self._decoder.decode([0], [0], [1])
+
+    def _refuse_what_waits(self, failure: EchoError) -> None:
+        with self._wake:
+            commands = list(self._commands)
+            self._commands.clear()
+        if self._pending_swap is not None:
+            self._pending_swap.done.set_exception(failure)
+        for command in commands:
+            command.fail(failure)

@@ -1,0 +1,121 @@
+"""The shape of a decoder-only transformer, read from a Hugging Face config.
+
+Guarantees: a shape is complete and supported by the embedded engine, or reading it fails and names what is not.
+Leaves to others: the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echo2.base.errors import ConfigError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the forward pass needs to know. `rope_frequencies` are per pair of dimensions, scaling included."""
+
+    model_type: str
+    vocab_count: int
+    hidden: int
+    intermediate: int
+    layer_count: int
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+    norm_epsilon: float
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    is_tied: bool
+    context_tokens: int
+    rope_frequencies: np.ndarray
+    rope_scale: float
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.head_count + 2 * self.kv_head_count) * self.head_dim
+
+
+def load_config(source: str | Path | Mapping[str, object]) -> dict[str, object]:
+    """The config as a dict, from a folder in Hugging Face layout, a JSON file or a dict."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model config {path}: expected a readable JSON object: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"model config {path}: expected a JSON object, got {type(loaded).__name__}")
+    return loaded
+
+
+def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
+    """Parses a transformers config. Raises ConfigError, naming the field, for what the engine cannot run."""
+    given = load_config(source)
+    model_type = given.get("model_type")
+    if model_type not in SUPPORTED:
+        raise ConfigError(f"model_type: the embedded engine runs {', '.join(SUPPORTED)}, got {model_type!r}")
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**given)
+    _refuse_what_differs(config)
+    frequencies, scale = _rope(config)
+    heads = config.num_attention_heads
+    biased = model_type in ("llama", "qwen3") and bool(config.attention_bias)
+    return ModelShape(
+        model_type=model_type,
+        vocab_count=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layer_count=config.num_hidden_layers,
+        head_count=heads,
+        kv_head_count=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        norm_epsilon=config.rms_norm_eps,
+        has_qk_norm=model_type == "qwen3",
+        has_qkv_bias=biased or model_type == "qwen2",
+        has_output_bias=biased,
+        has_mlp_bias=model_type == "llama" and bool(config.mlp_bias),
+        is_tied=bool(config.tie_word_embeddings),
+        context_tokens=config.max_position_embeddings,
+        rope_frequencies=frequencies,
+        rope_scale=scale,
+    )
+
+
+def _refuse_what_differs(config: Any) -> None:
+    if config.hidden_act != "silu":
+        raise ConfigError(f"hidden_act: expected silu, got {config.hidden_act!r}")
+    layer_types = getattr(config, "layer_types", None) or []
+    is_windowed = config.model_type == "mistral" and config.sliding_window is not None
+    if is_windowed or any(kind != "full_attention" for kind in layer_types):
+        raise ConfigError("sliding_window: the embedded engine attends to the whole context; expected null")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in _ROPE_TYPES:
+        raise ConfigError(f"rope_type: expected one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
+
+
+def _rope(config: Any) -> tuple[np.ndarray, float]:
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+        return (1.0 / np.float32(config.rope_parameters["rope_theta"]) ** exponents).astype(np.float32), 1.0
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    return frequencies.float().numpy(), float(scale)

@@ -1,0 +1,187 @@
+"""Live float32 weights under Hugging Face names, written in place from raw published bits.
+
+Guarantees: an update is checked whole (names, dtypes, shapes, positions) before a bit is touched; applying it either
+succeeds or leaves every weight as it was; bits read back are those that were published (bf16 widens to float32 and
+narrows again without loss). Leaves to others: what is published and whether its origin is to be believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from echo2.base.errors import EngineError
+from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.worker.runtime.engines.shape import ModelShape
+
+_WIDTHS = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.uint32)}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, with q, k, v and gate, up as one matrix each. Norms and biases are None where the shape has none."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """A checked update: `bits` (float32 patterns) go to `positions` of the tensor, or all over it when None."""
+
+    name: str
+    dtype: str
+    positions: np.ndarray | None
+    bits: np.ndarray
+
+
+class LiveWeights:
+    """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.embedding = self._whole("model.embed_tokens.weight", shape.vocab_count, shape.hidden)
+        self.layers = [self._layer(f"model.layers.{index}.") for index in range(shape.layer_count)]
+        self.final_norm = self._whole("model.norm.weight", shape.hidden)
+        tied = shape.is_tied
+        self.head = self.embedding if tied else self._whole("lm_head.weight", shape.vocab_count, shape.hidden)
+        self._dtypes: dict[str, str] = {}
+        self._bits = {name: tensor.numpy().reshape(-1).view(np.uint32) for name, tensor in self.tensors.items()}
+
+    def _whole(self, name: str, *size: int) -> torch.Tensor:
+        self.tensors[name] = torch.zeros(size)
+        return self.tensors[name]
+
+    def _fused(self, rows: dict[str, int], *columns: int) -> torch.Tensor:
+        fused = torch.zeros(sum(rows.values()), *columns)
+        start = 0
+        for name, count in rows.items():
+            self.tensors[name] = fused[start : start + count]
+            start += count
+        return fused
+
+    def _layer(self, at: str) -> LayerWeights:
+        shape = self.shape
+        q_rows, kv_rows = shape.head_count * shape.head_dim, shape.kv_head_count * shape.head_dim
+        qkv = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        gate_up = {"gate": shape.intermediate, "up": shape.intermediate}
+        attention, mlp = at + "self_attn.", at + "mlp."
+
+        def fused(prefix: str, rows: dict[str, int], kind: str, *columns: int) -> torch.Tensor:
+            return self._fused({f"{prefix}{key}_proj.{kind}": count for key, count in rows.items()}, *columns)
+
+        qkv_bias = fused(attention, qkv, "bias") if shape.has_qkv_bias else None
+        gate_up_bias = fused(mlp, gate_up, "bias") if shape.has_mlp_bias else None
+        has_norm, has_bias = shape.has_qk_norm, shape.has_output_bias
+        return LayerWeights(
+            input_norm=self._whole(at + "input_layernorm.weight", shape.hidden),
+            qkv=fused(attention, qkv, "weight", shape.hidden),
+            qkv_bias=qkv_bias,
+            q_norm=self._whole(attention + "q_norm.weight", shape.head_dim) if has_norm else None,
+            k_norm=self._whole(attention + "k_norm.weight", shape.head_dim) if has_norm else None,
+            output=self._whole(attention + "o_proj.weight", shape.hidden, q_rows),
+            output_bias=self._whole(attention + "o_proj.bias", shape.hidden) if has_bias else None,
+            mlp_norm=self._whole(at + "post_attention_layernorm.weight", shape.hidden),
+            gate_up=fused(mlp, gate_up, "weight", shape.hidden),
+            gate_up_bias=gate_up_bias,
+            down=self._whole(mlp + "down_proj.weight", shape.hidden, shape.intermediate),
+            down_bias=self._whole(mlp + "down_proj.bias", shape.hidden) if shape.has_mlp_bias else None,
+        )
+
+    def checked(self, staged: StagedVersion) -> list[Scatter]:
+        """The staged updates, checked against the model and widened to float32 patterns. Touches no weight."""
+        scatters: dict[str, Scatter] = {}
+        for update in staged.updates():
+            if update.name in scatters:
+                raise EngineError(f"version {staged.version}: tensor {update.name} comes twice")
+            scatters[update.name] = self._checked(update, staged)
+        missing = self.tensors.keys() - scatters.keys()
+        if staged.parent is None and missing:
+            raise EngineError(
+                f"version {staged.version}: a keyframe holds every tensor, got none for {min(missing)} "
+                f"({len(missing)} missing of {len(self.tensors)})"
+            )
+        return list(scatters.values())
+
+    def _checked(self, update: TensorUpdate, staged: StagedVersion) -> Scatter:
+        whose = f"version {staged.version}, tensor {update.name}"
+        live = self.tensors.get(update.name)
+        if live is None:
+            raise EngineError(f"{whose}: expected a tensor of this {self.shape.model_type} model, got an unknown name")
+        if tuple(update.shape) != tuple(live.shape):
+            raise EngineError(f"{whose}: expected shape {tuple(live.shape)}, got {tuple(update.shape)}")
+        known = update.dtype if staged.parent is None else self._dtypes.get(update.name)
+        if update.dtype not in _WIDTHS or update.dtype != known:
+            expected = " or ".join(_WIDTHS) if known in (None, update.dtype) else known
+            raise EngineError(f"{whose}: expected dtype {expected}, got {update.dtype}")
+        if update.bits.dtype != _WIDTHS[update.dtype] or update.bits.ndim != 1:
+            raise EngineError(f"{whose}: expected 1-D {_WIDTHS[update.dtype]} bits, got {update.bits.dtype}")
+        _check_positions(update, live.numel(), staged.parent is None, whose)
+        bits = update.bits.astype(np.uint32)
+        if update.dtype == "bfloat16":
+            bits <<= 16
+        return Scatter(update.name, update.dtype, update.indices, bits)
+
+    def apply(self, scatters: Iterable[Scatter]) -> None:
+        """Writes checked updates in place. On any failure everything that was written is undone."""
+        undo: list[tuple[Scatter, np.ndarray]] = []
+        try:
+            for scatter in scatters:
+                live = self._bits[scatter.name]
+                positions = slice(None) if scatter.positions is None else scatter.positions
+                undo.append((scatter, live[positions].copy()))
+                live[positions] = scatter.bits
+        except (IndexError, ValueError, MemoryError) as error:
+            for scatter, old in reversed(undo):
+                self._bits[scatter.name][slice(None) if scatter.positions is None else scatter.positions] = old
+            raise EngineError(
+                f"tensor {scatter.name}: the update did not apply, old weights are back: {error}"
+            ) from error
+        self._dtypes.update((scatter.name, scatter.dtype) for scatter, _ in undo)
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of every tensor in the dtype that was published."""
+        for name, tensor in self.tensors.items():
+            if self._dtypes.get(name) == "bfloat16":
+                narrow = (self._bits[name] >> 16).astype(np.uint16).view(np.int16)
+                yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
+            else:
+                yield name, tensor
+
+    def fingerprint(self, key: int) -> int:
+        """Keyed fingerprint of the weights as published, one tensor at a time."""
+        from echo2.broadcast.delta.fingerprint import (  # type: ignore[import-not-found, unused-ignore]
+            MODULUS,
+            fingerprint_tensor,
+        )
+
+        return int(sum(fingerprint_tensor(name, value, key) for name, value in self.published()) % MODULUS)
+
+
+def _check_positions(update: TensorUpdate, element_count: int, is_keyframe: bool, whose: str) -> None:
+    indices = update.indices
+    count = element_count if indices is None else len(indices)
+    if len(update.bits) != count:
+        raise EngineError(f"{whose}: expected {count} values, got {len(update.bits)}")
+    if indices is None:
+        return
+    if is_keyframe:
+        raise EngineError(f"{whose}: a keyframe holds whole tensors, got {count} positions")
+    if indices.dtype != np.int64 or indices.ndim != 1:
+        raise EngineError(f"{whose}: expected 1-D int64 positions, got {indices.ndim}-D {indices.dtype}")
+    if count and (indices[0] < 0 or indices[-1] >= element_count or bool(np.any(indices[1:] <= indices[:-1]))):
+        raise EngineError(f"{whose}: expected rising positions from 0 to {element_count - 1}, got others")

@@ -1,0 +1,216 @@
+"""What the engine contract needs: tiny models in several versions, their updates, and a Hugging Face judge."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.broadcast.staged import TensorUpdate
+from echo2.worker.engine import Engine, GenerateRequest, SwapMode
+
+VOCAB_COUNT = 96
+CONTEXT_TOKENS = 256
+VERSION_COUNT = 3
+TIMEOUT_S = 120.0
+_T = TypeVar("_T")
+
+
+def tiny_config(model_type: str, **more: object) -> dict[str, object]:
+    config: dict[str, object] = {
+        "model_type": model_type,
+        "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}.get(model_type, "")],
+        "vocab_size": VOCAB_COUNT,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "tie_word_embeddings": model_type == "qwen3",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return config | more
+
+
+def make_versions(config: dict[str, object]) -> list[torch.nn.Module]:
+    """Policies that are exactly bf16: a base, and versions that each change about 2 % of the one before."""
+    torch.manual_seed(7)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float().eval()
+    for parameter in base.parameters():
+        parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
+    versions = [base]
+    for _ in range(1, VERSION_COUNT):
+        newer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float().eval()
+        for old, new in zip(versions[-1].parameters(), newer.parameters(), strict=True):
+            changed = torch.rand_like(old) < 0.02
+            new.data = torch.where(changed, old.data + 0.2 * torch.randn_like(old), old.data).bfloat16().float()
+        versions.append(newer)
+    return versions
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A staged version made by hand."""
+
+    version: Version
+    parent: Version | None
+    tensors: Sequence[TensorUpdate]
+
+    def updates(self) -> Iterator[TensorUpdate]:
+        return iter(self.tensors)
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+
+
+def keyframe_of(model: torch.nn.Module, version: int) -> Staged:
+    return Staged(
+        Version(version),
+        None,
+        [
+            TensorUpdate(name, "bfloat16", tuple(tensor.shape), None, bits_of(tensor))
+            for name, tensor in model.named_parameters()
+        ],
+    )
+
+
+def delta_of(old: torch.nn.Module, new: torch.nn.Module, parent: int, version: int) -> Staged:
+    updates = []
+    before = dict(old.named_parameters())
+    for name, tensor in new.named_parameters():
+        old_bits, new_bits = bits_of(before[name]), bits_of(tensor)
+        places = np.flatnonzero(old_bits != new_bits).astype(np.int64)
+        updates.append(TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, new_bits[places]))
+    return Staged(Version(version), Version(parent), updates)
+
+
+@dataclass
+class Collected:
+    """All that came of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.UNFINISHED
+
+
+class Rig:
+    """One engine on one event loop, kept for all tests of a module; every test begins with version 0."""
+
+    def __init__(self, kind: str, config: dict[str, object], make: Callable[[dict[str, object]], Engine]) -> None:
+        self.kind = kind
+        self.config = config
+        self.models = make_versions(config)
+        self._judges = [copy.deepcopy(model).double() for model in self.models]
+        self._runner = asyncio.Runner()
+        self._collected: dict[str, Collected] = {}
+        self._news = asyncio.Event()
+        self._count = 0
+
+        async def begin() -> Engine:
+            engine = make(config)
+            await engine.start()
+            self._pump = asyncio.create_task(self._consume(engine))
+            return engine
+
+        self.engine = self._runner.run(begin())
+
+    def close(self) -> None:
+        async def end() -> None:
+            await asyncio.wait_for(self.engine.stop(), 10)
+            await asyncio.wait_for(self._pump, 10)
+
+        self._runner.run(end())
+        self._runner.close()
+
+    def run(self, test: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Runs a test body with version 0 live and no sequence left over."""
+
+        async def body() -> _T:
+            await self.engine.swap(self.keyframe(0), SwapMode.RECOMPUTE_KV)
+            return await test()
+
+        return self._runner.run(asyncio.wait_for(body(), TIMEOUT_S))
+
+    def keyframe(self, version: int) -> Staged:
+        return keyframe_of(self.models[version], version)
+
+    def delta(self, version: int) -> Staged:
+        return delta_of(self.models[version - 1], self.models[version], version - 1, version)
+
+    def request(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, done: Sequence[int] = (), prefix: str | None = None
+    ) -> GenerateRequest:
+        self._count += 1
+        request_id = f"r{self._count}"
+        return GenerateRequest(request_id, tuple(prompt), tuple(done), sampling, prefix or request_id)
+
+    def submit(self, request: GenerateRequest) -> Collected:
+        self.engine.submit(request)
+        self._collected[request.request_id] = Collected()
+        return self._collected[request.request_id]
+
+    async def wait(self, is_so: Callable[[], bool]) -> None:
+        """Until the tokens that came make it so."""
+        while not is_so():
+            self._news.clear()
+            await self._news.wait()
+
+    async def finish(self, *sequences: Collected) -> None:
+        await self.wait(lambda: all(s.finish_reason is not FinishReason.UNFINISHED for s in sequences))
+
+    async def generate(self, *requests: GenerateRequest) -> list[Collected]:
+        sequences = [self.submit(request) for request in requests]
+        await self.finish(*sequences)
+        return sequences
+
+    def raw_logprobs(self, version: int, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [completion, vocabulary] by the Hugging Face forward over all tokens, in float64."""
+        with torch.no_grad():
+            logits = self._judges[version](torch.tensor([[*prompt, *completion]])).logits[0]
+        return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+
+    def worst(self, prompt: Sequence[int], sequence: Collected, done: Sequence[int] = ()) -> float:
+        """The largest error of the raw log-probabilities, each token judged under the version that it claims."""
+        errors = []
+        whole = [*done, *sequence.token_ids]
+        for version in set(sequence.versions):
+            judged = self.raw_logprobs(version, prompt, whole)[len(done) :]
+            for at, claimed in enumerate(sequence.versions):
+                if claimed == version:
+                    errors.append(abs(float(judged[at, sequence.token_ids[at]]) - sequence.raw_logprobs[at]))
+        return max(errors)
+
+    async def _consume(self, engine: Engine) -> None:
+        while chunks := await engine.next_chunks():
+            for chunk in chunks:
+                sequence = self._collected[chunk.request_id]
+                assert sequence.finish_reason is FinishReason.UNFINISHED, f"{chunk.request_id}: a chunk after the last"
+                sequence.token_ids += chunk.token_ids
+                sequence.logprobs += chunk.logprobs
+                sequence.raw_logprobs += chunk.raw_logprobs
+                sequence.versions += [chunk.version] * len(chunk.token_ids)
+                sequence.finish_reason = chunk.finish_reason
+            self._news.set()
+
+
+async def refused(call: Awaitable[object], error: type[Exception]) -> str:
+    """The message with which `call` failed."""
+    try:
+        await call
+    except error as refusal:
+        return str(refusal)
+    raise AssertionError(f"expected {error.__name__}, got no error")

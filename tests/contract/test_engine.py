@@ -1,0 +1,365 @@
+"""The contract of `worker.engine.Engine`, for every engine: embedded by default, vLLM by its marker."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from echo2.base.errors import EchoError, EngineError
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.broadcast.staged import TensorUpdate
+from echo2.worker.engine import Engine, GenerateRequest, SwapMode
+from tests.contract.engine_rig import CONTEXT_TOKENS, VOCAB_COUNT, Collected, Rig, Staged, bits_of, refused, tiny_config
+
+fingerprint = pytest.importorskip("echo2.broadcast.delta.fingerprint").fingerprint
+TOLERANCE = 1e-4
+RECOMPUTED_TOLERANCE = 1e-5
+SHORT = SamplingParams(max_new_tokens=24, seed=5)
+LONG = SamplingParams(max_new_tokens=160, seed=5)
+KINDS = [
+    pytest.param(("embedded", "qwen3"), id="embedded-qwen3"),
+    pytest.param(("embedded", "llama"), id="embedded-llama"),
+    pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
+    pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
+]
+
+
+def make_engine(kind: str, config: dict[str, object]) -> Engine:
+    if kind == "embedded":
+        from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(config, slot_count=8)
+    from echo2.worker.runtime.engines.vllm import VllmEngine
+
+    return VllmEngine(config, slot_count=8)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    kind, model_type = request.param
+    made = Rig(kind, tiny_config(model_type), lambda config: make_engine(kind, config))
+    yield made
+    made.close()
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(VOCAB_COUNT) for _ in range(rng.randint(1, 20))) for _ in range(count)]
+
+
+def sampling_logprobs(raw_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The sampling distribution, by its definition."""
+    scaled = torch.log_softmax(raw_V.double() / params.temperature, dim=-1)
+    order = scaled.argsort(descending=True)
+    kept = order[: params.top_k or len(order)]
+    probs = scaled[kept].softmax(dim=-1)
+    kept = kept[(probs.cumsum(-1) - probs) < params.top_p]
+    out = torch.full_like(scaled, -torch.inf)
+    out[kept] = scaled[kept] - torch.logsumexp(scaled[kept], 0)
+    return out
+
+
+def test_logprobs_agree_with_the_full_forward_for_more_sequences_than_slots(rig: Rig) -> None:
+    sampled = dataclasses.replace(SHORT, temperature=0.8, top_k=30, top_p=0.9)
+
+    async def body() -> None:
+        requests = [
+            rig.request(prompt, dataclasses.replace(sampled, max_new_tokens=4 + 5 * i))
+            for i, prompt in enumerate(prompts(14))
+        ]
+        for request, got in zip(requests, await rig.generate(*requests), strict=True):
+            assert len(got.token_ids) == request.sampling.max_new_tokens
+            assert set(got.versions) == {0}
+            assert rig.worst(request.prompt_token_ids, got) < TOLERANCE
+            judged = rig.raw_logprobs(0, request.prompt_token_ids, got.token_ids)
+            for at, token in enumerate(got.token_ids):
+                assert abs(float(sampling_logprobs(judged[at], sampled)[token]) - got.logprobs[at]) < TOLERANCE
+
+    rig.run(body)
+
+
+def test_siblings_share_a_prompt_and_differ(rig: Rig) -> None:
+    async def body() -> None:
+        prompt = prompts(1, seed=3)[0] + (1, 2, 3, 4)
+        requests = [rig.request(prompt, LONG, prefix="group") for _ in range(12)]
+        sequences = await rig.generate(*requests)
+        assert max(rig.worst(prompt, sequence) for sequence in sequences) < TOLERANCE
+        assert len({tuple(sequence.token_ids) for sequence in sequences}) == len(sequences)
+
+    rig.run(body)
+
+
+def test_greedy_takes_the_likeliest_token(rig: Rig) -> None:
+    async def body() -> None:
+        prompt = prompts(1, seed=4)[0]
+        (got,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))
+        judged = rig.raw_logprobs(0, prompt, got.token_ids)
+        assert got.token_ids == judged.argmax(dim=-1).tolist()
+        assert got.logprobs == [0.0] * len(got.token_ids)
+
+    rig.run(body)
+
+
+def test_sequences_stop_at_a_stop_token_their_budget_or_the_context(rig: Rig) -> None:
+    async def body() -> None:
+        prompt = prompts(1, seed=5)[0]
+        (free,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))
+        stop = free.token_ids[-1]
+        until = free.token_ids.index(stop) + 1
+        stopping = dataclasses.replace(SHORT, temperature=0.0, stop_token_ids=(stop,))
+        full = dataclasses.replace(SHORT, max_new_tokens=4 * CONTEXT_TOKENS)
+        stopped, filled = await rig.generate(rig.request(prompt, stopping), rig.request(prompt, full))
+        assert free.finish_reason is FinishReason.LENGTH
+        assert (stopped.finish_reason, stopped.token_ids) == (FinishReason.STOP, free.token_ids[:until])
+        assert filled.finish_reason is FinishReason.LENGTH
+        assert len(prompt) + len(filled.token_ids) == CONTEXT_TOKENS
+
+    rig.run(body)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=1, temperature=1.7, top_k=12),
+        SamplingParams(max_new_tokens=1, temperature=0.9, top_p=0.6),
+    ],
+    ids=["plain", "hot-top-k", "top-p"],
+)
+def test_first_tokens_follow_the_sampling_distribution(rig: Rig, params: SamplingParams) -> None:
+    count = 1200
+
+    async def body() -> None:
+        prompt = (3, 1, 4)
+        requests = [rig.request(prompt, dataclasses.replace(params, seed=seed), prefix="same") for seed in range(count)]
+        drawn = Counter(sequence.token_ids[0] for sequence in await rig.generate(*requests))
+        expected = sampling_logprobs(rig.raw_logprobs(0, prompt, (0,))[0], params).exp()
+        assert all(expected[token] > 0 for token in drawn)
+        likely = [token for token in range(VOCAB_COUNT) if expected[token] * count >= 5]
+        chi_squared = sum((drawn[t] - count * float(expected[t])) ** 2 / (count * float(expected[t])) for t in likely)
+        # Mean + 5 sigma of a chi-squared with that many degrees of freedom: fails by chance about once in a million.
+        assert chi_squared < len(likely) + 5 * math.sqrt(2 * len(likely))
+
+    rig.run(body)
+
+
+def _all_grew(sequences: list[Collected], before: list[int]) -> bool:
+    return all(len(sequence.token_ids) > count for sequence, count in zip(sequences, before, strict=True))
+
+
+def test_recomputed_cache_makes_new_tokens_exact_under_the_new_weights(rig: Rig) -> None:
+    async def body() -> None:
+        asked = [*prompts(5, seed=6), (1, 2, 3), (1, 2, 3), (1, 2, 3)]
+        sequences = [rig.submit(rig.request(prompt, LONG, prefix=str(prompt))) for prompt in asked]
+        for version in (1, 2):
+            before = [len(sequence.token_ids) for sequence in sequences]
+            await rig.wait(partial(_all_grew, sequences, before))
+            await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
+            assert rig.engine.version == version
+        await rig.finish(*sequences)
+        for prompt, sequence in zip(asked, sequences, strict=True):
+            assert sequence.versions == sorted(sequence.versions)
+            assert set(sequence.versions) == {0, 1, 2}
+            assert rig.worst(prompt, sequence) < RECOMPUTED_TOLERANCE
+
+    rig.run(body)
+
+
+def test_kept_cache_goes_on_at_once_and_new_sequences_are_exact(rig: Rig) -> None:
+    async def body() -> None:
+        prompt = prompts(1, seed=8)[0] + (5, 6)
+        running = [rig.submit(rig.request(prompt, LONG, prefix="kept")) for _ in range(3)]
+        await rig.wait(lambda: all(len(sequence.token_ids) > 5 for sequence in running))
+        await rig.engine.swap(rig.delta(1), SwapMode.KEEP_KV)
+        fresh = rig.submit(rig.request(prompt, LONG, prefix="kept"))
+        await rig.finish(*running, fresh)
+        assert set(fresh.versions) == {1}
+        assert rig.worst(prompt, fresh) < TOLERANCE
+        for sequence in running:
+            assert set(sequence.versions) == {0, 1}
+            assert len(sequence.token_ids) == LONG.max_new_tokens
+
+    rig.run(body)
+
+
+def test_finish_first_lets_running_sequences_end_under_the_old_weights(rig: Rig) -> None:
+    async def body() -> None:
+        running = [rig.submit(rig.request(prompt, LONG)) for prompt in prompts(4, seed=9)]
+        await rig.wait(lambda: all(sequence.token_ids for sequence in running))
+        await rig.engine.swap(rig.delta(1), SwapMode.FINISH_FIRST)
+        assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in running) or rig.kind == "embedded"
+        (later,) = await rig.generate(rig.request((1, 2), SHORT))
+        await rig.finish(*running)
+        assert {version for sequence in running for version in sequence.versions} == {0}
+        assert set(later.versions) == {1}
+
+    rig.run(body)
+
+
+def test_an_aborted_sequence_gives_back_its_tokens_and_resumes_under_another_version(rig: Rig) -> None:
+    async def body() -> None:
+        prompt = prompts(1, seed=10)[0]
+        request = rig.request(prompt, LONG)
+        first = rig.submit(request)
+        await rig.wait(lambda: len(first.token_ids) > 10)
+        await rig.engine.abort(request.request_id)
+        await rig.finish(first)
+        assert first.finish_reason is FinishReason.ABORTED
+        assert rig.worst(prompt, first) < TOLERANCE
+        await rig.engine.swap(rig.delta(1), SwapMode.KEEP_KV)
+        (rest,) = await rig.generate(rig.request(prompt, LONG, done=first.token_ids))
+        assert len(first.token_ids) + len(rest.token_ids) == LONG.max_new_tokens
+        assert set(rest.versions) == {1}
+        assert rig.worst(prompt, rest, done=first.token_ids) < TOLERANCE
+
+    rig.run(body)
+
+
+def test_a_waiting_sequence_can_be_aborted_and_unknown_ids_are_ignored(rig: Rig) -> None:
+    async def body() -> None:
+        requests = [rig.request(prompt, LONG) for prompt in prompts(20, seed=11)]
+        sequences = [rig.submit(request) for request in requests]
+        await rig.engine.abort("nobody")
+        for request in reversed(requests):  # the waiting ones first, or they would be seated in freed slots
+            await rig.engine.abort(request.request_id)
+            await rig.engine.abort(request.request_id)
+        await rig.finish(*sequences)
+        assert sequences[-1].finish_reason is FinishReason.ABORTED
+        assert sequences[-1].token_ids == []
+
+    rig.run(body)
+
+
+def _broken(rig: Rig, how: str) -> Staged:
+    tensors = sorted(rig.delta(1).tensors, key=lambda update: len(update.bits))
+    good = dataclasses.replace(rig.delta(1), tensors=tensors)  # the tensor that changes most comes last
+    last = tensors[-1]
+    replaced: dict[str, TensorUpdate] = {
+        "unknown name": dataclasses.replace(last, name="model.layers.9.mlp.up_proj.weight"),
+        "shape": dataclasses.replace(last, shape=(*last.shape, 1)),
+        "dtype": dataclasses.replace(last, dtype="float32", bits=last.bits.astype(np.uint32)),
+        "past the end": dataclasses.replace(last, indices=last.indices + (1 << 40)),
+        "unsorted": dataclasses.replace(last, indices=np.zeros_like(last.indices)),
+        "too few values": dataclasses.replace(last, bits=last.bits[:-1]),
+    }
+    if how == "other base":
+        return dataclasses.replace(good, parent=Version(5))
+    if how == "missing tensor":
+        return dataclasses.replace(rig.keyframe(1), tensors=rig.keyframe(1).tensors[:-1])
+    if how == "twice":
+        return dataclasses.replace(good, tensors=[*good.tensors, last])
+    return dataclasses.replace(good, tensors=[*good.tensors[:-1], replaced[how]])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "unknown name",
+        "shape",
+        "dtype",
+        "past the end",
+        "unsorted",
+        "too few values",
+        "other base",
+        "missing tensor",
+        "twice",
+    ],
+)
+def test_a_failed_swap_leaves_the_old_version_live(rig: Rig, how: str) -> None:
+    async def body() -> None:
+        before = await rig.engine.fingerprint(11)
+        prompt = prompts(1, seed=12)[0]
+        running = rig.submit(rig.request(prompt, LONG))
+        await refused(rig.engine.swap(_broken(rig, how), SwapMode.RECOMPUTE_KV), EngineError)
+        assert rig.engine.version == 0
+        assert await rig.engine.fingerprint(11) == before
+        await rig.finish(running)
+        assert rig.worst(prompt, running) < TOLERANCE
+
+    rig.run(body)
+
+
+def test_fingerprint_is_that_of_the_published_weights(rig: Rig) -> None:
+    def published(version: int, key: int) -> int:
+        named = rig.models[version].named_parameters()
+        return fingerprint({name: tensor.detach().bfloat16() for name, tensor in named}, key)
+
+    async def body() -> None:
+        assert await rig.engine.fingerprint(99) == published(0, 99)
+        await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
+        assert await rig.engine.fingerprint(99) == published(1, 99)
+        await rig.engine.swap(rig.keyframe(2), SwapMode.RECOMPUTE_KV)
+        assert await rig.engine.fingerprint(7) == published(2, 7) != published(1, 7)
+
+    rig.run(body)
+
+
+def test_not_a_number_and_negative_zero_arrive_bit_for_bit(rig: Rig) -> None:
+    async def body() -> None:
+        name, tensor = next(iter(rig.models[0].named_parameters()))
+        places = np.arange(4, dtype=np.int64)
+        odd = np.array([0x7FC1, 0x8000, 0xFF80, 0x0001], np.uint16)
+        update = TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, odd)
+        await rig.engine.swap(Staged(Version(1), Version(0), [update]), SwapMode.RECOMPUTE_KV)
+        expected = {name: tensor.detach().bfloat16() for name, tensor in rig.models[0].named_parameters()}
+        bits = bits_of(expected[name])
+        bits[:4] = odd
+        expected[name] = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(tensor.shape)
+        assert await rig.engine.fingerprint(3) == fingerprint(expected, 3)
+
+    rig.run(body)
+
+
+def test_bad_requests_are_refused_at_once(rig: Rig) -> None:
+    async def body() -> None:
+        good = rig.request((1, 2), SHORT)
+        bad = [
+            dataclasses.replace(good, prompt_token_ids=()),
+            dataclasses.replace(good, prompt_token_ids=(0, VOCAB_COUNT)),
+            dataclasses.replace(good, prompt_token_ids=(-1,)),
+            dataclasses.replace(good, prompt_token_ids=(1,) * CONTEXT_TOKENS),
+            dataclasses.replace(good, token_ids=(1,) * SHORT.max_new_tokens),
+            dataclasses.replace(good, token_ids=(4,), sampling=dataclasses.replace(SHORT, stop_token_ids=(4,))),
+        ]
+        for request in bad:
+            with pytest.raises(EchoError, match=good.request_id):
+                rig.engine.submit(request)
+        running = rig.submit(good)
+        with pytest.raises(EchoError, match=good.request_id):
+            rig.engine.submit(good)
+        await rig.finish(running)
+
+    rig.run(body)
+
+
+def test_stats_count_tokens_and_swaps(rig: Rig) -> None:
+    async def body() -> None:
+        before = rig.engine.stats()
+        sequences: list[Collected] = await rig.generate(*(rig.request(p, SHORT) for p in prompts(3, seed=13)))
+        await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
+        after = rig.engine.stats()
+        assert after.sampled_tokens - before.sampled_tokens == sum(len(s.token_ids) for s in sequences)
+        assert after.swap_count == before.swap_count + 1
+        assert (after.running_sequences, after.waiting_sequences) == (0, 0)
+        assert after.decode_s > before.decode_s
+
+    rig.run(body)
+
+
+def test_request_ids_can_be_used_again_after_their_end(rig: Rig) -> None:
+    async def body() -> None:
+        request: GenerateRequest = rig.request((7, 8), SHORT)
+        (first,) = await rig.generate(request)
+        (second,) = await rig.generate(request)
+        assert len(first.token_ids) == len(second.token_ids) == SHORT.max_new_tokens
+
+    rig.run(body)

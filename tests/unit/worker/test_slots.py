@@ -1,0 +1,153 @@
+"""The slot book under random traffic, against a model cache that holds real token prefixes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from echo2.base.errors import EngineError
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.worker.engine import GenerateRequest
+from echo2.worker.slots import SlotSequence, SlotTable
+
+CONTEXT = 24
+PROMPTS = {"a": (1, 2, 3, 4, 5, 6), "b": (7, 8), "c": (9,)}
+
+
+def request(request_id: str, prefix: str = "a", done: tuple[int, ...] = (), max_new_tokens: int = 8) -> GenerateRequest:
+    return GenerateRequest(request_id, PROMPTS[prefix], done, SamplingParams(max_new_tokens=max_new_tokens), prefix)
+
+
+class SlotTraffic(RuleBasedStateMachine):
+    """`cache[slot][position]` is the (epoch, prefix of tokens) that the keys at that position were computed from."""
+
+    @initialize(slot_count=st.integers(1, 5))
+    def begin(self, slot_count: int) -> None:
+        self.table = SlotTable(slot_count, CONTEXT)
+        self.cache: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(slot_count)]
+        self.kept: set[str] = set()
+        self.count = 0
+        self.ended: list[str] = []
+
+    @rule(prefix=st.sampled_from("abc"), done=st.integers(0, 4), siblings=st.integers(1, 4))
+    def submit(self, prefix: str, done: int, siblings: int) -> None:
+        for _ in range(siblings):
+            self.count += 1
+            self.table.submit(request(f"r{self.count}", prefix, tuple(range(10, 10 + done))))
+
+    @rule(budget=st.integers(1, 12))
+    def step(self, budget: int) -> None:
+        self.table.admit()
+        self._copy()
+        fills = self.table.next_fills(budget)
+        assert sum(len(fill.token_ids) for fill in fills) <= budget
+        for fill in fills:
+            tokens = self.table.running[fill.slot].tokens
+            for offset, token in enumerate(fill.token_ids):
+                at = fill.start + offset
+                assert tokens[at] == token
+                self.cache[fill.slot][at] = (self.table.epoch, tuple(tokens[: at + 1]))
+        self.table.filled(fills)
+        self._copy()
+        for sequence in self.table.decodable():
+            at = len(sequence.tokens) - 1
+            self.cache[sequence.slot][at] = (self.table.epoch, tuple(sequence.tokens))
+            if self.table.extend(sequence, 20 + at) is not FinishReason.UNFINISHED:
+                self.table.release(sequence)
+                self.ended.append(sequence.request.request_id)
+
+    def _copy(self) -> None:
+        for copy in self.table.next_copies():
+            for at in range(copy.count):
+                assert self.cache[copy.source][at][0] == self.table.epoch, "only current weights are shared"
+                self.cache[copy.target][at] = self.cache[copy.source][at]
+
+    @rule(keep_kv=st.booleans())
+    def swap(self, keep_kv: bool) -> None:
+        self.table.weights_changed(keep_kv=keep_kv)
+        self.kept = {s.request.request_id for s in self.table.running.values() if s.cached}
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        ids = [s.request.request_id for s in self.table.running.values()] + [r.request_id for r in self.table.waiting]
+        if not ids:
+            return
+        found = self.table.find(data.draw(st.sampled_from(ids)))
+        if isinstance(found, SlotSequence):
+            self.table.release(found)
+        elif found is not None:
+            self.table.forget_waiting(found)
+
+    @invariant()
+    def cached_positions_hold_the_right_tokens(self) -> None:
+        for slot, sequence in self.table.running.items():
+            assert sequence.slot == slot
+            assert 0 <= sequence.cached < len(sequence.tokens) <= CONTEXT
+            for at in range(sequence.cached):
+                epoch, tokens = self.cache[slot][at]
+                assert tokens == tuple(sequence.tokens[: at + 1])
+                assert epoch == self.table.epoch or sequence.request.request_id in self.kept
+
+    @invariant()
+    def slots_are_not_lost(self) -> None:
+        assert len(self.table.running) + len(self.table._free) == self.table.slot_count
+        assert not set(self.table.running) & set(self.table._free)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        for _ in range(self.count * (CONTEXT + 8)):
+            self.step(4)
+        assert not self.table.running and not self.table.waiting, "sequences are stuck"
+
+
+SlotTraffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotTraffic = SlotTraffic.TestCase
+
+
+def test_siblings_prefill_their_prompt_once() -> None:
+    table = SlotTable(4, CONTEXT)
+    for index in range(4):
+        table.submit(request(f"r{index}"))
+    table.admit()
+    assert table.next_copies() == []
+    fills = table.next_fills(100)
+    assert [fill.token_ids for fill in fills] == [PROMPTS["a"][:-1]]
+    table.filled(fills)
+    assert [(copy.source, copy.count) for copy in table.next_copies()] == [(fills[0].slot, 5)] * 3
+    assert len(table.decodable()) == 4
+
+
+def test_a_prompt_is_shared_after_its_sequence_has_left() -> None:
+    table = SlotTable(2, CONTEXT)
+    table.submit(request("first", max_new_tokens=1))
+    table.admit()
+    table.filled(table.next_fills(100))
+    (first,) = table.decodable()
+    assert table.extend(first, 9) is FinishReason.LENGTH
+    table.release(first)
+    table.submit(request("second"))
+    table.admit()
+    assert [copy.count for copy in table.next_copies()] == [5]
+    assert table.next_fills(100) == []
+
+
+def test_nothing_is_admitted_while_holding() -> None:
+    table = SlotTable(2, CONTEXT)
+    table.is_holding = True
+    table.submit(request("r"))
+    assert table.admit() == []
+    table.is_holding = False
+    assert len(table.admit()) == 1
+
+
+def test_an_id_in_use_is_refused() -> None:
+    table = SlotTable(1, CONTEXT)
+    table.submit(request("r"))
+    with pytest.raises(EngineError, match="request r"):
+        table.submit(request("r"))
+    table.admit()
+    with pytest.raises(EngineError, match="request r"):
+        table.submit(request("r"))
