@@ -1,0 +1,115 @@
+"""A running worker's door for its owner: `status`, `drain` and `leave` over a socket in its folder.
+
+One JSON object a line each way: `{"command": "status"}` -> `{"ok": true, ...}`. Guarantees: the socket belongs to the
+owner alone; one worker per folder (a second one is refused); a request over `LINE_BYTES_MAX` or unanswered within
+`ANSWER_S` ends the connection. Leaves to others: what the commands do (daemon).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from echo2.base.errors import EchoError, ProtocolError, StateError, Unreachable
+
+LINE_BYTES_MAX = 1 << 16
+ANSWER_S = 30.0
+SOCKET_PATH_BYTES_MAX = 100  # the system's limit is 108
+Answer = dict[str, object]
+_log = logging.getLogger("echo2.worker")
+
+
+def socket_path(folder: Path) -> Path:
+    """Where the worker of `folder` listens. A folder too deep for a socket's name gets one in the temporary folder."""
+    path = folder.resolve() / "control.sock"
+    if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
+        return path
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"echo2-{os.getuid()}-{name}.sock"
+
+
+class ControlServer:
+    """Listens between `start` and `stop`; `answer` is given the command's name."""
+
+    def __init__(self, folder: Path, answer: Callable[[str], Awaitable[Answer]]) -> None:
+        self._folder = folder
+        self._path = socket_path(folder)
+        self._answer = answer
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """StateError when another worker lives in the folder."""
+        if await _is_answered(self._path):
+            raise StateError(f"{self._folder}: another worker runs in this folder; give each its own")
+        self._path.unlink(missing_ok=True)
+        old_mask = os.umask(0o077)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES_MAX)
+        finally:
+            os.umask(old_mask)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            line = await asyncio.wait_for(reader.readline(), ANSWER_S)
+            writer.write(json.dumps(await self._reply(line)).encode() + b"\n")
+            await asyncio.wait_for(writer.drain(), ANSWER_S)
+        except (TimeoutError, OSError, ValueError) as error:
+            _log.debug("control connection ended: %s", error)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _reply(self, line: bytes) -> Answer:
+        try:
+            request = json.loads(line)
+            command = request["command"]
+        except (ValueError, KeyError, TypeError):
+            return {"ok": False, "error": 'expected one line such as {"command": "status"}'}
+        try:
+            return {"ok": True, **await self._answer(str(command))}
+        except EchoError as error:
+            return {"ok": False, "error": str(error)}
+
+
+async def _is_answered(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_unix_connection(path), 2.0)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> Answer:
+    """Sends one command to the worker of `folder` and returns its answer."""
+    path = socket_path(folder)
+    try:
+        async with asyncio.timeout(within_s):
+            reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)
+            try:
+                writer.write(json.dumps({"command": command}).encode() + b"\n")
+                line = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError) as error:
+        raise Unreachable(f"worker of {folder}: expected one to answer, got none ({error or 'no answer'})") from None
+    answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
+    if not answer.pop("ok"):
+        raise ProtocolError(f"worker of {folder}: {answer.get('error', 'it refused')}")
+    return dict(answer)

@@ -1,0 +1,115 @@
+"""What this machine is: GPUs, memory, disk, clock, cores; and which engine fits it.
+
+Guarantees: nothing here fails because a tool or a device is missing, it is then reported as absent; a check says what
+it expected and what it found. Leaves to others: what to do about a failed check (daemon: an error ends the join, a
+warning is logged).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.units import format_bytes
+from echo2.worker.options import EngineChoice
+
+DISK_BYTES_MIN = 64 << 20
+TOOL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory_bytes: int
+    free_disk_bytes: int
+    has_vllm: bool
+
+    @property
+    def gpu_text(self) -> str:
+        """As the operator sees it: `2 x NVIDIA H200`, or `cpu`."""
+        if not self.gpus:
+            return "cpu"
+        names = sorted({gpu.name for gpu in self.gpus})
+        return " + ".join(f"{sum(g.name == name for g in self.gpus)} x {name}" for name in names)
+
+    def describe(self) -> str:
+        gpu_memory = sum(gpu.memory_bytes for gpu in self.gpus)
+        gpus = f"{self.gpu_text} ({format_bytes(gpu_memory)}, driver {self.gpus[0].driver})" if self.gpus else "no GPU"
+        return (
+            f"{gpus}, {self.cores} cores, {format_bytes(self.memory_bytes)} of memory, "
+            f"{format_bytes(self.free_disk_bytes)} of disk free, {'with' if self.has_vllm else 'without'} vLLM"
+        )
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """From `nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader,nounits`; bad lines skipped."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 3 and fields[1].isdigit():
+            gpus.append(Gpu(fields[0], int(fields[1]) << 20, fields[2]))
+    return tuple(gpus)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return parse_gpus(done.stdout) if done.returncode == 0 else ()
+
+
+def look(folder: Path) -> Machine:
+    """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(
+        gpus=_gpus(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=memory_bytes,
+        free_disk_bytes=shutil.disk_usage(folder).free,
+        has_vllm=importlib.util.find_spec("vllm") is not None,
+    )
+
+
+def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:
+    """EMBEDDED or VLLM. AUTO takes vLLM where there is a GPU and vLLM is installed."""
+    if choice is EngineChoice.AUTO:
+        return EngineChoice.VLLM if machine.gpus and machine.has_vllm else EngineChoice.EMBEDDED
+    if choice is EngineChoice.VLLM and not machine.has_vllm:
+        raise ConfigError("engine: expected vLLM to be installed (pip install 'echo2[worker]'), it is not")
+    return choice
+
+
+def check_room(machine: Machine, model_bytes: int, folder: Path) -> None:
+    """ResourceError when the model cannot fit: host copy and live weights in memory, chunks on disk.
+
+    The engine computes in float32 on a CPU (twice the published bytes), and the host keeps the published bytes.
+    """
+    needed = 3 * model_bytes if not machine.gpus else model_bytes
+    if needed > machine.memory_bytes:
+        raise ResourceError(
+            f"memory: expected {format_bytes(needed)} for a model of {format_bytes(model_bytes)}, "
+            f"this machine has {format_bytes(machine.memory_bytes)}"
+        )
+    disk = DISK_BYTES_MIN + 2 * model_bytes
+    if disk > machine.free_disk_bytes:
+        raise ResourceError(
+            f"disk at {folder}: expected {format_bytes(disk)} free for chunks, got {format_bytes(machine.free_disk_bytes)}"
+        )

@@ -1,0 +1,245 @@
+"""The worker's side of `Ingest`: one report stream to the learner, and fetching partial rollouts.
+
+Guarantees: reports leave in the order given, each is answered by one verdict in that order; a stream that breaks or
+stays silent for `VERDICT_S` with reports under way is replaced for ever, with jittered pauses; a ticket travels with
+the first report of its lease on each stream. Waits for the learner's whereabouts, for a connection, for reports, for
+verdicts. Leaves to others: what to report (worker/assignments).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import LeaseId, PeerId
+from echo2.base.rollout import RolloutSegment
+from echo2.broadcast.runtime.tls import Credentials, open_channel
+from echo2.wire import rollout as wire
+from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
+from echo2.worker import duties
+from echo2.worker.backoff import Backoff
+from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.waits import Waits
+
+VERDICT_S = 30.0
+PARTIALS_S = 20.0
+REFUSED_CODES = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+)
+_log = logging.getLogger("echo2.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerAddress:
+    """Where the learner's services are."""
+
+    peer_id: PeerId
+    address: str
+
+
+class Reporting:
+    """One per worker; `run` is its loop. The learner's address may change at any time (`move_to`)."""
+
+    def __init__(self, credentials: Credentials, desk: Desk, waits: Waits, backoff: Backoff, connect_s: float) -> None:
+        self._credentials = credentials
+        self._desk = desk
+        self._waits = waits
+        self._backoff = backoff
+        self._connect_s = connect_s
+        self._target: LearnerAddress | None = None
+        self._moved = asyncio.Event()
+        self._stub: ingest_pb2_grpc.IngestStub | None = None
+        self._tickets: dict[LeaseId, rollout_pb2.LeaseTicket] = {}
+        self._ticket_was_sent: set[LeaseId] = set()
+        self._outgoing: asyncio.Queue[ingest_pb2.RolloutReport] = asyncio.Queue()
+        self._under_way: deque[LeaseId] = deque()
+        self._sequence = 0
+        self._fetches: dict[LeaseId, asyncio.Task[None]] = {}
+        self.reported_tokens = 0
+
+    # -- called by the desk
+
+    def keep_ticket(self, ticket: rollout_pb2.LeaseTicket) -> None:
+        """The right to report a lease; a newer ticket of the same lease replaces the older."""
+        lease_id = LeaseId(ticket.lease_id)
+        self._tickets[lease_id] = ticket
+        self._ticket_was_sent.discard(lease_id)
+
+    def ticket_of(self, lease_id: LeaseId) -> rollout_pb2.LeaseTicket | None:
+        return self._tickets.get(lease_id)
+
+    def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
+        self._sequence += 1
+        is_first = lease_id not in self._ticket_was_sent
+        self._ticket_was_sent.add(lease_id)
+        self._under_way.append(lease_id)
+        self.reported_tokens += sum(len(segment.token_ids) for segment in segments)
+        self._outgoing.put_nowait(  # bounded: the machine has one report of a lease under way, and bounded leases
+            ingest_pb2.RolloutReport(
+                sequence=self._sequence,
+                ticket=self._tickets.get(lease_id) if is_first else None,
+                lease_id=lease_id,
+                segments=[wire.segment_to_message(segment) for segment in segments],
+            )
+        )
+
+    def fetch_partials(self, lease_id: LeaseId) -> None:
+        self._fetches[lease_id] = asyncio.get_running_loop().create_task(self._fetch(lease_id))
+
+    def forget(self, lease_id: LeaseId) -> None:
+        self._tickets.pop(lease_id, None)
+        self._ticket_was_sent.discard(lease_id)
+        fetch = self._fetches.pop(lease_id, None)
+        if fetch is not None and fetch is not asyncio.current_task():
+            fetch.cancel()
+
+    # -- the loop
+
+    def move_to(self, target: LearnerAddress) -> None:
+        """The learner is there now; a stream to elsewhere is given up."""
+        if target != self._target:
+            self._target = target
+            self._moved.set()
+
+    async def run(self) -> None:
+        """Keeps a stream to the learner until cancelled."""
+        try:
+            while True:
+                if self._target is None:
+                    await self._moved.wait()
+                    continue
+                self._moved.clear()
+                await self._session(self._target)
+                pause_s = self._backoff.next_pause_s()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._moved.wait(), pause_s)
+        finally:
+            for fetch in self._fetches.values():
+                fetch.cancel()
+
+    async def _session(self, target: LearnerAddress) -> None:
+        """One connection, from the attempt to its end."""
+        whose = f"the learner at {target.address}"
+        self._waits.begin("learner", f"a connection to {whose}")
+        async with open_channel(target.address, target.peer_id, self._credentials, _CHANNEL_OPTIONS) as channel:
+            try:
+                await asyncio.wait_for(channel.channel_ready(), self._connect_s)
+            except TimeoutError:
+                return
+            self._waits.end("learner")
+            self._backoff.succeeded()
+            self._stub = ingest_pb2_grpc.IngestStub(channel)
+            self._begin_stream()
+            _log.info("reports to %s", whose)
+            try:
+                await self._stream(self._stub)
+            except (grpc.aio.AioRpcError, MalformedMessage, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                _log.warning("lost %s: %s", whose, reason or "no verdict in time")
+            finally:
+                self._stub = None
+                self._desk.send(duties.LearnerLost())
+
+    def _begin_stream(self) -> None:
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()
+        self._under_way.clear()
+        self._ticket_was_sent.clear()
+        self._desk.send(duties.LearnerCame())
+
+    async def _stream(self, stub: ingest_pb2_grpc.IngestStub) -> None:
+        """Returns when the learner moved or closed the stream; raises when it broke."""
+        call = stub.Report()
+        parts = [
+            asyncio.create_task(self._write(call)),
+            asyncio.create_task(self._read(call)),
+            asyncio.create_task(self._wait_moved()),
+        ]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            call.cancel()
+
+    async def _wait_moved(self) -> None:
+        await self._moved.wait()
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
+    ) -> None:
+        while True:
+            await call.write(await self._outgoing.get())
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]) -> None:
+        while True:
+            reply = await self._read_one(call)
+            if reply is None:
+                return
+            if not self._under_way:
+                raise MalformedMessage(f"verdict {reply.sequence}: expected none, since no report is under way")
+            expected = self._sequence - len(self._under_way) + 1
+            if reply.sequence != expected:
+                raise MalformedMessage(f"verdict: expected that on report {expected}, got that on {reply.sequence}")
+            verdicts = wire.verdicts_from_message(reply)
+            self._desk.send(duties.Judged(self._under_way.popleft(), verdicts))
+
+    async def _read_one(
+        self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
+    ) -> ingest_pb2.RolloutVerdict | None:
+        """Waits as long as no report is under way, and `VERDICT_S` at most for the answer to one; None at the end."""
+        reading = asyncio.ensure_future(call.read())
+        try:
+            while True:
+                await asyncio.wait([reading], timeout=VERDICT_S)
+                if reading.done():
+                    reply = reading.result()
+                    return reply if isinstance(reply, ingest_pb2.RolloutVerdict) else None
+                if self._under_way:
+                    raise TimeoutError(f"no verdict within {VERDICT_S:.0f} s")
+        finally:
+            reading.cancel()
+
+    # -- partial rollouts
+
+    async def _fetch(self, lease_id: LeaseId) -> None:
+        """Asks until answered; cancelled when the lease ends."""
+        while True:
+            ticket, stub = self._tickets.get(lease_id), self._stub
+            if ticket is None:
+                return
+            if stub is not None:
+                try:
+                    reply = await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=ticket), timeout=PARTIALS_S)
+                    rollouts = wire.rollouts_from_partials(reply)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() in REFUSED_CODES:
+                        self._fetched(lease_id, duties.PartialsRefused(lease_id, error.details() or error.code().name))
+                        return
+                except MalformedMessage as error:
+                    self._fetched(lease_id, duties.PartialsRefused(lease_id, str(error)))
+                    return
+                else:
+                    self._fetched(lease_id, duties.PartialsCame(lease_id, rollouts))
+                    return
+            await asyncio.sleep(self._backoff.first_s)
+
+    def _fetched(self, lease_id: LeaseId, event: duties.Event) -> None:
+        self._fetches.pop(lease_id, None)
+        self._desk.send(event)
+
+
+_CHANNEL_OPTIONS = (("grpc.max_receive_message_length", wire.PARTIALS_BYTES_MAX),)
