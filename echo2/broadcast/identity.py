@@ -330,7 +330,9 @@ class RunAuthority:
     @classmethod
     def create(cls, identity: Identity, run_id: RunId, now_unix_s: float) -> RunAuthority:
         key = TlsKey.generate()
-        name = _name(identity.peer_id, Role.COORDINATOR, run_id)
+        # A name of its own: the coordinator's node certificate would else look self-signed, issuer and subject alike.
+        attributes = [*_name(identity.peer_id, Role.COORDINATOR, run_id)]
+        name = x509.Name([*attributes, x509.NameAttribute(NameOID.DN_QUALIFIER, "authority")])
         usage = x509.KeyUsage(
             digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False,
             key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,

@@ -84,6 +84,20 @@ def test_enrolled_nodes_know_each_other() -> None:
     asyncio.run(scene())
 
 
+def test_the_coordinators_own_server_is_believed() -> None:
+    async def scene() -> None:
+        authority = _authority()
+        async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
+            worker = await tls.enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
+        coordinator = tls.coordinator_credentials(authority, "127.0.0.1:1")
+        async with _serving(_WhoAmI(), tls.server_credentials(coordinator)) as port:
+            async with tls.open_channel(f"127.0.0.1:{port}", coordinator.peer_id, worker) as channel:
+                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=10)
+            assert reply.run_id == f"{worker.peer_id} worker"
+
+    asyncio.run(scene())
+
+
 def test_stranger_of_another_run_is_refused_by_the_server() -> None:
     async def scene() -> None:
         ours, theirs = (tls.coordinator_credentials(_authority(), "x:1") for _ in range(2))

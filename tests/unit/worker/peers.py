@@ -1,0 +1,281 @@
+"""A small real run on loopback: an authority, a coordinator and a learner over mutual TLS, to test the worker against.
+
+The coordinator grants the groups it is given, by the level asked for; the learner keeps tokens as the protocol says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict, spans_of
+from echo2.broadcast.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.runtime import tls
+from echo2.wire import rollout as wire
+from echo2.wire.gen.echo2.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    enrolment_pb2,
+    enrolment_pb2_grpc,
+    ingest_pb2,
+    ingest_pb2_grpc,
+)
+from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
+
+RUN = RunId("small-run")
+
+
+def issued(authority: RunAuthority, role: Role, coordinator_address: str) -> tls.Credentials:
+    """Credentials as enrolment would give them."""
+    identity, key = Identity.generate(), TlsKey.generate()
+    certificate = authority.issue(certificate_request(identity, key), role, time.time())
+    return tls.Credentials(
+        identity, key.to_pem(), certificate, authority.certificate_pem, RUN, authority.identity.peer_id,
+        coordinator_address,
+    )  # fmt: skip
+
+
+@dataclass
+class SmallLearner(ingest_pb2_grpc.IngestServicer):
+    """Holds tokens by (group, index); refuses what no ticket of the run covers."""
+
+    authority: RunAuthority
+    held: dict[tuple[str, int], list[RolloutSegment]] = field(default_factory=dict)
+    finished: dict[tuple[str, int], Rollout] = field(default_factory=dict)
+    closed: set[str] = field(default_factory=set)
+    reports: list[ingest_pb2.RolloutReport] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    is_silent: bool = False
+
+    async def Report(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        caller = tls.peer_of(context)
+        tickets: dict[str, Ticket] = {}
+        async for report in requests:
+            if report.HasField("ticket"):
+                ticket = verify_ticket(report.ticket, RUN, self.authority.identity.peer_id, caller.peer_id)
+                tickets[ticket.lease_id] = ticket
+            group_id = tickets[report.lease_id].group_id
+            if self.is_silent:
+                continue
+            verdicts = [self.judge(segment, group_id) for segment in wire.segments_from_report(report)]
+            async with self.changed:
+                self.reports.append(report)
+                self.changed.notify_all()
+            yield ingest_pb2.RolloutVerdict(
+                sequence=report.sequence, segments=[wire.verdict_to_message(verdict) for verdict in verdicts]
+            )
+
+    async def GetPartials(self, request: Any, context: Any) -> Any:
+        caller = tls.peer_of(context)
+        ticket = verify_ticket(request.ticket, RUN, self.authority.identity.peer_id, caller.peer_id)
+        partials = [self.rollout_of(key) for key in self.held if key[0] == ticket.group_id]
+        return ingest_pb2.GetPartialsReply(rollouts=[wire.rollout_to_message(rollout) for rollout in partials])
+
+    def rollout_of(self, key: tuple[str, int]) -> Rollout:
+        """What is held of one rollout, whole."""
+        segments = self.held[key]
+        versions = [span.version for s in segments for span in s.version_spans for _ in range(span.count)]
+        return Rollout(
+            GroupId(key[0]),
+            key[1],
+            tuple(token for s in segments for token in s.token_ids),
+            tuple(x for s in segments for x in s.logprobs),
+            tuple(x for s in segments for x in s.raw_logprobs),
+            spans_of(versions),
+            segments[-1].finish_reason if segments and segments[-1].is_final else FinishReason.UNFINISHED,
+        )
+
+    def judge(self, segment: RolloutSegment, group_id: str) -> SegmentVerdict:
+        key = (segment.group_id, segment.index)
+        count = sum(len(s.token_ids) for s in self.held.get(key, []))
+
+        def said(verdict: Verdict, held: int) -> SegmentVerdict:
+            return SegmentVerdict(segment.group_id, segment.index, verdict, held)
+
+        if segment.group_id != group_id:
+            return said(Verdict.REFUSED, 0)
+        if group_id in self.closed:
+            return said(Verdict.CLOSED, count)
+        if key in self.finished:
+            return said(Verdict.DUPLICATE, count)
+        if segment.offset != count:
+            return said(Verdict.RESEND, count)
+        self.held.setdefault(key, []).append(segment)
+        if segment.is_final:
+            self.finished[key] = self.rollout_of(key)
+            return said(Verdict.ADMITTED, segment.end)
+        return said(Verdict.HELD, segment.end)
+
+    async def until(self, is_so: Any, within_s: float = 20.0) -> None:
+        """Waits until `is_so(self)`, woken by reports."""
+        async with asyncio.timeout(within_s), self.changed:
+            await self.changed.wait_for(lambda: is_so(self))
+
+
+@dataclass
+class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
+    """Grants `groups` in order while the worker asks for more; keeps what it is told."""
+
+    authority: RunAuthority
+    run_id: str = RUN
+    learner: coordinator_pb2.LearnerWhereabouts | None = None
+    groups: list[GroupSpec] = field(default_factory=list)
+    continues: set[str] = field(default_factory=set)
+    refusal: coordinator_pb2.Refusal | None = None
+    report_interval_s: float = 0.1
+    lease_s: float = 60.0
+    hellos: list[coordinator_pb2.WorkerHello] = field(default_factory=list)
+    heartbeats: list[coordinator_pb2.Heartbeat] = field(default_factory=list)
+    requests: list[coordinator_pb2.LeaseRequest] = field(default_factory=list)
+    ended: list[coordinator_pb2.LeaseEnded] = field(default_factory=list)
+    leavings: list[str] = field(default_factory=list)
+    outbox: asyncio.Queue[coordinator_pb2.WorkerOrder] = field(default_factory=asyncio.Queue)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    leases: int = 0
+    _level: int = 0
+
+    async def WorkerSession(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        caller = tls.peer_of(context)
+        hello = (await anext(requests)).hello
+        self.hellos.append(hello)
+        if self.refusal is not None:
+            yield coordinator_pb2.WorkerOrder(refusal=self.refusal)
+            return
+        self._level = 0
+        self.outbox = asyncio.Queue()
+        yield coordinator_pb2.WorkerOrder(
+            welcome=coordinator_pb2.WorkerWelcome(
+                run_id=self.run_id, staleness_bound=4, heartbeat_interval_s=0.2, report_interval_s=self.report_interval_s,
+                learner=self.learner,
+            )
+        )  # fmt: skip
+        reading = asyncio.create_task(self._read(requests, caller.peer_id))
+        try:
+            while not reading.done():
+                getting = asyncio.create_task(self.outbox.get())
+                await asyncio.wait([getting, reading], return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    yield getting.result()
+                else:
+                    getting.cancel()
+        finally:
+            reading.cancel()
+
+    async def _read(self, requests: AsyncIterator[Any], peer_id: PeerId) -> None:
+        async for message in requests:
+            match message.WhichOneof("kind"):
+                case "heartbeat":
+                    self.heartbeats.append(message.heartbeat)
+                case "lease_request":
+                    self.requests.append(message.lease_request)
+                    self._level = message.lease_request.free_rollouts
+                    self.grant(peer_id)
+                case "lease_ended":
+                    self.ended.append(message.lease_ended)
+                case "leaving":
+                    self.leavings.append(message.leaving.reason)
+            async with self.changed:
+                self.changed.notify_all()
+
+    def grant(self, peer_id: PeerId) -> None:
+        while self.groups and self._level >= self.groups[0].rollout_count:
+            group = self.groups.pop(0)
+            self._level -= group.rollout_count
+            self.leases += 1
+            lease_id = LeaseId(f"lease-{self.leases}")
+            ticket = Ticket(lease_id, group.group_id, peer_id, 1, time.time() + self.lease_s, RUN)
+            self.outbox.put_nowait(
+                coordinator_pb2.WorkerOrder(
+                    lease_grant=coordinator_pb2.LeaseGrant(
+                        ticket=sign_ticket(ticket, self.authority.identity),
+                        group=wire.group_to_message(group),
+                        is_continuation=group.group_id in self.continues,
+                    )
+                )
+            )
+
+    async def until(self, is_so: Any, within_s: float = 20.0) -> None:
+        """Waits until `is_so(self)`, woken by the worker's messages."""
+        async with asyncio.timeout(within_s), self.changed:
+            await self.changed.wait_for(lambda: is_so(self))
+
+
+class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):
+    def __init__(self, run: SmallRun) -> None:
+        self._run = run
+
+    async def Enrol(self, request: Any, context: Any) -> Any:
+        if request.token != "good":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "token: expected one that is known, got another")
+        certificate = self._run.authority.issue(request.certificate_request_der, Role(request.role), time.time())
+        return enrolment_pb2.EnrolReply(
+            certificate_pem=certificate.pem,
+            authority_pem=self._run.authority.certificate_pem,
+            run_id=RUN,
+            coordinator_peer_id=self._run.authority.identity.peer_id,
+            coordinator_address=self._run.coordinator_address,
+        )
+
+
+class SmallRun:
+    """`async with SmallRun() as run`. Each service can be stopped and started again at its port."""
+
+    def __init__(self) -> None:
+        self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+        self.coordinator = SmallCoordinator(self.authority)
+        self.learner = SmallLearner(self.authority)
+        self.coordinator_address = "127.0.0.1:0"
+        self.learner_address = "127.0.0.1:0"
+        self.enrol_port = 0
+        self._servers: dict[str, grpc.aio.Server] = {}
+
+    async def __aenter__(self) -> SmallRun:
+        await self.start_coordinator()
+        self.learner_credentials = issued(self.authority, Role.LEARNER, self.coordinator_address)
+        await self.start_learner()
+        server = tls.new_server()
+        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(_Enrolment(self), server)
+        self.enrol_port = tls.bind_server(server, "127.0.0.1:0", tls.enrolment_server_credentials(self.authority))
+        await server.start()
+        self._servers["enrolment"] = server
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for name in list(self._servers):
+            await self.stop(name)
+
+    def link(self, token: str = "good") -> str:
+        return str(JoinLink("127.0.0.1", self.enrol_port, self.authority.identity.peer_id, token))
+
+    async def start_coordinator(self) -> None:
+        server = tls.new_server()
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, server)
+        credentials = tls.coordinator_credentials(self.authority, self.coordinator_address)
+        port = tls.bind_server(server, self.coordinator_address, tls.server_credentials(credentials))
+        self.coordinator_address = f"127.0.0.1:{port}"
+        await server.start()
+        self._servers["coordinator"] = server
+
+    async def start_learner(self) -> None:
+        server = tls.new_server()
+        ingest_pb2_grpc.add_IngestServicer_to_server(self.learner, server)
+        credentials = tls.server_credentials(self.learner_credentials)
+        port = tls.bind_server(server, self.learner_address, credentials)
+        self.learner_address = f"127.0.0.1:{port}"
+        await server.start()
+        self._servers["learner"] = server
+
+    async def stop(self, name: str) -> None:
+        await self._servers.pop(name).stop(0)
+
+    @property
+    def whereabouts(self) -> coordinator_pb2.LearnerWhereabouts:
+        return coordinator_pb2.LearnerWhereabouts(
+            peer_id=self.learner_credentials.peer_id, address=self.learner_address, newest_version=Version(0)
+        )
