@@ -80,6 +80,9 @@ class Assignments:
     _is_drained: bool = False
     _wake_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.report_interval_s = self.fixed_report_interval_s or self.report_interval_s
+
     # -- what others may look at
 
     @property

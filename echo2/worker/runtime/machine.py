@@ -55,7 +55,7 @@ class Machine:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """From `nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader,nounits`; bad lines skipped."""
+    """From nvidia-smi's rows of name, memory in MiB and driver version; rows that are none are skipped."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -111,5 +111,6 @@ def check_room(machine: Machine, model_bytes: int, folder: Path) -> None:
     disk = DISK_BYTES_MIN + 2 * model_bytes
     if disk > machine.free_disk_bytes:
         raise ResourceError(
-            f"disk at {folder}: expected {format_bytes(disk)} free for chunks, got {format_bytes(machine.free_disk_bytes)}"
+            f"disk at {folder}: expected {format_bytes(disk)} free for chunks, "
+            f"got {format_bytes(machine.free_disk_bytes)}"
         )

@@ -151,7 +151,10 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.outbox = asyncio.Queue()
         yield coordinator_pb2.WorkerOrder(
             welcome=coordinator_pb2.WorkerWelcome(
-                run_id=self.run_id, staleness_bound=4, heartbeat_interval_s=0.2, report_interval_s=self.report_interval_s,
+                run_id=self.run_id,
+                staleness_bound=4,
+                heartbeat_interval_s=0.2,
+                report_interval_s=self.report_interval_s,
                 learner=self.learner,
             )
         )  # fmt: skip
