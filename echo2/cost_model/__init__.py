@@ -1,0 +1,1 @@
+"""Capacity, transfer, price, activation, calibration and their explanation: pure arithmetic over snapshots."""

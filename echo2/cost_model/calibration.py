@@ -1,0 +1,171 @@
+"""Online estimates from telemetry, robust against outliers, with their uncertainty.
+
+Each estimator keeps a bounded window; the median and the median absolute deviation (MAD) stand for centre and spread,
+so one frozen machine or one mistaken clock moves nothing. A prior counts as `PRIOR_WEIGHT` observations and fades.
+Guarantees: pure state, bounded memory; a value that is not finite or out of range raises `MalformedMessage` naming
+the field, and leaves the estimate as it was. Leaves to others: priors by GPU (catalogue), what is done with the
+numbers (planner).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo2.base.errors import MalformedMessage
+
+WINDOW = 31
+TAIL_WINDOW = 1024
+PRIOR_WEIGHT = 2.0
+MAD_TO_SIGMA = 1.4826
+MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for a normal
+PRIOR_SPREAD = 0.5
+DELTA_GROWTH_PRIOR = 0.75
+DELTA_PERIODS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """`value` plus or minus `error` (one standard error of the centre); `spread` is that of single observations."""
+
+    value: float
+    error: float
+    spread: float
+    count: int
+
+    @property
+    def relative_error(self) -> float:
+        return self.error / abs(self.value) if self.value else math.inf
+
+
+def checked_observation(field_name: str, value: float, least: float = 0.0) -> float:
+    """`value`, or `MalformedMessage` naming the field, the value and the range."""
+    if not (math.isfinite(value) and value >= least):
+        raise MalformedMessage(f"telemetry {field_name}: expected a finite number of at least {least:g}, got {value}")
+    return value
+
+
+@dataclass(slots=True)
+class RobustEstimator:
+    """One quantity. Observations older than `age_max_s` are forgotten while newer ones exist."""
+
+    field_name: str
+    prior: float | None = None
+    age_max_s: float = math.inf
+    _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def observe(self, value: float, now: float) -> None:
+        """Takes one measurement."""
+        self._seen.append((now, checked_observation(self.field_name, value)))
+        while len(self._seen) > 1 and now - self._seen[0][0] > self.age_max_s:
+            self._seen.popleft()
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._seen)
+
+    def estimate(self) -> Estimate | None:
+        """None without a prior or an observation."""
+        if not self._seen:
+            if self.prior is None:
+                return None
+            return Estimate(self.prior, PRIOR_SPREAD * self.prior, PRIOR_SPREAD * self.prior, 0)
+        values = [value for _, value in self._seen]
+        centre, count = statistics.median(values), len(values)
+        spread = MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in values)
+        if self.prior is None:
+            if count == 1:
+                spread = PRIOR_SPREAD * centre
+            return Estimate(centre, MEDIAN_EFFICIENCY * spread / math.sqrt(count), spread, count)
+        weight = PRIOR_WEIGHT / (PRIOR_WEIGHT + count)
+        value = weight * self.prior + (1 - weight) * centre
+        error = MEDIAN_EFFICIENCY * spread / math.sqrt(count) + weight * PRIOR_SPREAD * self.prior
+        return Estimate(value, error, spread, count)
+
+    def value_or(self, default: float) -> float:
+        """The estimate's value, or `default` without one."""
+        found = self.estimate()
+        return default if found is None else found.value
+
+
+@dataclass(slots=True)
+class TailEstimator:
+    """A high quantile of durations, by order statistics of the newest `TAIL_WINDOW`."""
+
+    field_name: str
+    quantile: float = 0.95
+    prior: float | None = None
+    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=TAIL_WINDOW))
+
+    def observe(self, value: float, now: float) -> None:
+        """Takes one duration."""
+        self._seen.append(checked_observation(self.field_name, value))
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self._seen) if self._seen else None
+
+    def estimate(self) -> Estimate | None:
+        """The quantile; its error is half the width of the one-sigma binomial interval of ranks."""
+        if not self._seen:
+            if self.prior is None:
+                return None
+            return Estimate(self.prior, PRIOR_SPREAD * self.prior, PRIOR_SPREAD * self.prior, 0)
+        ordered = sorted(self._seen)
+        count = len(ordered)
+        centre, sigma = self.quantile * (count - 1), math.sqrt(count * self.quantile * (1 - self.quantile))
+        value = _between(ordered, centre)
+        error = (_between(ordered, centre + sigma) - _between(ordered, centre - sigma)) / 2
+        spread = MAD_TO_SIGMA * (_between(ordered, 0.75 * (count - 1)) - _between(ordered, 0.25 * (count - 1))) / 2
+        return Estimate(value, error, spread, count)
+
+
+def _between(ordered: list[float], rank: float) -> float:
+    """The value at a fractional rank, clamped to the ends."""
+    rank = min(max(rank, 0.0), len(ordered) - 1.0)
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (rank - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(slots=True)
+class DeltaSizeEstimator:
+    """Artifact bytes by the steps they cover; the growth exponent is fitted once two periods have been seen."""
+
+    prior_bytes: float | None = None
+    _by_steps: dict[int, RobustEstimator] = field(default_factory=dict)
+
+    def observe(self, artifact_bytes: float, steps: int, now: float) -> None:
+        """Takes the size of a version that covers `steps` steps since its parent."""
+        if not 1 <= steps <= DELTA_PERIODS_MAX:
+            raise MalformedMessage(f"telemetry delta steps: expected 1 to {DELTA_PERIODS_MAX}, got {steps}")
+        checked_observation("artifact_bytes", artifact_bytes)
+        self._by_steps.setdefault(steps, RobustEstimator("artifact_bytes")).observe(artifact_bytes, now)
+
+    @property
+    def growth(self) -> float:
+        """Exponent g of bytes ~ steps ** g, between 0 and 1."""
+        points = [
+            (math.log(steps), math.log(found.value))
+            for steps, one in self._by_steps.items()
+            if (found := one.estimate()) is not None and found.value > 0
+        ]
+        if len(points) < 2:
+            return DELTA_GROWTH_PRIOR
+        slope = statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
+        return min(1.0, max(0.0, slope))
+
+    def at(self, steps: int) -> Estimate | None:
+        """Bytes of a version that covers `steps`, from the nearest period measured."""
+        if not self._by_steps:
+            if self.prior_bytes is None:
+                return None
+            grown = self.prior_bytes * steps**DELTA_GROWTH_PRIOR
+            return Estimate(grown, PRIOR_SPREAD * grown, PRIOR_SPREAD * grown, 0)
+        nearest = min(self._by_steps, key=lambda known: (abs(math.log(known / steps)), known))
+        found = self._by_steps[nearest].estimate()
+        assert found is not None, "an observed period has an estimate"
+        factor = (steps / nearest) ** self.growth
+        return Estimate(found.value * factor, found.error * factor, found.spread * factor, found.count)

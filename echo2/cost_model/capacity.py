@@ -1,0 +1,156 @@
+"""The capacity model: when is the learner never starved, and how busy is it when it is?
+
+Symbols, as in docs/capacity-model.md: S staleness bound, kappa publication period (steps), T_train seconds per step,
+T_bcast seconds from publication until the pool holds a version, L_roll seconds of the longest rollout worth waiting
+for, R rollouts per step, mu_pool rollouts per second of the pool.
+
+    (1) stalled download      T_bcast + kappa*R/mu_pool <= kappa*T_train
+    (2) background download   mu_pool >= R/T_train  and  T_bcast <= kappa*T_train
+    (3) staleness             T_bcast + L_roll + R/mu_pool <= (S - kappa + 1)*T_train
+    (4) utilisation           U = kappa*T_train / max(kappa*T_train, T_bcast + kappa*R/mu_pool)      in case (1)
+    (5) utilisation           of a learner that waits for (3): the slowest cycle of the step recurrence
+
+(1), (4) and the default kappa = S - 1 come from the ECHO-2 paper; (2), (3) and (5) are derived in the docs page.
+Guarantees: pure functions, exact for a fluid (rollouts without grain). Leaves to others: where the numbers come from
+(calibration), which pool to rent (planner), rollouts with grain and queues (fluid, the simulator).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def default_kappa(staleness_bound: int) -> int:
+    """The paper's default: as rare as the bound allows with one step to spare."""
+    return max(1, staleness_bound - 1)
+
+
+def throughput_needed_stalled(rollouts_per_step: float, train_s: float, kappa: int, broadcast_s: float) -> float:
+    """Relation (1) solved for mu_pool, rollouts/s; infinite where the download alone fills the period."""
+    free_s = kappa * train_s - broadcast_s
+    return kappa * rollouts_per_step / free_s if free_s > 0 else math.inf
+
+
+def throughput_needed_background(rollouts_per_step: float, train_s: float) -> float:
+    """The first half of relation (2), rollouts/s."""
+    return rollouts_per_step / train_s
+
+
+def broadcast_budget_s(kappa: int, train_s: float) -> float:
+    """The second half of relation (2): a version must be through before the next one is published."""
+    return kappa * train_s
+
+
+def staleness_budget_s(staleness_bound: int, kappa: int, train_s: float) -> float:
+    """The right side of relation (3)."""
+    return (staleness_bound - kappa + 1) * train_s
+
+
+def staleness_use_s(broadcast_s: float, rollout_s: float, rollouts_per_step: float, throughput: float) -> float:
+    """The left side of relation (3)."""
+    return broadcast_s + rollout_s + (rollouts_per_step / throughput if throughput > 0 else math.inf)
+
+
+def utilisation_stalled(
+    rollouts_per_step: float, train_s: float, kappa: int, broadcast_s: float, throughput: float
+) -> float:
+    """Relation (4)."""
+    if throughput <= 0:
+        return 0.0
+    period_s = kappa * train_s
+    return period_s / max(period_s, broadcast_s + kappa * rollouts_per_step / throughput)
+
+
+def utilisation_of_throughput(rollouts_per_step: float, train_s: float, throughput: float) -> float:
+    """How busy the learner is when only the pool's rate limits it."""
+    return min(1.0, throughput * train_s / rollouts_per_step)
+
+
+def utilisation_of_staleness(staleness_bound: int, kappa: int, train_s: float, use_s: float) -> float:
+    """Relation (5), of `use_s` = left side of (3).
+
+    Version v = j*kappa is published when step v - 1 ends, and unlocks step v + m, m = S - kappa + 1, which therefore
+    starts at least T_train + `use_s` after step v - 1 did. All other steps take T_train. From the unlocked step to the
+    next one that ends in a publication r more pass, so one turn of that cycle is m + 1 + r steps and lasts
+    use_s + (r + 1)*T_train when (3) fails.
+    """
+    if math.isinf(use_s):
+        return 0.0
+    unlocked_after = staleness_bound - kappa + 1
+    rest = -(unlocked_after + 1) % kappa
+    turn_s = (unlocked_after + 1 + rest) * train_s
+    return turn_s / max(turn_s, use_s + (rest + 1) * train_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingPoint:
+    """One choice of kappa and pool, as the relations see it.
+
+    transfer_s: how long one version occupies the links; latency_s: encoding, round trips and applying on top of it,
+    which the next version does not wait for. T_bcast is their sum.
+    """
+
+    staleness_bound: int
+    kappa: int
+    rollouts_per_step: float
+    train_s: float
+    transfer_s: float
+    latency_s: float
+    rollout_s: float
+    throughput: float
+
+    @property
+    def broadcast_s(self) -> float:
+        return self.transfer_s + self.latency_s
+
+    @property
+    def staleness_use_s(self) -> float:
+        return staleness_use_s(self.broadcast_s, self.rollout_s, self.rollouts_per_step, self.throughput)
+
+    @property
+    def staleness_budget_s(self) -> float:
+        return staleness_budget_s(self.staleness_bound, self.kappa, self.train_s)
+
+
+def utilisation_background(point: OperatingPoint) -> float:
+    """The least of what rate, links and staleness allow, with download in the background.
+
+    In closed form while each version is through before the next is published, else by the step recurrence.
+    """
+    rate = utilisation_of_throughput(point.rollouts_per_step, point.train_s, point.throughput)
+    if rate == 0.0:
+        return 0.0
+    if point.transfer_s > broadcast_budget_s(point.kappa, point.train_s):
+        return min(rate, utilisation_of_steps(point))
+    return min(rate, utilisation_of_staleness(point.staleness_bound, point.kappa, point.train_s, point.staleness_use_s))
+
+
+def utilisation_of_steps(point: OperatingPoint, steps: int = 240) -> float:
+    """The recurrence of step starts itself, for any transfer time; (5) is its cycle mean while transfers fit.
+
+    Links carry one version at a time and then take the newest published. Step c waits for the version c - S, or the
+    first newer one, to be live, then for L_roll and for R rollouts at the pool's rate. Measured over the later half.
+    """
+    train_s, batch_s = point.train_s, point.rollouts_per_step / point.throughput
+    published: list[tuple[int, float]] = [(0, 0.0)]  # version, when
+    live: list[tuple[int, float]] = [(0, point.latency_s)]
+    link_free_s, ready_s, start_s, needed = 0.0, 0.0, 0.0, 0
+    starts: list[float] = []
+    for step in range(steps):
+        while live[needed][0] < step - point.staleness_bound:
+            if needed + 1 == len(live):
+                waiting = [one for one in published if one[0] > live[-1][0]]
+                newest = max((one for one in waiting if one[1] <= link_free_s), default=waiting[0])
+                link_free_s = max(link_free_s, newest[1]) + point.transfer_s
+                live.append((newest[0], link_free_s + point.latency_s))
+                published = [one for one in published if one[0] > newest[0]]
+            needed += 1
+        ready_s = max(live[needed][1] + point.rollout_s, ready_s) + batch_s
+        start_s = max(starts[-1] + train_s if starts else 0.0, ready_s)
+        starts.append(start_s)
+        if (step + 1) % point.kappa == 0:
+            published.append((step + 1, start_s + train_s))
+    # Whole cycles: lcm-free, by a window that is a multiple of every kappa's cycle to within one step.
+    half = steps // 2
+    return min(1.0, (steps - 1 - half) * train_s / (starts[-1] - starts[half]))

@@ -1,0 +1,105 @@
+"""A fleet as columns of numbers, so that ten thousand workers are weighed in milliseconds.
+
+Guarantees: row i of every column is worker i of the snapshot; nothing here decides. Leaves to others: choosing
+(pool, planner).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetColumns:
+    """What does not depend on kappa. `rate` is discounted by the expected loss of spot machines."""
+
+    rate: Floats
+    price: Floats
+    uplink: Floats
+    downlink: Floats
+    latency_s: Floats  # encode + two hops of round trip + apply
+    tail_s: Floats
+    mean_s: Floats
+    swap_s: Floats
+    is_available: Flags
+    is_pinned: Flags
+    provider: npt.NDArray[np.int64]  # index into the config's limits; -1: no limit
+
+    @classmethod
+    def of(cls, snapshot: FleetSnapshot, config: PlanConfig) -> FleetColumns:
+        workers, learner = snapshot.workers, snapshot.learner
+        limits = {name: index for index, (name, _) in enumerate(config.provider_workers_max)}
+        table = np.array(
+            [
+                (
+                    availability(worker, config.preemption_loss_s) * worker.rollouts_per_s,
+                    worker.price_usd_per_hour, worker.link.uplink_bytes_per_s, worker.link.downlink_bytes_per_s,
+                    worker.link.rtt_s + worker.apply_s, worker.rollout_s_tail, worker.rollout_s_mean, worker.swap_s,
+                )
+                for worker in workers
+            ]
+        ).T  # fmt: skip
+        is_available = np.array([worker.state is not WorkerState.UNAVAILABLE for worker in workers])
+        return cls(
+            rate=table[0], price=table[1], uplink=table[2], downlink=table[3],
+            latency_s=table[4] + learner.encode_s + learner.link.rtt_s,
+            tail_s=table[5], mean_s=table[6], swap_s=table[7],
+            is_available=is_available,
+            is_pinned=np.array([worker.is_pinned for worker in workers]) & is_available,
+            provider=np.array([limits.get(worker.provider, -1) for worker in workers], dtype=np.int64),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.price)
+
+
+def availability(worker: WorkerEstimate, preemption_loss_s: float) -> float:
+    """The share of its rate that a worker keeps when each loss costs a join and the work since the last report."""
+    return 1.0 / (1.0 + worker.hazard_per_hour * (worker.join_s + preemption_loss_s) / 3600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodColumns:
+    """What depends on kappa: transfer times of one version, in seconds, efficiency applied."""
+
+    kappa: int
+    period_s: float
+    staleness_budget_s: float
+    artifact_bytes: float
+    efficiency: float
+    seed_s: float  # over the learner's uplink
+    own_s: Floats  # the larger of the seed's time and the worker's own downlink time
+
+    @classmethod
+    def of(
+        cls, snapshot: FleetSnapshot, config: PlanConfig, columns: FleetColumns, kappa: int, efficiency: float
+    ) -> PeriodColumns:
+        learner = snapshot.learner
+        artifact_bytes = learner.artifact_bytes(kappa)
+        seed_s = artifact_bytes / (learner.link.uplink_bytes_per_s * efficiency)
+        return cls(
+            kappa=kappa,
+            period_s=kappa * learner.train_s,
+            staleness_budget_s=(config.staleness_bound - kappa + 1) * learner.train_s,
+            artifact_bytes=artifact_bytes,
+            efficiency=efficiency,
+            seed_s=seed_s,
+            own_s=np.maximum(seed_s, artifact_bytes / (columns.downlink * efficiency)),
+        )
+
+    def swarm_s(self, count: int, uplinks: float) -> float:
+        """Third term of the fluid bound: `count` copies over all uplinks, the seed's included."""
+        return count * self.artifact_bytes / (uplinks * self.efficiency)
+
+    def rate(self, columns: FleetColumns, transfer_s: Floats, download: DownloadMode) -> Floats:
+        """Rollouts/s after the share of each period in which a worker stands still: swapping, or downloading too."""
+        still_s = columns.swap_s if download is DownloadMode.BACKGROUND else columns.swap_s + transfer_s
+        return columns.rate * np.maximum(0.0, 1.0 - still_s / self.period_s)

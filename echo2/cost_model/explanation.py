@@ -1,0 +1,160 @@
+"""From an evaluation to a plan: terms, the binding one, the cap, the reason, and what would mend what is broken.
+
+Guarantees: every number in a text is computed from the evaluation. Leaves to others: choosing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from echo2.base.ids import PeerId
+from echo2.base.units import format_bytes
+from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.search import Evaluation
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState
+
+IN_FLIGHT_HEADROOM = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """What a plan is told about."""
+
+    snapshot: FleetSnapshot
+    config: PlanConfig
+    rate_needed: float
+    is_feasible: bool
+
+
+def in_flight_cap(evaluation: Evaluation, rollouts_per_group: int) -> int:
+    """Rollouts offered and not yet trained: enough to hide the tail, few enough that none grows too old.
+
+    By Little's law R/T_train rollouts a second that stay L_roll need R*L_roll/T_train in flight, and up to R more wait
+    for their batch. What is begun just before a new version comes in is kappa + T_bcast/T_train steps behind, so
+    beyond R*(S + 1 - kappa - T_bcast/T_train) the staleness rule would hold workers back anyway.
+    """
+    point = evaluation.point
+    batch, steps = point.rollouts_per_step, evaluation.point.train_s
+    flow = batch * (1 + point.rollout_s / steps) * IN_FLIGHT_HEADROOM
+    fresh = batch * (point.staleness_bound + 1 - point.kappa - point.broadcast_s / steps)
+    cap = max(batch + rollouts_per_group, min(flow, fresh))
+    return math.ceil(cap / rollouts_per_group) * rollouts_per_group
+
+
+def plan_of(facts: PlanFacts, found: Evaluation, over_provisioned_since_s: float | None, why: str) -> Plan:
+    """The plan that `found` makes."""
+    snapshot = facts.snapshot
+    learner, workers = snapshot.learner, snapshot.workers
+    rows = np.flatnonzero(found.chosen).tolist()
+    pool = sorted(workers[row].worker_id for row in rows)
+    active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
+    terms = tuple(_terms(facts, found))
+    binding = min(terms, key=lambda term: term.slack)
+    useful_per_hour = found.utilisation * learner.rollouts_per_step / learner.train_s * 3600
+    usd = found.usd_per_hour + learner.price_usd_per_hour
+    is_feasible = facts.is_feasible and binding.is_met
+    return Plan(
+        kappa=found.kappa,
+        pool=tuple(pool),
+        activate=tuple(worker_id for worker_id in pool if worker_id not in active),
+        drain=tuple(sorted(active - set(pool))),
+        in_flight_cap_rollouts=in_flight_cap(found, learner.rollouts_per_group),
+        predicted_utilisation=found.utilisation,
+        broadcast_s=found.point.broadcast_s,
+        transfer_s=found.point.transfer_s,
+        throughput_rollouts_per_s=found.point.throughput,
+        usd_per_hour=found.usd_per_hour,
+        usd_per_useful_rollout=usd / useful_per_hour if useful_per_hour > 0 else math.inf,
+        is_feasible=is_feasible,
+        terms=terms,
+        binding=binding.limit_kind,
+        reason=_reason(found, binding, pool, is_feasible, why),
+        solver=found.solver or "greedy",
+        greedy_gap=found.greedy_gap,
+        over_provisioned_since_s=over_provisioned_since_s,
+    )
+
+
+def _terms(facts: PlanFacts, found: Evaluation) -> list[Term]:
+    terms = [_throughput(facts, found), _broadcast(facts, found), _staleness(facts, found)]
+    config = facts.config
+    if config.usd_per_hour_cap:
+        terms.append(_ceiling(Limit.USD_PER_HOUR, "pool price", found.usd_per_hour, config.usd_per_hour_cap, "USD/h"))
+    if config.usd_budget:
+        snapshot, learner = facts.snapshot, facts.snapshot.learner
+        hours = snapshot.steps_left * learner.train_s / max(found.utilisation, 1e-3) / 3600
+        total = snapshot.spent_usd + hours * found.usd_per_hour
+        terms.append(_ceiling(Limit.USD_BUDGET, "spent + steps left", total, config.usd_budget, "USD"))
+    return terms
+
+
+def _ceiling(kind: Limit, formula: str, value: float, limit: float, unit: str) -> Term:
+    slack = 1 - value / limit
+    is_over = slack < 0 or (kind is Limit.USD_BUDGET and value >= limit)
+    remedy = f"raise it to {value:.4g} {unit}, or take longer with a smaller pool" if is_over else ""
+    return Term(kind, formula, value, limit, unit, slack, remedy)
+
+
+def _throughput(facts: PlanFacts, found: Evaluation) -> Term:
+    have, need = found.point.throughput, facts.config.target_utilisation * found.point.rollouts_per_step
+    need /= found.point.train_s
+    slack = have / need - 1
+    remedy = f"add workers worth {need - have:.3g} rollouts/s" if slack < 0 else ""
+    return Term(Limit.THROUGHPUT, "mu_pool >= target*R/T_train", have, need, "rollouts/s", slack, remedy)
+
+
+def _broadcast(facts: PlanFacts, found: Evaluation) -> Term:
+    point, learner = found.point, facts.snapshot.learner
+    slack = 1 - point.transfer_s / found.period_s
+    remedy = ""
+    if slack < 0:
+        size = learner.artifact_bytes(point.kappa)
+        needed = size / (facts.config.broadcast_efficiency * found.period_s)
+        remedy = (
+            f"{format_bytes(size)} a version need {format_bytes(needed)}/s of the learner's uplink and of each "
+            "downlink, or a longer period"
+        )
+    return Term(
+        Limit.BROADCAST, "transfer <= kappa*T_train", point.transfer_s, found.period_s, "s", slack, remedy
+    )  # fmt: skip
+
+
+def _staleness(facts: PlanFacts, found: Evaluation) -> Term:
+    point = found.point
+    value, limit = point.staleness_use_s, point.staleness_budget_s
+    slack = 1 - value / limit if limit > 0 else -math.inf
+    remedy = _staleness_remedy(found) if slack < 0 else ""
+    formula = "T_bcast + L_roll + R/mu_pool <= (S-kappa+1)*T_train"
+    return Term(Limit.STALENESS, formula, value, limit, "s", slack, remedy)
+
+
+def _staleness_remedy(found: Evaluation) -> str:
+    """The three numbers that could change, with what each would have to be; only those that suffice alone."""
+    point = found.point
+    over_s = point.staleness_use_s - point.staleness_budget_s
+    if math.isinf(over_s):
+        return "add workers: there is none to generate"
+    ways = [f"S of {point.staleness_bound + math.ceil(over_s / point.train_s - 1e-9)}"]
+    if point.rollout_s > over_s:
+        ways.append(f"a rollout tail of {point.rollout_s - over_s:.3g} s (now {point.rollout_s:.3g} s)")
+    if point.transfer_s > over_s:
+        factor = point.transfer_s / (point.transfer_s - over_s)
+        ways.append(f"links {factor:.2g} times as fast (transfer takes {point.transfer_s:.3g} s)")
+    batch_s = point.rollouts_per_step / point.throughput
+    if batch_s > over_s:
+        ways.append(f"{batch_s / (batch_s - over_s):.2g} times the pool")
+    return "one of: " + ", ".join(ways)
+
+
+def _reason(found: Evaluation, binding: Term, pool: list[PeerId], is_feasible: bool, why: str) -> str:
+    head = (
+        f"{why}: kappa={found.kappa}, {len(pool)} workers, {found.usd_per_hour:.2f} USD/h, "
+        f"utilisation {found.utilisation:.3f} predicted"
+    )
+    if is_feasible:
+        return f"{head}; {binding.limit_kind.value} is the tightest term ({binding.slack:.1%} slack)"
+    broken = f"{binding.limit_kind.value} binds ({binding.value:.4g} against {binding.limit:.4g} {binding.unit})"
+    return f"{head}; not feasible: {broken}" + (f"; needed: {binding.remedy}" if binding.remedy else "")

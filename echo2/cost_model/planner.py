@@ -1,0 +1,149 @@
+"""The planner: kappa and the pool together, for the least money, with reasons.
+
+`plan(snapshot, config, previous)` is a pure function. Guarantees: a plan that says `is_feasible` keeps every relation
+of `capacity` for the estimates given, and up to `exact_workers_max` workers none is cheaper (within the solver's gap
+and the thresholds tried); the same input gives the same plan. When nothing is feasible the plan is the best effort
+and says which term is broken and what would mend it. Leaves to others: acting on it (coordinator), the trees
+(broadcast), measuring (calibration).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from echo2.cost_model.activation import Standing, held_workers, settled
+from echo2.cost_model.columns import FleetColumns, PeriodColumns
+from echo2.cost_model.explanation import PlanFacts, plan_of
+from echo2.cost_model.plan import Plan
+from echo2.cost_model.pool import TOLERANCE
+from echo2.cost_model.search import Evaluation, Search
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+from echo2.cost_model.transfer import BroadcastPredictor, FluidBroadcast
+
+PREDICTOR_ROUNDS = 3
+
+
+def plan(
+    snapshot: FleetSnapshot,
+    config: PlanConfig,
+    previous: Plan | None = None,
+    predictor: BroadcastPredictor | None = None,
+) -> Plan:
+    """The plan for `snapshot`; `previous` damps it, `predictor` replaces the fluid estimate of the broadcast."""
+    planner = _Planner.of(snapshot, config, predictor)
+    if config.usd_budget and snapshot.spent_usd >= config.usd_budget:
+        kappa = previous.kappa if previous and previous.kappa in config.kappas else config.kappas[0]
+        nobody = np.zeros(len(planner.search.columns), dtype=np.bool_)
+        facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=False)
+        return plan_of(facts, planner.search.evaluate(planner.period(kappa), nobody), None, "the budget is spent")
+    fresh = planner.cheapest()
+    is_feasible = fresh is not None
+    chosen = fresh if fresh is not None else planner.best_effort()
+    standing = Standing(chosen, f"cheapest of {config.kappas[0]}..{config.kappas[-1]} steps a version")
+    if previous is not None:
+        standing = settled(previous, planner.search, planner.period, chosen, is_feasible)
+    final = standing.evaluation
+    held = held_workers(snapshot, config) & ~final.chosen if previous is not None else None
+    if held is not None and held.any():
+        final = replace(
+            planner.search.evaluate(planner.period(final.kappa), final.chosen | held),
+            solver=final.solver, greedy_gap=final.greedy_gap,
+        )  # fmt: skip
+    facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible)
+    return plan_of(facts, final, standing.over_provisioned_since_s, standing.reason)
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Periods with the broadcast's efficiency as the predictor has it."""
+
+    search: Search
+    predictor: BroadcastPredictor | None
+    efficiencies: dict[int, float]
+
+    @classmethod
+    def of(cls, snapshot: FleetSnapshot, config: PlanConfig, predictor: BroadcastPredictor | None) -> _Planner:
+        columns = FleetColumns.of(snapshot, config)
+        rate_needed = (
+            config.target_utilisation * (1 + config.hysteresis.add_margin)
+            * snapshot.learner.rollouts_per_step / snapshot.learner.train_s
+        )  # fmt: skip
+        is_exact = int(np.count_nonzero(columns.is_available)) <= config.exact_workers_max
+        search = Search(snapshot, config, columns, columns.is_pinned, rate_needed, is_exact)
+        return cls(search, predictor, dict.fromkeys(range(1, config.staleness_bound + 1), config.broadcast_efficiency))
+
+    def period(self, kappa: int) -> PeriodColumns:
+        search = self.search
+        return PeriodColumns.of(search.snapshot, search.config, search.columns, kappa, self.efficiencies[kappa])
+
+    def cheapest(self) -> Evaluation | None:
+        """Over all periods: least cost per useful rollout; of equals, the one with most slack, then most versions."""
+        best: Evaluation | None = None
+        for kappa in self.search.config.kappas:
+            ceiling = best.usd_per_hour * (1 + 10 * TOLERANCE) + TOLERANCE if best else np.inf
+            found = self._best_at(kappa, ceiling)
+            if found is not None and (best is None or self._rank(found) < self._rank(best)):
+                best = found
+        return best
+
+    def _rank(self, found: Evaluation) -> tuple[float, float, int]:
+        return (round(self.usd_per_useful_rollout(found), 9), -round(found.least_slack, 9), found.kappa)
+
+    def usd_per_useful_rollout(self, found: Evaluation) -> float:
+        learner = self.search.snapshot.learner
+        per_hour = found.utilisation * learner.rollouts_per_step / learner.train_s * 3600
+        return (found.usd_per_hour + learner.price_usd_per_hour) / per_hour if per_hour > 0 else np.inf
+
+    def _best_at(self, kappa: int, ceiling: float) -> Evaluation | None:
+        """The best pool of one period; searched again while the predictor finds its broadcast slower than assumed."""
+        for _ in range(PREDICTOR_ROUNDS):
+            found = self.search.best(self.period(kappa), ceiling)
+            if found is None or self.predictor is None:
+                return found
+            ratio = self._slower_by(found)
+            if ratio <= 1 + 1e-3:
+                return found
+            self.efficiencies[kappa] /= ratio
+        return None
+
+    def _slower_by(self, found: Evaluation) -> float:
+        """Predicted transfer time of the pool over the one assumed."""
+        assert self.predictor is not None
+        learner = self.search.snapshot.learner
+        rows = np.flatnonzero(found.chosen).tolist()
+        links = [self.search.snapshot.workers[row].link for row in rows]
+        size = learner.artifact_bytes(found.kappa)
+        latency_s = FluidBroadcast(1.0).latency_s(learner.link, links)
+        predicted_s = self.predictor.predict(size, learner.link, links) - latency_s
+        return predicted_s / found.point.transfer_s if found.point.transfer_s > 0 else 1.0
+
+    def best_effort(self) -> Evaluation:
+        """Nothing keeps the relations: the pool that keeps the learner busiest, and of those the cheapest."""
+        found = [self.search.evaluate(self.period(kappa), chosen) for kappa, chosen in self._efforts()]
+        return min(found, key=lambda one: (-round(one.utilisation, 6), one.usd_per_hour, one.kappa))
+
+    def _efforts(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Pools to consider for each period: nobody but the pinned, and best-rate prefixes, dear and cheap links."""
+        columns, config = self.search.columns, self.search.config
+        cap = config.usd_per_hour_cap or np.inf
+        order = np.argsort(columns.price / columns.rate, kind="stable")
+        for kappa in config.kappas:
+            period = self.period(kappa)
+            late = period.own_s + columns.latency_s + columns.tail_s
+            yield kappa, columns.is_pinned.copy()
+            for share in (1.0, 0.75, 0.5, 0.25):
+                in_time = (
+                    columns.is_available & (late <= np.quantile(late[columns.is_available], share))
+                    if columns.is_available.any()
+                    else columns.is_available
+                )
+                rows = order[in_time[order]]
+                rate, usd = np.cumsum(columns.rate[rows]), np.cumsum(columns.price[rows])
+                for need in (self.search.rate_needed, 2 * self.search.rate_needed, np.inf):
+                    count = min(int(np.searchsorted(rate, need)) + 1, int(np.searchsorted(usd, cap, side="right")))
+                    chosen = columns.is_pinned.copy()
+                    chosen[rows[:count]] = True
+                    yield kappa, chosen

@@ -1,0 +1,73 @@
+"""Predictions next to what happened: utilisation, T_bcast, USD. The error is a metric and on the dashboard.
+
+Guarantees: bounded memory; a measurement is compared with the newest prediction made before it. Leaves to others:
+showing it.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo2.cost_model.calibration import checked_observation
+
+COMPARISONS_KEPT = 512
+
+
+class Predicted(enum.Enum):
+    """What is predicted; the value is its metric's name."""
+
+    UTILISATION = "utilisation"
+    BROADCAST_S = "broadcast_s"
+    USD = "usd"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prediction and what came of it."""
+
+    predicted: float
+    measured: float
+    predicted_at: float
+    measured_at: float
+
+    @property
+    def error(self) -> float:
+        """Measured minus predicted."""
+        return self.measured - self.predicted
+
+
+@dataclass(slots=True)
+class PredictionLog:
+    """The newest prediction of each kind and the last comparisons."""
+
+    _open: dict[Predicted, tuple[float, float]] = field(default_factory=dict)
+    _made: dict[Predicted, deque[Comparison]] = field(default_factory=dict)
+
+    def predict(self, what: Predicted, value: float, now: float) -> None:
+        """Notes a prediction; it stands until the next one."""
+        self._open[what] = (checked_observation(f"predicted {what.value}", value), now)
+
+    def measure(self, what: Predicted, value: float, now: float) -> Comparison | None:
+        """Compares a measurement; None when nothing was predicted."""
+        checked_observation(f"measured {what.value}", value)
+        if what not in self._open:
+            return None
+        predicted, at = self._open[what]
+        comparison = Comparison(predicted, value, at, now)
+        self._made.setdefault(what, deque(maxlen=COMPARISONS_KEPT)).append(comparison)
+        return comparison
+
+    def comparisons(self, what: Predicted) -> tuple[Comparison, ...]:
+        return tuple(self._made.get(what, ()))
+
+    def mean_absolute_error(self, what: Predicted) -> float | None:
+        made = self._made.get(what)
+        return statistics.fmean(abs(one.error) for one in made) if made else None
+
+    def bias(self, what: Predicted) -> float | None:
+        """Mean of measured minus predicted."""
+        made = self._made.get(what)
+        return statistics.fmean(one.error for one in made) if made else None

@@ -1,0 +1,196 @@
+"""The cheapest pool for one publication period, all relations kept.
+
+Relations (2) and (3) couple the pool's rate, its slowest member and the swarm's uplinks. Two thresholds uncouple them:
+`transfer_s`, a ceiling on the swarm's time, and `batch_s`, a ceiling on R/mu_pool. Given both, every worker is in or
+out by itself and what is left is linear (pool). The thresholds tried are the workers' own break points, thinned to
+`BATCH_POINTS` and `TRANSFER_POINTS`. Guarantees: what is returned keeps every relation, recomputed from the pool.
+Leaves to others: which period (planner), noise (activation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from echo2.cost_model.capacity import OperatingPoint, utilisation_background, utilisation_stalled
+from echo2.cost_model.columns import Flags, FleetColumns, Floats, PeriodColumns
+from echo2.cost_model.pool import TOLERANCE, PoolProblem, exact, greedy, lower_bound_usd
+from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
+
+BATCH_POINTS = 16
+TRANSFER_POINTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A period and a pool, with what the relations say of them."""
+
+    chosen: Flags
+    point: OperatingPoint
+    usd_per_hour: float
+    utilisation: float
+    rollout_mean_s: float
+    greedy_gap: float = 0.0
+    solver: str = ""
+
+    @property
+    def kappa(self) -> int:
+        return self.point.kappa
+
+    @property
+    def period_s(self) -> float:
+        return self.point.kappa * self.point.train_s
+
+    def keeps_relations(self, rate_needed: float) -> bool:
+        """Whether rate, broadcast and staleness hold, up to rounding."""
+        point, roof = self.point, 1 + TOLERANCE
+        return (
+            point.throughput >= rate_needed * (1 - TOLERANCE)
+            and point.transfer_s <= self.period_s * roof
+            and point.staleness_use_s <= point.staleness_budget_s * roof
+        )
+
+    @property
+    def least_slack(self) -> float:
+        """The tighter of broadcast and staleness, as a share of its limit."""
+        point = self.point
+        if point.staleness_budget_s <= 0:
+            return -np.inf
+        return min(1 - point.transfer_s / self.period_s, 1 - point.staleness_use_s / point.staleness_budget_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One planning problem, its columns made once."""
+
+    snapshot: FleetSnapshot
+    config: PlanConfig
+    columns: FleetColumns
+    is_must: Flags
+    rate_needed: float
+    is_exact: bool
+
+    def evaluate(self, period: PeriodColumns, chosen: Flags) -> Evaluation:
+        """What the relations say of a pool; a pool may break them."""
+        columns, learner = self.columns, self.snapshot.learner
+        count = int(np.count_nonzero(chosen))
+        if count:
+            uplinks = learner.link.uplink_bytes_per_s + float(columns.uplink[chosen].sum())
+            transfer = np.maximum(period.own_s[chosen], period.swarm_s(count, uplinks))
+            transfer_s, latency = float(transfer.max()), columns.latency_s[chosen]
+            broadcast_s = float((transfer + latency).max())
+            rollout_s = float((transfer + latency + columns.tail_s[chosen]).max()) - broadcast_s
+            every_transfer = np.maximum(period.own_s, period.swarm_s(count, uplinks))
+            rates = period.rate(columns, every_transfer, self.config.download)[chosen]
+            throughput = float(rates.sum())
+            mean_s = float((rates * columns.mean_s[chosen]).sum()) / max(throughput, 1e-12)
+        else:
+            transfer_s = broadcast_s = rollout_s = throughput = mean_s = 0.0
+        point = OperatingPoint(
+            self.config.staleness_bound, period.kappa, learner.rollouts_per_step, learner.train_s, transfer_s,
+            broadcast_s - transfer_s, rollout_s, throughput,
+        )  # fmt: skip
+        return Evaluation(
+            chosen, point, float(columns.price[chosen].sum()), self._utilisation(point, throughput, chosen), mean_s
+        )
+
+    def _utilisation(self, point: OperatingPoint, throughput: float, chosen: Flags) -> float:
+        background = utilisation_background(point)
+        if self.config.download is DownloadMode.BACKGROUND:
+            return background
+        full_rate = float(self.columns.rate[chosen].sum())
+        return min(
+            background,
+            utilisation_stalled(
+                point.rollouts_per_step, point.train_s, point.kappa, point.broadcast_s, max(full_rate, throughput)
+            ),
+        )
+
+    def best(self, period: PeriodColumns, usd_ceiling: float = np.inf) -> Evaluation | None:
+        """The cheapest pool that keeps every relation, None when there is none cheaper than `usd_ceiling`."""
+        problems = list(self._problems(period))
+        bounds = [lower_bound_usd(problem) for problem in problems]
+        by_greedy = [
+            found
+            for problem, bound in zip(problems, bounds, strict=True)
+            if bound < usd_ceiling and (found := self._answer(period, greedy(problem))) is not None
+        ]
+        cheapest = min(by_greedy, key=lambda found: found.usd_per_hour, default=None)
+        if not self.is_exact:
+            return cheapest
+        best = cheapest
+        for index in np.argsort(bounds, kind="stable").tolist():
+            ceiling = min(usd_ceiling, best.usd_per_hour if best else np.inf)
+            if bounds[index] >= ceiling * (1 - TOLERANCE):
+                break
+            found = self._answer(period, exact(problems[index]))
+            if found is not None and found.usd_per_hour < ceiling * (1 - TOLERANCE):
+                best = found
+        if best is None:
+            return None
+        gap = (cheapest.usd_per_hour / best.usd_per_hour - 1) if cheapest and best.usd_per_hour > 0 else 0.0
+        return Evaluation(
+            best.chosen, best.point, best.usd_per_hour, best.utilisation, best.rollout_mean_s, max(0.0, gap), "exact"
+        )
+
+    def _answer(self, period: PeriodColumns, chosen: Flags | None) -> Evaluation | None:
+        if chosen is None:
+            return None
+        found = self.evaluate(period, chosen)
+        return found if found.keeps_relations(self.rate_needed) else None
+
+    def _problems(self, period: PeriodColumns) -> Iterator[PoolProblem]:
+        """One linear problem for each pair of thresholds worth trying."""
+        columns, batch_most_s = self.columns, self.snapshot.learner.rollouts_per_step / self.rate_needed
+        for transfer_ceiling_s in self._transfer_ceilings(period):
+            transfer = np.maximum(period.own_s, transfer_ceiling_s)
+            value = period.rate(columns, transfer, self.config.download)
+            in_time = columns.is_available & (transfer <= period.period_s * (1 + TOLERANCE))
+            batch_room = period.staleness_budget_s - transfer - columns.latency_s - columns.tail_s
+            for batch_s in self._batch_ceilings(batch_room[in_time], batch_most_s):
+                eligible = in_time & (batch_room >= batch_s * (1 - TOLERANCE))
+                need = self.snapshot.learner.rollouts_per_step / batch_s
+                if float(value[eligible].sum()) < need:
+                    continue
+                yield self._problem(period, transfer_ceiling_s, need, value, eligible)
+                if bool(eligible[columns.is_available].all()):
+                    break  # nobody is left whom a faster pool would let in
+
+    def _problem(
+        self, period: PeriodColumns, transfer_ceiling_s: float, need: float, value: Floats, eligible: Flags
+    ) -> PoolProblem:
+        columns, config = self.columns, self.config
+        fair_uplink = period.artifact_bytes / (transfer_ceiling_s * period.efficiency)
+        return PoolProblem(
+            price=columns.price,
+            value=value,
+            need=need,
+            burden=fair_uplink - columns.uplink,
+            burden_room=self.snapshot.learner.link.uplink_bytes_per_s,
+            price_cap=config.usd_per_hour_cap or np.inf,
+            is_candidate=eligible,
+            is_must=self.is_must,
+            provider=columns.provider,
+            provider_max=np.array([most for _, most in config.provider_workers_max], dtype=np.int64),
+        )
+
+    def _transfer_ceilings(self, period: PeriodColumns) -> list[float]:
+        """From the time at which no pool is bounded by the swarm down to the seed's own, the least there is."""
+        columns = self.columns
+        if not columns.is_available.any():
+            return []
+        uplink_least = float(columns.uplink[columns.is_available].min())
+        free_s = period.artifact_bytes / (period.efficiency * uplink_least)
+        most_s = min(max(free_s, period.seed_s), max(period.period_s, period.seed_s))
+        if most_s <= period.seed_s * (1 + TOLERANCE):
+            return [period.seed_s]
+        return [float(one) for one in np.geomspace(most_s, period.seed_s, TRANSFER_POINTS)]
+
+    def _batch_ceilings(self, batch_room: Floats, batch_most_s: float) -> list[float]:
+        """R/mu ceilings: what the rate needs anyway, and below it the points at which slower workers come in."""
+        tighter = np.unique(batch_room[(batch_room > 0) & (batch_room < batch_most_s)])[::-1]
+        if len(tighter) > BATCH_POINTS:
+            tighter = tighter[np.linspace(0, len(tighter) - 1, BATCH_POINTS).round().astype(np.int64)]
+        return [batch_most_s, *tighter.tolist()]

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import PeerId
+from echo2.cost_model.columns import FleetColumns, PeriodColumns
+from echo2.cost_model.plan import Limit, Plan
+from echo2.cost_model.planner import plan
+from echo2.cost_model.search import Search
+from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, PlanConfig, WorkerState
+from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
+
+
+def least_price_by_brute_force(fleet: FleetSnapshot, config: PlanConfig) -> float:
+    """Every subset under every period, judged by the relations alone."""
+    columns = FleetColumns.of(fleet, config)
+    needed = config.target_utilisation * (1 + config.hysteresis.add_margin)
+    needed *= fleet.learner.rollouts_per_step / fleet.learner.train_s
+    search = Search(fleet, config, columns, columns.is_pinned, needed, False)
+    best = math.inf
+    subsets = list(itertools.product([False, True], repeat=len(fleet.workers)))
+    prices = np.array(subsets) @ columns.price
+    rates = np.array(subsets) @ columns.rate
+    for kappa in config.kappas:
+        period = PeriodColumns.of(fleet, config, columns, kappa, config.broadcast_efficiency)
+        for index in np.flatnonzero((prices < best) & (rates >= needed * 0.99)).tolist():
+            if prices[index] < best:
+                found = search.evaluate(period, np.array(subsets[index]))
+                if found.keeps_relations(needed):
+                    best = found.usd_per_hour
+    return best
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
+    count = 6 + seed % 4
+    fleet = snapshot(random_workers(count, seed), learner=learner(train_s=256 / (0.5 * count)))
+    config = PlanConfig(staleness_bound=1 + seed % 6)
+    chosen, least = plan(fleet, config), least_price_by_brute_force(fleet, config)
+    assert chosen.is_feasible == math.isfinite(least)
+    if chosen.is_feasible:
+        assert least * (1 - 1e-6) <= chosen.usd_per_hour <= least * 1.01
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(3, 10), st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(["link", "more", "price", "bound"])
+)
+def test_more_bandwidth_more_workers_lower_price_or_larger_bound_is_never_worse(
+    count: int, seed: int, bound: int, change: str
+) -> None:
+    workers = random_workers(count, seed)
+    seat = learner(train_s=256 / (0.4 * count), delta_bytes=6e8)
+    config, better = PlanConfig(bound), PlanConfig(bound)
+    if change == "link":
+        seat = dataclasses.replace(seat, link=LinkEstimate(2e6, 1e8))
+        better_seat = dataclasses.replace(seat, link=LinkEstimate(4e7, 1e8))
+    else:
+        better_seat = seat
+    others = workers
+    if change == "more":
+        others = (*workers, *(dataclasses.replace(one, worker_id=PeerId(one.worker_id + "x")) for one in workers[:2]))
+    if change == "price":
+        others = tuple(dataclasses.replace(one, price_usd_per_hour=one.price_usd_per_hour * 0.7) for one in workers)
+    if change == "bound":
+        better = PlanConfig(bound + 1)
+    before = plan(snapshot(workers, learner=seat), config)
+    after = plan(snapshot(others, learner=better_seat), better)
+    if before.is_feasible:
+        assert after.is_feasible
+        assert after.usd_per_hour <= before.usd_per_hour * (1 + 2e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 10**6), st.integers(1, 8))
+def test_plans_are_deterministic_and_feasible_ones_keep_every_term(count: int, seed: int, bound: int) -> None:
+    fleet = snapshot(random_workers(count, seed), learner=learner(train_s=256 / (0.4 * count)))
+    first, second = (plan(fleet, PlanConfig(bound)) for _ in range(2))
+    assert first == second
+    assert 1 <= first.kappa <= bound
+    assert first.in_flight_cap_rollouts >= 256 and first.in_flight_cap_rollouts % 16 == 0
+    assert first.is_feasible == all(term.is_met for term in first.terms)
+    if first.is_feasible:
+        assert first.predicted_utilisation >= 0.98
+
+
+def test_slow_network_gets_a_shorter_period_than_the_default() -> None:
+    """T_bcast = 3*T_train at kappa = 5 would starve; the plan publishes more often."""
+    seat = learner(link=LinkEstimate(1.2e8 / (0.8 * 3 * 64), 1e8), delta_growth=0.0)
+    fleet = snapshot(tuple(worker(f"w{i}", rollout_s_tail=20.0, rollout_s_mean=10.0) for i in range(8)), learner=seat)
+    chosen = plan(fleet, PlanConfig(6))
+    assert chosen.is_feasible and chosen.kappa == 3
+    default = plan(fleet, PlanConfig(6, fixed_kappa=5))
+    assert not default.is_feasible and default.predicted_utilisation < 0.8
+    assert default.binding is Limit.STALENESS and "S of" in default.binding_term.remedy
+
+
+def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
+    short = plan(snapshot((worker("a"),)), PlanConfig(4))
+    assert short.binding is Limit.THROUGHPUT and "2.92 rollouts/s" in short.binding_term.remedy
+    assert short.pool == ("a",)
+    workers = tuple(worker(f"w{i}") for i in range(8))
+    slow = plan(snapshot(workers, learner=learner(link=LinkEstimate(1e4, 1e8))), PlanConfig(4))
+    assert not slow.is_feasible and slow.binding in (Limit.BROADCAST, Limit.STALENESS)
+    capped = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=1.0))
+    assert not capped.is_feasible and capped.usd_per_hour <= 1.0
+
+
+def test_spent_budget_drains_everyone() -> None:
+    workers = tuple(worker(f"w{i}", state=WorkerState.ACTIVE) for i in range(8))
+    spent = plan(snapshot(workers, spent_usd=10.0), PlanConfig(4, usd_budget=10.0))
+    assert spent.pool == () and len(spent.drain) == 8 and "budget" in spent.reason
+
+
+def test_provider_limit_is_kept() -> None:
+    cheap = tuple(worker(f"c{i}", price=0.1, provider="cheap") for i in range(8))
+    dear = tuple(worker(f"d{i}", price=0.9, provider="dear") for i in range(8))
+    chosen = plan(snapshot((*cheap, *dear)), PlanConfig(4, provider_workers_max=(("cheap", 2),)))
+    assert chosen.is_feasible
+    assert sum(one.startswith("c") for one in chosen.pool) == 2
+
+
+def test_greedy_and_exact_are_close_and_the_gap_is_reported() -> None:
+    fleet = snapshot(random_workers(40, 3), learner=learner(train_s=64.0, rollouts_per_step=1024))
+    best, quick = plan(fleet, PlanConfig(6)), plan(fleet, PlanConfig(6, exact_workers_max=0))
+    assert best.solver == "exact" and quick.solver == "greedy"
+    assert best.usd_per_hour <= quick.usd_per_hour * (1 + 1e-6)
+    assert quick.usd_per_hour == pytest.approx(best.usd_per_hour * (1 + best.greedy_gap), rel=1e-3)
+
+
+def test_injected_predictor_replaces_the_fluid_estimate() -> None:
+    class Slow:
+        def predict(self, artifact_bytes: float, seed: LinkEstimate, receivers: object) -> float:
+            return 4 * artifact_bytes / seed.uplink_bytes_per_s
+
+    workers = tuple(worker(f"w{i}") for i in range(8))
+    fluid, slow = plan(snapshot(workers), PlanConfig(6)), plan(snapshot(workers), PlanConfig(6), None, Slow())
+    assert slow.transfer_s > 2 * fluid.transfer_s and slow.is_feasible
+
+
+def activated(fleet: FleetSnapshot, chosen: Plan, now_s: float) -> FleetSnapshot:
+    """The fleet after the plan was carried out."""
+    pool = set(chosen.pool)
+    workers = []
+    for one in fleet.workers:
+        state = WorkerState.ACTIVE if one.worker_id in pool else WorkerState.STANDBY
+        since = one.state_since_s if state is one.state else now_s
+        workers.append(dataclasses.replace(one, state=state, state_since_s=since))
+    return dataclasses.replace(fleet, workers=tuple(workers), now_s=now_s)
+
+
+def test_small_changes_keep_the_pool_and_a_lost_worker_is_replaced() -> None:
+    fleet = snapshot(random_workers(12, 5))
+    config = PlanConfig(6)
+    first = plan(fleet, config)
+    fleet = activated(fleet, first, 1000.0)
+    cheaper = tuple(dataclasses.replace(one, price_usd_per_hour=one.price_usd_per_hour * 1.03) for one in fleet.workers)
+    kept = plan(dataclasses.replace(fleet, workers=cheaper, now_s=2000.0), config, first)
+    assert kept.pool == first.pool and not kept.activate and not kept.drain
+    lost = first.pool[0]
+    without = tuple(
+        dataclasses.replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == lost else one
+        for one in fleet.workers
+    )
+    mended = plan(dataclasses.replace(fleet, workers=without, now_s=2100.0), config, kept)
+    assert lost not in mended.pool and mended.is_feasible
+
+
+def test_a_much_cheaper_pool_is_taken_after_the_dwell_but_relays_stay() -> None:
+    dear = tuple(worker(f"d{i}", price=1.0, state=WorkerState.ACTIVE) for i in range(5))
+    config = PlanConfig(4)
+    first = plan(snapshot(dear), config)
+    both = (*dear, *(worker(f"c{i}", price=0.2) for i in range(6)))
+    known = plan(snapshot(both, now_s=1000.0), config, first)
+    assert known.pool == first.pool and known.over_provisioned_since_s == 1000.0
+    changed = plan(snapshot(both, now_s=1400.0), config, known)
+    assert all(one.startswith("c") for one in changed.pool)
+    relaying = (dataclasses.replace(both[0], is_relaying=True), *both[1:])
+    held = plan(snapshot(relaying, now_s=1400.0), config, known)
+    assert "d0" in held.pool
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: worker("a", price=-1.0), "price_usd_per_hour"),
+        (lambda: worker("a", rate=math.nan), "rollouts_per_s"),
+        (lambda: PlanConfig(0), "staleness_bound"),
+        (lambda: PlanConfig(4, fixed_kappa=5), "fixed_kappa"),
+        (lambda: snapshot(()), "workers"),
+        (lambda: snapshot((worker("a"), worker("a"))), "worker_id"),
+        (lambda: LinkEstimate(math.inf, 1.0), "uplink"),
+        (lambda: learner(rollouts_per_group=1000), "rollouts_per_group"),
+    ],
+)
+def test_bad_input_names_the_field_the_value_and_the_range(make: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){told}.*expected.*got"):
+        make()  # type: ignore[operator]
