@@ -1,0 +1,430 @@
+"""Which worker makes which group: queue, leases, deadlines, as one machine with one door.
+
+`LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has one lease at most, and each lease of a group a
+higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
+given a group that it is too old for (`staleness.may_begin`); a lease without progress for `lease_timeout_s` goes to
+another worker as a continuation; what the learner does not list is not leased; every change that must outlive the
+process is saved (Save*, Drop*) before what follows from it is sent, because the actions come in that order.
+Leaves to others: who is alive or active (membership, planner), signing, sending and keeping (runtime), exactly-once
+training (learner: attempts, and one result per rollout).
+
+Why a group waits is told by `waits`: nothing waits silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from echo2.base.errors import LimitExceeded
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version
+from echo2.base.rollout import GroupSpec
+from echo2.coordinator.expected_length import ExpectedLength
+from echo2.coordinator.lease_events import (
+    Action,
+    DropGroup,
+    DropLease,
+    Ended,
+    EndReason,
+    Event,
+    Grant,
+    GroupsClosed,
+    GroupsOffered,
+    GroupsSynced,
+    HeldLease,
+    Lease,
+    Note,
+    OpenGroup,
+    Phase,
+    Progressed,
+    Rated,
+    Recall,
+    Revoke,
+    SaveGroup,
+    SaveLease,
+    Tick,
+    Wanted,
+    WorkerAllowed,
+    WorkerCame,
+    WorkerLost,
+)
+from echo2.staleness.rule import may_begin
+
+REFUSAL_PAUSE_S = 0.25
+REFUSAL_PAUSE_S_MAX = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRules:
+    """`recall_s`: how long a recalled worker may take to hand its tokens back."""
+
+    staleness_bound: int
+    lease_timeout_s: float
+    recall_s: float = 5.0
+    groups_max: int = 65_536
+    leases_per_worker_max: int = 1024
+
+
+@dataclass(slots=True)
+class Seeker:
+    """A worker that wants rollouts."""
+
+    free_rollouts: int
+    version: Version
+    since: float
+
+
+@dataclass(slots=True)
+class LeaseCounts:
+    """Since the process began."""
+
+    granted: int = 0
+    continued: int = 0
+    finished: int = 0
+    expired: int = 0
+    handed_back: int = 0
+    refused: int = 0
+    revoked: int = 0
+
+
+_QueueKey = tuple[int, bool, float, GroupId]
+
+
+def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
+    """The lease's name: a function of group and attempt, so that a replayed decision names the same lease."""
+    return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    rules: LeaseRules
+    groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    counts: LeaseCounts = field(default_factory=LeaseCounts)
+    seekers: OrderedDict[PeerId, Seeker] = field(default_factory=OrderedDict)
+    lengths: ExpectedLength = field(default_factory=ExpectedLength)
+    _queue: list[_QueueKey] = field(default_factory=list)
+    _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
+    _rates: dict[PeerId, float] = field(default_factory=dict)
+    _is_allowed: set[PeerId] = field(default_factory=set)
+
+    def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
+        """Takes what an earlier process saved; before the first event."""
+        for lease in leases:
+            self.leases[lease.lease_id] = lease
+            self._of_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
+        for group in groups:
+            if group.phase is Phase.LEASED and (group.lease_id is None or group.lease_id not in self.leases):
+                group.phase, group.lease_id = Phase.QUEUED, None
+            self.groups[group.spec.group_id] = group
+            if group.phase is Phase.QUEUED:
+                self._enqueue(group)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """The door: one event in, what to do out."""
+        return list(self._handle(event, now))
+
+    def _handle(self, event: Event, now: float) -> Iterator[Action]:
+        match event:
+            case GroupsOffered(groups):
+                yield from self._offered(groups, now)
+            case GroupsSynced(groups):
+                yield from self._synced(groups, now)
+            case GroupsClosed(group_ids, reason):
+                for group_id in group_ids:
+                    yield from self._close(group_id, reason)
+                return
+            case WorkerCame(worker_id, held):
+                yield from self._came(worker_id, held, now)
+            case WorkerAllowed(worker_id, is_allowed):
+                (self._is_allowed.add if is_allowed else self._is_allowed.discard)(worker_id)
+            case Wanted(worker_id, free_rollouts, version):
+                self._wanted(worker_id, free_rollouts, version, now)
+            case Rated(worker_id, rollouts_per_s):
+                self._rates[worker_id] = rollouts_per_s
+                return
+            case Progressed():
+                yield from self._progressed(event, now)
+                return
+            case Ended():
+                yield from self._ended(event, now)
+            case WorkerLost(worker_id, reason):
+                yield from self._lost(worker_id, reason, now)
+            case Recall(lease_id, reason):
+                yield from self._recall(lease_id, reason, now)
+                return
+            case Tick():
+                yield from self._expire(now)
+        yield from self._match(now)
+
+    # ---- the learner's side
+
+    def _offered(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
+        for spec in groups:
+            known = self.groups.get(spec.group_id)
+            if known is not None:
+                if known.phase is Phase.PRODUCED:  # the learner says that it is not whole after all
+                    yield from self._requeue(known, now)
+                continue
+            if len(self.groups) >= self.rules.groups_max:
+                raise LimitExceeded(f"open groups: expected {self.rules.groups_max} at most, the learner offers more")
+            opened = OpenGroup(spec, Phase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
+            self.groups[spec.group_id] = opened
+            self._enqueue(opened)
+            yield SaveGroup(spec.group_id)
+
+    def _synced(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
+        wanted = {spec.group_id for spec in groups}
+        for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
+            yield from self._close(group_id, "the learner does not list it")
+        yield from self._offered(groups, now)
+
+    def _close(self, group_id: GroupId, reason: str) -> Iterator[Action]:
+        group = self.groups.pop(group_id, None)
+        if group is None:
+            return
+        if group.phase is Phase.QUEUED:
+            self._queue.remove(self._key(group))
+        lease = self.leases.get(group.lease_id) if group.lease_id else None
+        if lease is not None:
+            yield from self._drop_lease(lease)
+        yield DropGroup(group_id)
+        if lease is not None:
+            self.counts.revoked += 1
+            yield Revoke(lease.worker_id, lease.lease_id, f"group closed: {reason}")
+
+    # ---- the workers' side
+
+    def _came(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
+        self.seekers.pop(worker_id, None)
+        kept = {one.lease_id for one in held}
+        for lease_id in sorted(self._of_worker.get(worker_id, set()) - kept):
+            lease = self.leases[lease_id]
+            yield Note(
+                "lease", f"{worker_id} came back without lease {lease_id}; group {lease.group_id} is queued again"
+            )
+            yield from self._take_back(lease, now, 0.0)
+        for one in held:
+            known = self.leases.get(one.lease_id)
+            if known is not None and known.worker_id == worker_id:
+                yield from self._renew(known, now)
+            elif self._may_adopt(one):
+                yield from self._adopt(worker_id, one, now)
+            else:
+                yield Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
+
+    def _may_adopt(self, held: HeldLease) -> bool:
+        """A lease granted by an earlier process whose last moments are lost: taken in where nothing contradicts it."""
+        group = self.groups.get(held.group_id)
+        return group is not None and group.phase is Phase.QUEUED and held.attempt > group.attempts
+
+    def _adopt(self, worker_id: PeerId, held: HeldLease, now: float) -> Iterator[Action]:
+        group = self.groups[held.group_id]
+        self._queue.remove(self._key(group))
+        yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
+        yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now)
+
+    def _wanted(self, worker_id: PeerId, free_rollouts: int, version: Version, now: float) -> None:
+        known = self.seekers.get(worker_id)
+        if free_rollouts <= 0:
+            self.seekers.pop(worker_id, None)
+        else:
+            self.seekers[worker_id] = Seeker(free_rollouts, version, known.since if known else now)
+
+    def _progressed(self, event: Progressed, now: float) -> Iterator[Action]:
+        lease = self.leases.get(event.lease_id)
+        if lease is None or lease.worker_id != event.worker_id:
+            yield Revoke(event.worker_id, event.lease_id, "the lease has gone to another worker or its group is closed")
+            return
+        if (event.finished_rollouts, event.tokens) <= (lease.finished_rollouts, lease.tokens):
+            return
+        lease.finished_rollouts, lease.tokens = event.finished_rollouts, event.tokens
+        lease.progress_at = now
+        if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
+            yield from self._renew(lease, now)
+
+    def _ended(self, event: Ended, now: float) -> Iterator[Action]:
+        lease = self.leases.get(event.lease_id)
+        if lease is None or lease.worker_id != event.worker_id:
+            return  # closed, expired or superseded before: it is nobody's concern any longer
+        group = self.groups[lease.group_id]
+        match event.reason:
+            case EndReason.FINISHED:
+                self.counts.finished += 1
+                self.lengths.learn(group.spec, lease.tokens, lease.finished_rollouts)
+                group.phase, group.lease_id, group.since = Phase.PRODUCED, None, now
+                yield from self._drop_lease(lease)
+                yield SaveGroup(group.spec.group_id)
+            case EndReason.HANDED_BACK:
+                self.counts.handed_back += 1
+                yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
+                pause_s = self.rules.lease_timeout_s if lease.is_recalled else 0.0
+                yield from self._take_back(lease, now, pause_s)
+            case EndReason.REFUSED:
+                self.counts.refused += 1
+                group.refusals += 1
+                pause_s = min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(group.refusals, 20))
+                group.not_before = now + pause_s
+                yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
+                yield from self._take_back(lease, now, pause_s)
+
+    def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
+        self.seekers.pop(worker_id, None)
+        self._is_allowed.discard(worker_id)
+        self._rates.pop(worker_id, None)
+        for lease_id in sorted(self._of_worker.get(worker_id, ())):
+            lease = self.leases[lease_id]
+            yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+
+    def _recall(self, lease_id: LeaseId, reason: str, now: float) -> Iterator[Action]:
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.is_recalled:
+            return
+        lease.is_recalled = True
+        lease.deadline = min(lease.deadline, now + self.rules.recall_s)
+        yield SaveLease(lease_id)
+        yield Revoke(lease.worker_id, lease_id, reason)
+
+    def _expire(self, now: float) -> Iterator[Action]:
+        for lease in [lease for lease in self.leases.values() if now >= lease.deadline]:
+            self.counts.expired += 1
+            idle_s = now - lease.progress_at
+            yield Note(
+                "lease",
+                f"lease {lease.lease_id} of {lease.worker_id} expired: group {lease.group_id} has stood at "
+                f"{lease.tokens} tokens for {idle_s:.1f} s and goes to another worker",
+            )
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+            yield Revoke(lease.worker_id, lease.lease_id, f"no progress for {idle_s:.1f} s")
+
+    # ---- matching
+
+    def _match(self, now: float) -> Iterator[Action]:
+        """Hands queued groups to workers that want some, the most urgent group first."""
+        seekers = {w: s for w, s in self.seekers.items() if w in self._is_allowed and self._has_room(w)}
+        if not seekers:
+            return
+        newest = max(seeker.version for seeker in seekers.values())
+        for key in list(self._queue):
+            group = self.groups[key[3]]
+            if not seekers or not may_begin(newest, group.spec.consume_step, self.rules.staleness_bound):
+                return  # the queue is in order of consume_step: what follows is for newer versions still
+            if now < group.not_before:
+                continue
+            worker_id = self._best_seeker(group, seekers, now)
+            if worker_id is None:
+                continue
+            self._queue.remove(key)
+            yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
+            seekers[worker_id].free_rollouts -= group.spec.rollout_count
+            if seekers[worker_id].free_rollouts <= 0:
+                self.seekers.pop(worker_id)
+                del seekers[worker_id]
+            elif not self._has_room(worker_id):
+                del seekers[worker_id]
+
+    def _best_seeker(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> PeerId | None:
+        """Who is through with what it holds soonest; of equals, who has waited longest."""
+        group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > now}
+        step, bound = group.spec.consume_step, self.rules.staleness_bound
+        fit = (w for w, s in seekers.items() if w not in group.avoid and may_begin(s.version, step, bound))
+        return min(fit, key=lambda w: (self._backlog_s(w), seekers[w].since, w), default=None)
+
+    def _backlog_s(self, worker_id: PeerId) -> float:
+        return len(self._of_worker.get(worker_id, ())) / (self._rates.get(worker_id, 0.0) or 1.0)
+
+    def _has_room(self, worker_id: PeerId) -> bool:
+        return len(self._of_worker.get(worker_id, ())) < self.rules.leases_per_worker_max
+
+    # ---- state changes
+
+    def _key(self, group: OpenGroup) -> _QueueKey:
+        return (group.spec.consume_step, not group.is_continuation, -group.expected_tokens, group.spec.group_id)
+
+    def _enqueue(self, group: OpenGroup) -> None:
+        insort(self._queue, self._key(group))
+
+    def _open_lease(
+        self, group: OpenGroup, worker_id: PeerId, lease_id: LeaseId | None, attempt: int, now: float
+    ) -> Iterator[Action]:
+        is_continuation = group.is_continuation
+        lease_id = lease_id or lease_id_of(group.spec.group_id, attempt)
+        deadline = now + self.rules.lease_timeout_s
+        self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
+        self._of_worker.setdefault(worker_id, set()).add(lease_id)
+        group.phase, group.lease_id, group.attempts, group.since = Phase.LEASED, lease_id, attempt, now
+        self.counts.granted += 1
+        self.counts.continued += is_continuation
+        yield SaveGroup(group.spec.group_id)
+        yield SaveLease(lease_id)
+        yield Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_renewal=False)
+
+    def _renew(self, lease: Lease, now: float) -> Iterator[Action]:
+        lease.deadline = now + self.rules.lease_timeout_s
+        group = self.groups[lease.group_id]
+        yield SaveLease(lease.lease_id)
+        yield Grant(
+            lease.worker_id, lease.lease_id, lease.attempt, lease.deadline, group.spec, lease.attempt > 1,
+            is_renewal=True,
+        )  # fmt: skip
+
+    def _drop_lease(self, lease: Lease) -> Iterator[Action]:
+        del self.leases[lease.lease_id]
+        held = self._of_worker[lease.worker_id]
+        held.discard(lease.lease_id)
+        if not held:
+            del self._of_worker[lease.worker_id]
+        yield DropLease(lease.lease_id)
+
+    def _take_back(self, lease: Lease, now: float, avoid_s: float) -> Iterator[Action]:
+        """The lease ends and its group waits for another worker; this one is avoided for `avoid_s`."""
+        yield from self._drop_lease(lease)
+        group = self.groups[lease.group_id]
+        if avoid_s > 0:
+            group.avoid[lease.worker_id] = now + avoid_s
+        yield from self._requeue(group, now)
+
+    def _requeue(self, group: OpenGroup, now: float) -> Iterator[Action]:
+        group.phase, group.lease_id, group.since = Phase.QUEUED, None, now
+        self._enqueue(group)
+        yield SaveGroup(group.spec.group_id)
+
+    # ---- questions
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def leases_of(self, worker_id: PeerId) -> list[Lease]:
+        return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
+
+    def waits(self, now: float) -> list[tuple[str, float]]:
+        """What waits, why, and since when: for the stall panel."""
+        found: list[tuple[str, float]] = []
+        if self._queue:
+            first = self.groups[self._queue[0][3]]
+            found.append((f"{len(self._queue)} groups wait for a worker: {self._why(first, now)}", first.since))
+        slow = [lease for lease in self.leases.values() if now - lease.progress_at > self.rules.lease_timeout_s / 4]
+        for lease in sorted(slow, key=lambda lease: lease.progress_at)[:8]:
+            found.append(
+                (f"lease {lease.lease_id} on {lease.worker_id} has stood at {lease.tokens} tokens", lease.progress_at)
+            )
+        return found
+
+    def _why(self, group: OpenGroup, now: float) -> str:
+        allowed = [(w, s) for w, s in self.seekers.items() if w in self._is_allowed]
+        need = group.spec.consume_step - self.rules.staleness_bound
+        if now < group.not_before:
+            return f"the learner refused the last attempt at {group.spec.group_id}"
+        if not self._is_allowed:
+            return "no worker is active"
+        if not allowed:
+            return f"all {len(self._is_allowed)} active workers are full"
+        newest = max(seeker.version for _, seeker in allowed)
+        if newest < need:
+            return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
+        return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

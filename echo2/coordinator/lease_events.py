@@ -1,0 +1,229 @@
+"""Events and actions of the lease book (lease_book.py). Times are unix seconds that never go back within a process."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version
+from echo2.base.rollout import GroupSpec
+
+
+class EndReason(enum.Enum):
+    """Why a worker ended a lease."""
+
+    FINISHED = "finished"
+    HANDED_BACK = "handed back"
+    REFUSED = "refused"
+
+
+class Phase(enum.Enum):
+    """Where a group is: waiting for a worker, with one, or sampled and waiting for the learner to close it."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    PRODUCED = "produced"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """What a worker says it still works on when it comes back."""
+
+    lease_id: LeaseId
+    group_id: GroupId
+    attempt: int
+
+
+@dataclass(slots=True)
+class Lease:
+    """One attempt at a group. `deadline` moves on while there is progress."""
+
+    lease_id: LeaseId
+    group_id: GroupId
+    worker_id: PeerId
+    attempt: int
+    granted_at: float
+    deadline: float
+    progress_at: float
+    finished_rollouts: int = 0
+    tokens: int = 0
+    is_recalled: bool = False
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when."""
+
+    spec: GroupSpec
+    phase: Phase
+    since: float
+    attempts: int = 0
+    refusals: int = 0
+    lease_id: LeaseId | None = None
+    not_before: float = 0.0
+    expected_tokens: float = 0.0
+    avoid: dict[PeerId, float] = field(default_factory=dict)
+
+    @property
+    def is_continuation(self) -> bool:
+        return self.attempts > 0
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsOffered:
+    groups: tuple[GroupSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsSynced:
+    """The learner (again) says which groups still need a worker; the book is made to agree."""
+
+    groups: tuple[GroupSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsClosed:
+    group_ids: tuple[GroupId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCame:
+    """A session began, with what the worker still holds."""
+
+    worker_id: PeerId
+    held: tuple[HeldLease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAllowed:
+    """Whether a worker may be given new leases. Those it holds go on either way."""
+
+    worker_id: PeerId
+    is_allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How many more rollouts a worker wants to hold now: a level, not an addition."""
+
+    worker_id: PeerId
+    free_rollouts: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    worker_id: PeerId
+    rollouts_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    worker_id: PeerId
+    lease_id: LeaseId
+    finished_rollouts: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    worker_id: PeerId
+    lease_id: LeaseId
+    reason: EndReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Gone or banned: its leases go to others."""
+
+    worker_id: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Ask a worker to hand a lease back, with all its tokens, so that another may go on."""
+
+    lease_id: LeaseId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = (
+    GroupsOffered
+    | GroupsSynced
+    | GroupsClosed
+    | WorkerCame
+    | WorkerAllowed
+    | Wanted
+    | Rated
+    | Progressed
+    | Ended
+    | WorkerLost
+    | Recall
+    | Tick
+)
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Send the lease with a signed ticket. `is_renewal`: the worker has it already and gets a new deadline."""
+
+    worker_id: PeerId
+    lease_id: LeaseId
+    attempt: int
+    deadline: float
+    group: GroupSpec
+    is_continuation: bool
+    is_renewal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    worker_id: PeerId
+    lease_id: LeaseId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveGroup:
+    """The group changed: keep it before anything is sent."""
+
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class DropGroup:
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLease:
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for the event log."""
+
+    kind: str
+    text: str
+
+
+Action = Grant | Revoke | SaveGroup | DropGroup | SaveLease | DropLease | Note

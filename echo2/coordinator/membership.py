@@ -1,0 +1,213 @@
+"""Who is in the fleet, whether it lives, and whether it works.
+
+The rule of life, one function (`liveness`): a worker whose stream stands and that was heard within `suspect_after_s` is
+alive. Without a stream, or silent for longer, it is suspect: it keeps its leases and gets no new one. It is gone, and
+its leases go to others, when it has had no stream for `suspect_after_s`, or has been silent for `gone_after_s`. After a
+restart of the coordinator all are taken as heard at that moment and have `gone_after_s` to come back.
+
+Who works: the operator's word (active, standby, draining, banned) goes before the planner's; `automatic` leaves it to
+the planner. Guarantees: a gone worker that returns under its identity is the same member; a banned one is refused until
+the ban is lifted. Leaves to others: leases, streams, keeping it on disk.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from echo2.base.errors import LimitExceeded, NotAllowed
+from echo2.base.ids import PeerId
+from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
+
+
+class Liveness(enum.Enum):
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    GONE = "gone"
+
+
+class Setting(enum.Enum):
+    """The operator's word on a worker."""
+
+    AUTOMATIC = "automatic"
+    ACTIVE = "active"
+    STANDBY = "standby"
+    DRAINING = "draining"
+    BANNED = "banned"
+
+
+class Activation(enum.Enum):
+    """What a worker does now."""
+
+    ACTIVE = "active"
+    STANDBY = "standby"
+    DRAINING = "draining"
+    BANNED = "banned"
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessRule:
+    suspect_after_s: float
+    gone_after_s: float
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker, as last heard. `cut_at`: when its stream broke; None while it stands."""
+
+    peer_id: PeerId
+    hello: WorkerHello
+    joined_at: float
+    heard_at: float
+    cut_at: float | None = None
+    is_restored: bool = False
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat_at: float = 0.0
+    setting: Setting = Setting.AUTOMATIC
+    setting_reason: str = ""
+    is_wanted: bool = True
+    wanted_reason: str = ""
+    activation_since: float = 0.0
+    usd_spent: float = 0.0
+    metered_until: float = 0.0
+    last_liveness: Liveness = Liveness.ALIVE
+    last_activation: Activation | None = None
+
+    @property
+    def name(self) -> str:
+        return self.hello.name or self.peer_id[-8:]
+
+    @property
+    def link(self) -> LinkReport:
+        """Measured where it was measured, else as declared."""
+        said, measured = self.hello.link, self.heartbeat.link
+        return LinkReport(
+            measured.uplink_bytes_per_s or said.uplink_bytes_per_s,
+            measured.downlink_bytes_per_s or said.downlink_bytes_per_s,
+            measured.rtt_s or said.rtt_s,
+        )
+
+    @property
+    def activation(self) -> Activation:
+        match self.setting:
+            case Setting.BANNED:
+                return Activation.BANNED
+            case Setting.DRAINING:
+                return Activation.DRAINING
+            case Setting.ACTIVE:
+                return Activation.ACTIVE
+            case Setting.STANDBY:
+                return Activation.STANDBY
+            case Setting.AUTOMATIC:
+                return Activation.ACTIVE if self.is_wanted else Activation.STANDBY
+
+    @property
+    def activation_reason(self) -> str:
+        if self.setting is Setting.AUTOMATIC:
+            return self.wanted_reason or "the plan"
+        return self.setting_reason or "the operator's word"
+
+
+def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
+    """The rule of life; see the module's head."""
+    silent_s = now - member.heard_at
+    patience_s = rule.gone_after_s if member.cut_at is None or member.is_restored else rule.suspect_after_s
+    absent_since = member.heard_at if member.cut_at is None else max(member.cut_at, member.heard_at)
+    if now - absent_since >= patience_s or silent_s >= rule.gone_after_s:
+        return Liveness.GONE
+    if member.cut_at is not None or silent_s >= rule.suspect_after_s:
+        return Liveness.SUSPECT
+    return Liveness.ALIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A worker's life or work changed."""
+
+    member: Member
+    before: Liveness | None
+    after: Liveness
+    activation: Activation
+
+    @property
+    def may_lease(self) -> bool:
+        return self.after is Liveness.ALIVE and self.activation is Activation.ACTIVE
+
+
+@dataclass(slots=True)
+class Membership:
+    rule: LivenessRule
+    workers_max: int
+    members: dict[PeerId, Member] = field(default_factory=dict)
+
+    def restore(self, members: list[Member], now: float) -> None:
+        """Takes what an earlier process saved: all are heard now, none has a stream."""
+        for member in members:
+            if member.last_liveness is not Liveness.GONE:
+                member.heard_at, member.cut_at, member.is_restored = now, now, True
+                member.last_liveness = Liveness.SUSPECT
+            self.members[member.peer_id] = member
+
+    def came(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
+        """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
+        member = self.members.get(peer_id)
+        if member is None:
+            if len(self.members) >= self.workers_max:
+                raise LimitExceeded(f"fleet: expected {self.workers_max} workers at most, {peer_id} is one more")
+            member = Member(peer_id, hello, now, now, activation_since=now, metered_until=now)
+            self.members[peer_id] = member
+        elif member.setting is Setting.BANNED:
+            raise NotAllowed(
+                f"worker {member.name} ({peer_id}) is banned: {member.setting_reason or 'no reason given'}"
+            )
+        if member.last_liveness is Liveness.GONE:
+            member.metered_until = now
+        if member.setting is Setting.DRAINING:
+            member.setting, member.setting_reason = Setting.AUTOMATIC, ""  # a new life begins with a clean slate
+        member.hello, member.heard_at, member.cut_at, member.is_restored = hello, now, None, False
+        return member
+
+    def heard(self, peer_id: PeerId, heartbeat: Heartbeat | None, now: float) -> Member:
+        member = self.members[peer_id]
+        member.heard_at = now
+        if heartbeat is not None:
+            member.heartbeat, member.heartbeat_at = heartbeat, now
+        return member
+
+    def cut(self, peer_id: PeerId, now: float) -> None:
+        """Its stream broke."""
+        member = self.members.get(peer_id)
+        if member is not None and member.cut_at is None:
+            member.cut_at = now
+
+    def set(self, peer_id: PeerId, setting: Setting, reason: str, now: float) -> Member:
+        """The operator's word. NotAllowed for a peer that never joined."""
+        member = self.members.get(peer_id)
+        if member is None:
+            raise NotAllowed(f"expected a worker of this run, got {peer_id[:80]!r}")
+        member.setting, member.setting_reason = setting, reason
+        return member
+
+    def changes(self, now: float) -> Iterator[Change]:
+        """What has changed since it was last asked."""
+        for member in self.members.values():
+            after, activation = liveness(member, self.rule, now), member.activation
+            if after is member.last_liveness and activation is member.last_activation:
+                continue
+            before = member.last_liveness if member.last_activation is not None else None
+            if activation is not member.last_activation:
+                member.activation_since = now
+            member.last_liveness, member.last_activation = after, activation
+            yield Change(member, before, after, activation)
+
+    def living(self) -> Iterator[Member]:
+        return (member for member in self.members.values() if member.last_liveness is not Liveness.GONE)
+
+    def pool(self) -> Iterator[Member]:
+        """Members that may be given leases now."""
+        return (
+            member
+            for member in self.members.values()
+            if member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
+        )

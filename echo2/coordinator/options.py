@@ -1,0 +1,91 @@
+"""All that a coordinator can be told. The command line and the config give it; every value has a default that works.
+
+Guarantees: an option that makes no sense is refused by name before anything starts.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import RunId
+
+
+class PlannerMode(enum.Enum):
+    """What becomes of the planner's wishes: shown, shown with a button, or carried out within the budget."""
+
+    ADVISE = "advise"
+    APPROVE = "approve"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLimits:
+    """Sizes, counts and rates beyond which a message, a queue or a caller is refused."""
+
+    workers_max: int = 20_000
+    tokens_max: int = 10_000
+    send_queue_max: int = 1024  # orders waiting for one node; a node that reads no faster is cut off
+    messages_per_s: float = 200.0  # of one stream, beyond which it is read more slowly
+    enrolments_per_s: float = 5.0  # of one address, after a burst of `enrolments_burst`
+    enrolments_burst: int = 30
+    events_kept: int = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """Options of the coordinator process.
+
+    `folder`: the run's folder; state lies in it, and join links are written there. Ports 0: any free one.
+    `database_url` empty: SQLite in the folder. `dashboard_host` empty: `host`. `steps_between_plans_s`: the planner
+    runs again at least so often. Times without a unit in the name are seconds, as everywhere.
+    """
+
+    run_id: RunId
+    folder: Path
+    staleness_bound: int = 4
+    fixed_kappa: int = 0
+    host: str = "127.0.0.1"
+    advertise_host: str = ""
+    enrol_port: int = 8418
+    port: int = 8419
+    dashboard_port: int = 8420
+    dashboard_host: str = ""
+    database_url: str = ""
+    heartbeat_interval_s: float = 5.0
+    suspect_after_s: float = 15.0
+    gone_after_s: float = 45.0
+    lease_timeout_s: float = 120.0
+    report_interval_s: float = 2.0
+    target_utilisation: float = 0.98
+    usd_per_hour_cap: float = 0.0
+    usd_budget: float = 0.0
+    planner_mode: PlannerMode = PlannerMode.AUTO
+    plan_interval_s: float = 5.0
+    limits: CoordinatorLimits = field(default_factory=CoordinatorLimits)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_interval_s < self.suspect_after_s < self.gone_after_s:
+            raise ConfigError(
+                "heartbeat_interval_s < suspect_after_s < gone_after_s: expected that order, got "
+                f"{self.heartbeat_interval_s}, {self.suspect_after_s}, {self.gone_after_s}"
+            )
+        if not 1 <= self.staleness_bound <= 64:
+            raise ConfigError(f"staleness_bound: expected 1 to 64, got {self.staleness_bound}")
+        if not 0 <= self.fixed_kappa <= self.staleness_bound:
+            raise ConfigError(f"fixed_kappa: expected 0 (choose) to {self.staleness_bound}, got {self.fixed_kappa}")
+        for name in ("lease_timeout_s", "report_interval_s", "plan_interval_s"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ConfigError(f"{name}: expected above 0 and at most a day, got {getattr(self, name)}")
+        for name in ("enrol_port", "port", "dashboard_port"):
+            if not 0 <= getattr(self, name) <= 65_535:
+                raise ConfigError(f"{name}: expected 0 (any) to 65535, got {getattr(self, name)}")
+        if not 1 <= len(self.run_id) <= 64:
+            raise ConfigError(f"run_id: expected 1 to 64 characters, got {len(self.run_id)}")
+
+    @property
+    def link_host(self) -> str:
+        """The host that join links and certificates' replies name."""
+        return self.advertise_host or ("127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host)

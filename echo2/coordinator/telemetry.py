@@ -1,0 +1,122 @@
+"""What nodes say of themselves, as frozen values; limits are checked where messages are read (wire/coordinator)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.base.ids import RunId, Step, Version
+from echo2.base.rollout import GroupSpec
+from echo2.coordinator.lease_events import HeldLease
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """Rates and round trip of an access link; 0: not known."""
+
+    uplink_bytes_per_s: float = 0.0
+    downlink_bytes_per_s: float = 0.0
+    rtt_s: float = 0.0
+
+
+_STEP_0, _VERSION_0, _UNKNOWN_LINK = Step(0), Version(0), LinkReport()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    protocol_version: int
+    name: str
+    run_id: RunId
+    addresses: tuple[str, ...] = ()
+    price_usd_per_hour: float = 0.0
+    is_spot: bool = False
+    gpu: str = ""
+    engine: str = ""
+    provider: str = ""
+    slot_count: int = 0
+    link: LinkReport = _UNKNOWN_LINK
+    held_leases: tuple[HeldLease, ...] = ()
+    model_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Rates are per busy second; counts since the worker's process began."""
+
+    version: Version | None = None
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    sampled_tokens: int = 0
+    finished_rollouts: int = 0
+    rollouts_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    rollout_s_mean: float = 0.0
+    rollout_s_p95: float = 0.0
+    swap_s: float = 0.0
+    apply_s: float = 0.0
+    link: LinkReport = _UNKNOWN_LINK
+    sent_chunk_bytes: int = 0
+    received_chunk_bytes: int = 0
+    newest_chunk_count: int = 0
+    newest_chunks_held: int = 0
+    newest_version_in_flight: int = 0
+    waits_for: str = ""
+    waits_since_s: float = 0.0
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerHello:
+    protocol_version: int
+    run_id: RunId
+    address: str
+    model_name: str
+    model_config_json: bytes
+    model_digest: str
+    staleness_bound: int
+    rollouts_per_step: int
+    rollouts_per_group: int
+    step: Step
+    newest_version: Version
+    open_groups: tuple[GroupSpec, ...] = ()
+    full_snapshot_bytes: int = 0
+    link: LinkReport = _UNKNOWN_LINK
+    step_limit: int = 0
+    kappa_is_fixed: bool = False
+    kappa: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerReport:
+    """`lag_histogram[i]`: trained tokens of lag i. `eval_reward` None before the first evaluation."""
+
+    step: Step = _STEP_0
+    newest_version: Version = _VERSION_0
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    reward_mean: float = 0.0
+    buffered_rollouts: int = 0
+    open_rollouts: int = 0
+    trained_rollouts: int = 0
+    trained_tokens: int = 0
+    dropped_stale_rollouts: int = 0
+    duplicate_rollouts: int = 0
+    refused_rollouts: int = 0
+    over_stale_tokens_trained: int = 0
+    lag_histogram: tuple[int, ...] = ()
+    utilisation: float = 0.0
+    sent_chunk_bytes: int = 0
+    waits_for: str = ""
+    waits_since_s: float = 0.0
+    is_finished: bool = False
+    eval_reward: float | None = None
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    version: Version
+    parent: Version | None
+    artifact_bytes: int
+    full_snapshot_bytes: int
+    encode_s: float
+    fingerprint: str
