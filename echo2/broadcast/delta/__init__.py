@@ -1,0 +1,44 @@
+"""Weight deltas: lossless, near the entropy bound, at memory speed.
+
+A version travels as a container: a header frame, independent block frames and an end frame, all bytes; the broadcast
+packs frames into chunks as it likes and `FrameReader` cuts them out again. Typical use:
+
+    learner   base = HostWeights.from_tensors(weights, Version(0), key)
+              header = DeltaHeader(target_version=.., parent_version=base.version,
+                                   parent_fingerprint=base.fingerprint(), fingerprint_key=key)
+              frames = encode_delta(base, snapshot, header, Setting.DENSE)    # frames.fingerprint after the last
+    worker    decoder = Decoder(host)
+              decoder.feed(frame)                                             # in any order, as they come
+              staged = decoder.finish()                                       # verified; a `StagedVersion`
+              host.commit(staged)                                             # wholly or not at all
+
+Names are the Hugging Face ones; of tied tensors one name is kept (`untied`). Every call that takes weights reads their
+raw bits and never converts. `fingerprint(weights, key)` says whether two nodes hold the same weights.
+"""
+
+from echo2.broadcast.delta.container import DeltaHeader, FrameReader, Setting, join_frames, parse_frame
+from echo2.broadcast.delta.decode import DecodeLimits, Decoder, StagedDelta
+from echo2.broadcast.delta.elements import WeightSet, untied
+from echo2.broadcast.delta.encode import Encoding, encode_delta, encode_keyframe
+from echo2.broadcast.delta.fingerprint import fingerprint, fingerprint_tensor, fingerprint_update
+from echo2.broadcast.delta.host import HostWeights
+
+__all__ = [
+    "DecodeLimits",
+    "Decoder",
+    "DeltaHeader",
+    "Encoding",
+    "FrameReader",
+    "HostWeights",
+    "Setting",
+    "StagedDelta",
+    "WeightSet",
+    "encode_delta",
+    "encode_keyframe",
+    "fingerprint",
+    "fingerprint_tensor",
+    "fingerprint_update",
+    "join_frames",
+    "parse_frame",
+    "untied",
+]

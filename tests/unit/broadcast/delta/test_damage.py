@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from echo2.base.errors import DeltaFormatError, EchoError
+from echo2.base.ids import Version
+from echo2.broadcast.delta import Decoder, DeltaHeader, FrameReader, HostWeights, Setting, encode_delta, encode_keyframe
+from echo2.broadcast.delta.block import decode_sparse
+from echo2.broadcast.delta.container import (
+    BlockFrame,
+    Method,
+    TensorTable,
+    container_id_of,
+    encode_block_frame,
+    encode_end,
+    encode_header,
+    parse_frame,
+)  # fmt: skip
+from echo2.broadcast.delta.elements import ELEMENT_TYPES, TensorSpec
+from echo2.broadcast.delta.layout import blocks_of
+from tests.unit.broadcast.delta.models import KEY, decoded, delta_header, gaussian_pair
+
+FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def example(setting: Setting) -> tuple[HostWeights, list[bytes]]:
+    old, new = gaussian_pair(share=0.1)
+    host = HostWeights.from_tensors(old, Version(41), KEY)
+    return host, list(encode_delta(old, new, delta_header(host, 42, block_elements=2000), setting))
+
+
+EXAMPLES = {setting: example(setting) for setting in Setting}
+
+
+def damaged(host: HostWeights, frames: list[bytes]) -> EchoError:
+    """The error that a damaged container ends in; the host must not have changed."""
+    with pytest.raises(EchoError) as caught:
+        decoded(host, frames)
+    host.verify()
+    assert host.version == 41
+    return caught.value
+
+
+@FEW
+@given(setting=st.sampled_from(list(Setting)), data=st.data())
+def test_a_flipped_missing_or_repeated_byte_is_refused(setting: Setting, data: st.DataObject) -> None:
+    host, frames = EXAMPLES[setting]
+    which = data.draw(st.integers(0, len(frames) - 1))
+    frame = frames[which]
+    at = data.draw(st.integers(0, len(frame) - 1))
+    kind = data.draw(st.sampled_from(["flipped", "missing", "repeated"]))
+    if kind == "flipped":
+        bad = frame[:at] + bytes([frame[at] ^ (1 << data.draw(st.integers(0, 7)))]) + frame[at + 1 :]
+    elif kind == "missing":
+        bad = frame[:at] + frame[at + 1 :]
+    else:
+        bad = frame[: at + 1] + frame[at:]
+    damaged(host, [*frames[:which], bad, *frames[which + 1 :]])
+
+
+def test_damage_is_told_with_version_block_and_tensor() -> None:
+    host, frames = EXAMPLES[Setting.DENSE]
+    bad = frames[3][:-1] + bytes([frames[3][-1] ^ 1])
+    error = damaged(host, [*frames[:3], bad, *frames[4:]])
+    for part in ("version 42", "block 2", "tensor model."):
+        assert part in str(error)
+    error = damaged(host, [*frames[:3], *frames[4:]])
+    for part in ("version 42", "block 2", "tensor model.", "has not come"):
+        assert part in str(error)
+
+
+@FEW
+@given(setting=st.sampled_from(list(Setting)), seed=st.integers(0, 1 << 32))
+def test_payloads_with_a_right_digest_and_wrong_contents_are_refused_or_bounded(setting: Setting, seed: int) -> None:
+    """A sender that lies on purpose: any payload decodes to positions inside the block, or raises."""
+    host, frames = EXAMPLES[setting]
+    rng = random.Random(seed)
+    parsed = parse_frame(rng.choice([frame for frame in frames[1:-1] if len(frame) > 36]))
+    assert isinstance(parsed, BlockFrame)
+    block = blocks_of(host.table.specs, 2000)[parsed.index]
+    payload = bytearray(parsed.payload)
+    for _ in range(rng.randint(1, 4)):
+        payload[rng.randrange(len(payload))] = rng.randrange(256)
+    try:
+        positions, _ = decode_sparse(memoryview(payload), block, host.segments(block))
+    except DeltaFormatError:
+        return
+    assert (np.diff(positions.astype(np.int64)) > 0).all()
+    assert positions.size == 0 or int(positions[-1]) < block.element_count
+
+
+def test_a_repeated_block_is_harmless_and_a_different_one_is_refused() -> None:
+    host, frames = EXAMPLES[Setting.FAST]
+    staged = decoded(host, [*frames[:-1], *frames])
+    assert staged.version == 42
+    parsed = parse_frame(frames[1])
+    assert isinstance(parsed, BlockFrame)
+    other = encode_block_frame(parsed.container_id, parsed.index, parsed.element_count, Method.UNCHANGED, b"")
+    assert "twice with different bytes" in str(damaged(host, [*frames[:2], other]))
+
+
+def test_a_lie_about_contents_is_caught_by_the_fingerprint() -> None:
+    host, frames = EXAMPLES[Setting.FAST]
+    parsed = parse_frame(frames[1])
+    assert isinstance(parsed, BlockFrame)
+    lie = encode_block_frame(parsed.container_id, parsed.index, parsed.element_count, Method.UNCHANGED, b"")
+    assert "expected fingerprint" in str(damaged(host, [frames[0], lie, *frames[2:]]))
+
+
+def test_frames_of_two_containers_do_not_mix() -> None:
+    host, frames = EXAMPLES[Setting.FAST]
+    _, others = EXAMPLES[Setting.DENSE]
+    assert "another container" in str(damaged(host, [*frames[:2], others[2]]))
+    assert "second header" in str(damaged(host, [frames[0], others[0]]))
+
+
+BF16 = ELEMENT_TYPES[0]
+
+
+def test_a_keyframe_that_claims_terabytes_is_refused_before_allocating() -> None:
+    table = TensorTable((TensorSpec("bomb", BF16, (1 << 22, 1 << 20)),), ())
+    header = encode_header(DeltaHeader(target_version=Version(1), block_elements=1 << 24), table)
+    with pytest.raises(DeltaFormatError, match="table claims 8796093022208"):
+        Decoder(HostWeights.empty()).feed(header)
+
+
+def test_a_plane_that_claims_more_than_its_block_is_refused() -> None:
+    target = {"w": torch.zeros(1000).bfloat16()}
+    header = DeltaHeader(target_version=Version(1), fingerprint_key=KEY)
+    first = next(encode_keyframe(target, header))
+    huge = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
+    payload = struct.pack("<BI", 1, len(huge)) + huge
+    decoder = Decoder(HostWeights.empty())
+    decoder.feed(first)
+    with pytest.raises(DeltaFormatError, match="expected a plane of 1000 bytes, its frame claims 16777216"):
+        decoder.feed(encode_block_frame(container_id_of(first), 0, 1000, Method.PLANES, payload))
+
+
+def test_more_changes_than_bytes_could_hold_are_refused() -> None:
+    host, frames = EXAMPLES[Setting.FAST]
+    block = blocks_of(host.table.specs, 2000)[0]
+    payload = struct.pack("<BBHIIII", 1, 0, 1, 1999, 0, 4, 0) + bytes(4)
+    with pytest.raises(DeltaFormatError, match="do not fit their streams"):
+        decode_sparse(memoryview(payload), block, None)
+    decoder = Decoder(host)
+    decoder.feed(frames[0])
+    bomb = encode_block_frame(container_id_of(frames[0]), 0, 1 << 24, Method.SPARSE, payload)
+    with pytest.raises(DeltaFormatError, match="expected 2000 elements, it claims 16777216"):
+        decoder.feed(bomb)
+
+
+def test_a_frame_that_claims_too_much_is_refused_while_it_is_read() -> None:
+    frame = bytearray(encode_block_frame(1, 0, 1, Method.RAW, b"ab"))
+    frame[24:28] = struct.pack("<I", 0xFFFFFFFF)
+    with pytest.raises(DeltaFormatError, match="it claims 4294967295"):
+        FrameReader().feed(bytes(frame))
+    header = bytearray(encode_header(DeltaHeader(target_version=Version(1)), TensorTable((), ())))
+    header[8:12] = struct.pack("<I", 0xF0000000)
+    with pytest.raises(DeltaFormatError, match="it claims 4026531840"):
+        FrameReader().feed(bytes(header))
+    with pytest.raises(DeltaFormatError, match="begin with"):
+        FrameReader().feed(bytes(64))
+
+
+def test_an_unknown_format_version_is_told() -> None:
+    frame = bytearray(encode_end(1, 0, 0))
+    frame[4] = 9
+    frame[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(frame[:-8])))
+    with pytest.raises(DeltaFormatError, match="format version 1, got 9"):
+        parse_frame(bytes(frame))
