@@ -5,8 +5,8 @@ the verdict is a pure function of claimed and exact numbers. Leaves to others: k
 forward pass (`ScoreUnderVersion`), quarantine.
 
 Two questions are asked. Are the log-probabilities those of the claimed version (an old or altered model fails)? And are
-the tokens a likely draw from it (greedy, cold or forged tokens with honest log-probabilities fail)? A sequence that kept
-its KV cache across a swap matches no version exactly after it: under `keep_kv` audit first spans only.
+the tokens a likely draw from it (greedy, cold or forged tokens with honest log-probabilities fail)? A sequence that
+kept its KV cache across a swap matches no version exactly after it: under `keep_kv` audit first spans only.
 """
 
 from __future__ import annotations

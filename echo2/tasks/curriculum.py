@@ -65,8 +65,8 @@ class BandConfig:
 class SuccessBand:
     """Prefers what is neither mastered nor hopeless yet: there the group's rewards differ and teach.
 
-    Instances never seen are always wanted. `revisit` above 0 keeps every instance coming back, and bounds the search for
-    a wanted one: at most 1 / revisit draws on average.
+    Instances never seen are always wanted. `revisit` above 0 keeps every instance coming back, and bounds the search
+    for a wanted one: at most 1 / revisit draws on average.
     """
 
     def __init__(self, config: BandConfig, state: Mapping[str, float] | None = None):

@@ -1,9 +1,9 @@
 """Tool use: an environment in which the model may call tools before it answers, and a calculator as a real tool.
 
 Guarantees: a call that is malformed, unknown or fails is answered with a message saying so, and the episode goes on; an
-answer without a call ends it and is scored by the task underneath; after `turns_max` turns the last completion is scored
-as it stands. The calculator evaluates arithmetic and nothing else, in bounded time. Leaves to others: limits on what a
-user's own tools do (runtime/rewards).
+answer without a call ends it and is scored by the task underneath; after `turns_max` turns the last completion is
+scored as it stands. The calculator evaluates arithmetic and nothing else, in bounded time. Leaves to others: limits on
+what a user's own tools do (runtime/rewards).
 
 A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and Hermes models do.
 """

@@ -1,4 +1,4 @@
-"""Makes tasks from their specifications: the built-in ones by name, a user's own as `module:Class`.
+"""Makes tasks and environments from their specifications: the built-in ones by name, a user's own as `module:Class`.
 
 Guarantees: the same specification makes the same task in every process; wrong names and arguments are `ConfigError`s
 that list what was expected. Leaves to others: what the tasks do.
@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from echo2.base.errors import ConfigError, TaskError
+from echo2.tasks.environment import EnvironmentSource
 from echo2.tasks.mathematics import MathTask
 from echo2.tasks.procedural import DEFAULT_SIZE, ReasoningGym
 from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
 from echo2.tasks.sort_digits import SortDigits
 from echo2.tasks.task import Task, TaskSpec
+from echo2.tasks.tools import CalculatorEnvironments
 
 _TASK_MEMBERS = ("name", "size", "is_cheap", "sample", "score")
+_SOURCE_MEMBERS = ("name", "size", "open")
 
 
 def make_task(spec: TaskSpec) -> Task:
     """The task that `spec` describes."""
     if ":" in spec.name:
-        return _user_task(spec)
+        return cast(Task, _users_own(spec, _TASK_MEMBERS))
     if spec.name not in _BUILT_IN:
         raise ConfigError(
             f"task: expected one of {', '.join(_BUILT_IN)} or a class of yours as module:Class, got {spec.name!r}"
@@ -36,9 +39,31 @@ def make_task(spec: TaskSpec) -> Task:
     return task
 
 
+def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
+    """The environments that `spec` describes."""
+    if ":" in spec.name:
+        return cast(EnvironmentSource, _users_own(spec, _SOURCE_MEMBERS))
+    if spec.name not in _BUILT_IN_ENVIRONMENTS:
+        raise ConfigError(
+            f"environment: expected one of {', '.join(_BUILT_IN_ENVIRONMENTS)} or a class of yours as module:Class, "
+            f"got {spec.name!r}"
+        )
+    maker = _BUILT_IN_ENVIRONMENTS[spec.name]
+    _check_arguments(spec, maker)
+    source: EnvironmentSource = maker(seed=spec.seed, **spec.args)
+    return source
+
+
+def is_environment(spec: TaskSpec) -> bool:
+    """Whether `spec` names environments (several turns) and not a task (one completion)."""
+    if ":" in spec.name:
+        return hasattr(load_class(spec.name), "open")
+    return spec.name in _BUILT_IN_ENVIRONMENTS
+
+
 def task_names() -> tuple[str, ...]:
-    """The built-in names."""
-    return tuple(_BUILT_IN)
+    """The built-in names, of tasks and of environments."""
+    return (*_BUILT_IN, *_BUILT_IN_ENVIRONMENTS)
 
 
 def _sort_digits(seed: int, digit_count: int = 5) -> Task:
@@ -67,6 +92,9 @@ _BUILT_IN: Mapping[str, Callable[..., Task]] = {
 }
 
 
+_BUILT_IN_ENVIRONMENTS: Mapping[str, Callable[..., EnvironmentSource]] = {"calculator": CalculatorEnvironments}
+
+
 def _check_arguments(spec: TaskSpec, maker: Callable[..., object]) -> None:
     known = [name for name in inspect.signature(maker).parameters if name != "seed"]
     unknown = sorted(set(spec.args) - set(known))
@@ -89,13 +117,13 @@ def load_class(name: str) -> Callable[..., object]:
     return cast(Callable[..., object], found)
 
 
-def _user_task(spec: TaskSpec) -> Task:
+def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:
     maker = load_class(spec.name)
     try:
-        task = maker(seed=spec.seed, **spec.args)
+        made = maker(seed=spec.seed, **spec.args)
     except TypeError as error:
         raise ConfigError(f"task {spec.name}: expected a constructor (seed, **args), got {error}") from error
-    missing = [member for member in _TASK_MEMBERS if not hasattr(task, member)]
+    missing = [member for member in members if not hasattr(made, member)]
     if missing:
-        raise TaskError(f"task {spec.name}: expected the members of a task, missing {', '.join(missing)}")
-    return cast(Task, task)
+        raise TaskError(f"task {spec.name}: expected the members {', '.join(members)}, missing {', '.join(missing)}")
+    return made

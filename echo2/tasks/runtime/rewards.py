@@ -1,4 +1,5 @@
 """Computes rewards: in this process for cheap tasks, else in a bounded pool of processes with time and memory limits.
+The same pool steps multi-turn environments.
 
 Guarantees: a reward that raises, hangs, eats memory or kills its process costs its own rollout, is counted, and is
 reported by `Scored.failure`; nothing here raises because of it, and the next reward gets a healthy process. Processes
@@ -20,15 +21,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from echo2.base.errors import LimitExceeded, TaskError
+from echo2.tasks.environment import Observation
 from echo2.tasks.runtime import scorer as child
-from echo2.tasks.task import Reward, Task, TaskSpec
+from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
+
+Result = TypeVar("Result")
 
 
 class RewardFailure(enum.Enum):
@@ -46,6 +50,16 @@ class Scored:
     """A reward, or why there is none. `seconds` is the time it took, waiting in the queue excluded."""
 
     reward: Reward | None
+    failure: RewardFailure | None
+    message: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The world's answer to a completion, or why there is none."""
+
+    observation: Observation | None
     failure: RewardFailure | None
     message: str
     seconds: float
@@ -121,7 +135,7 @@ class InProcessScorer:
     def submit(self, index: int, completion_text: str) -> Future[Scored]:
         began = time.monotonic()
         answer = child.scored(self._task, self._sample(index), completion_text)
-        result = _scored(answer, time.monotonic() - began)
+        result = _scored(_outcome(answer, time.monotonic() - began))
         self._tally.add(result.failure)
         future: Future[Scored] = Future()
         future.set_result(result)
@@ -135,10 +149,21 @@ class InProcessScorer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of one request: an answer, or why there is none."""
+
+    answer: Mapping[str, object]
+    failure: RewardFailure | None
+    message: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Request:
-    index: int
-    text: str
-    future: Future[Scored]
+    body: Mapping[str, object]
+    finish: Callable[[_Outcome], None]
+    begin: Callable[[], bool]
+    cancel: Callable[[], bool]
 
 
 class RewardPool:
@@ -154,11 +179,23 @@ class RewardPool:
         self._is_closed = False
 
     def submit(self, index: int, completion_text: str) -> Future[Scored]:
+        return self._submit({"index": index, "text": completion_text}, _scored)
+
+    def submit_step(self, index: int, completions: Sequence[str]) -> Future[Stepped]:
+        """Asks for the world's answer to the last of an episode's completions; all of them are told, so that any
+        process can answer. The pool must have been made for environments.
+        """
+        return self._submit({"index": index, "completions": list(completions)}, _stepped)
+
+    def _submit(self, body: Mapping[str, object], read: Callable[[_Outcome], Result]) -> Future[Result]:
         if self._is_closed:
             raise TaskError("reward pool: expected an open pool, it is closed")
-        future: Future[Scored] = Future()
+        future: Future[Result] = Future()
+        request = _Request(
+            body, lambda outcome: future.set_result(read(outcome)), future.set_running_or_notify_cancel, future.cancel
+        )
         try:
-            self._queue.put_nowait(_Request(index, completion_text, future))
+            self._queue.put_nowait(request)
         except queue.Full as error:
             raise LimitExceeded(f"reward pool: expected at most {self._limits.queue_max} rewards waiting") from error
         self._start_a_thread_if_needed()
@@ -176,7 +213,7 @@ class RewardPool:
             while True:
                 request = self._queue.get_nowait()
                 if request is not None:
-                    request.future.cancel()
+                    request.cancel()
         for _ in threads:
             self._queue.put(None)
         for thread in threads:
@@ -193,11 +230,11 @@ class RewardPool:
         process = _ScorerProcess(self._spec_json, self._limits)
         try:
             while (request := self._queue.get()) is not None:
-                if not request.future.set_running_or_notify_cancel():
+                if not request.begin():
                     continue
-                result = process.score(request.index, request.text)
-                self._tally.add(result.failure)
-                request.future.set_result(result)
+                outcome = process.ask(request.body)
+                self._tally.add(outcome.failure)
+                request.finish(outcome)
         finally:
             process.kill()
 
@@ -210,21 +247,23 @@ class _ScorerProcess:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
 
-    def score(self, index: int, text: str) -> Scored:
+    def ask(self, body: Mapping[str, object]) -> _Outcome:
         began = time.monotonic()
         try:
             process = self._process or self._start()
             began = time.monotonic()
-            answer = self._exchange(process, {"index": index, "text": text}, self._limits.timeout_s)
+            answer = self._exchange(process, body, self._limits.timeout_s)
         except TimeoutError:
             self.kill()
-            return _failed(RewardFailure.TIMED_OUT, f"no reward within {self._limits.timeout_s} s", began)
+            failure, message = RewardFailure.TIMED_OUT, f"no answer within {self._limits.timeout_s} s"
+            return _Outcome({}, failure, message, time.monotonic() - began)
         except TaskError as error:
-            return _failed(RewardFailure.TOO_LARGE, str(error), began)
+            return _Outcome({}, RewardFailure.TOO_LARGE, str(error), time.monotonic() - began)
         except (EOFError, OSError) as error:
             self.kill()
-            return _failed(RewardFailure.DIED, f"the reward's process ended: {error}", began)
-        return _scored(answer, time.monotonic() - began)
+            failure, message = RewardFailure.DIED, f"the reward's process ended: {error}"
+            return _Outcome({}, failure, message, time.monotonic() - began)
+        return _outcome(answer, time.monotonic() - began)
 
     def kill(self) -> None:
         """Kills the child and whatever it started."""
@@ -283,15 +322,33 @@ def _read_exactly(descriptor: int, count: int, deadline: float) -> bytes:
     return data
 
 
-def _scored(answer: Mapping[str, object], seconds: float) -> Scored:
+def _outcome(answer: Mapping[str, object], seconds: float) -> _Outcome:
     if "error" in answer:
         failure = RewardFailure.OUT_OF_MEMORY if answer.get("is_memory") else RewardFailure.RAISED
-        return Scored(None, failure, str(answer["error"]), seconds)
+        return _Outcome({}, failure, str(answer["error"]), seconds)
+    return _Outcome(answer, None, "", seconds)
+
+
+def _scored(outcome: _Outcome) -> Scored:
+    reward = None if outcome.failure else _reward(outcome.answer)
+    return Scored(reward, outcome.failure, outcome.message, outcome.seconds)
+
+
+def _stepped(outcome: _Outcome) -> Stepped:
+    observation = None if outcome.failure else _observation(outcome.answer)
+    return Stepped(observation, outcome.failure, outcome.message, outcome.seconds)
+
+
+def _reward(answer: Mapping[str, object]) -> Reward:
     parts = answer["parts"]
     assert isinstance(parts, Mapping), "a reward's parts are an object"
     named = {str(name): float(str(number)) for name, number in parts.items()}
-    return Scored(Reward(float(str(answer["value"])), named), None, "", seconds)
+    return Reward(float(str(answer["value"])), named)
 
 
-def _failed(failure: RewardFailure, message: str, began: float) -> Scored:
-    return Scored(None, failure, message, time.monotonic() - began)
+def _observation(answer: Mapping[str, object]) -> Observation:
+    if "value" in answer:
+        return Observation((), _reward(answer))
+    messages = answer["messages"]
+    assert isinstance(messages, list), "messages are a list of [role, content]"
+    return Observation(tuple(ChatMessage(str(role), str(content)) for role, content in messages))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ConfigError, TaskError
-from echo2.tasks.runtime.registry import make_task, task_names
+from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task, task_names
 from echo2.tasks.task import Task, TaskSpec
 
 
@@ -53,3 +53,16 @@ def test_a_wrong_specification_is_a_configuration_error(spec: TaskSpec, message:
 def test_a_class_that_is_no_task_is_told_what_it_lacks() -> None:
     with pytest.raises(TaskError, match="missing size, is_cheap, sample, score"):
         make_task(TaskSpec("tests.unit.tasks.naughty:NotATask"))
+
+
+def test_environments_are_made_by_name_and_told_apart_from_tasks() -> None:
+    spec = TaskSpec("calculator", {"turns_max": 2}, seed=3)
+    assert is_environment(spec) and not is_environment(TaskSpec("sort_digits"))
+    assert not is_environment(TaskSpec("tests.unit.tasks.naughty:Naughty"))
+    users_own = TaskSpec("echo2.tasks.tools:CalculatorEnvironments", {"turns_max": 2}, seed=3)
+    assert is_environment(users_own)
+    assert make_environment_source(spec) == make_environment_source(users_own)
+    with pytest.raises(ConfigError, match="expected one of calculator"):
+        make_environment_source(TaskSpec("maze"))
+    with pytest.raises(ConfigError, match="arguments among turns_max; got turns"):
+        make_environment_source(TaskSpec("calculator", {"turns": 2}))

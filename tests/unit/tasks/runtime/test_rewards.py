@@ -95,3 +95,23 @@ def test_cheap_tasks_stay_in_this_process_and_others_do_not() -> None:
     with opened(CHEAP_SPEC) as cheap, opened(SPEC) as dear:
         assert isinstance(cheap, InProcessScorer)
         assert isinstance(dear, RewardPool)
+
+
+def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> None:
+    pool = RewardPool(TaskSpec("calculator", {"turns_max": 3}, seed=1), LIMITS)
+    try:
+        call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+        steps = [pool.submit_step(index, [call]) for index in range(4)]
+        for step in steps:
+            observation = step.result(WAIT_S).observation
+            assert observation is not None
+            assert observation.messages[0].content == "42"
+        ends = [pool.submit_step(index, [call, "I give up"]) for index in range(4)]
+        for end in ends:
+            observation = end.result(WAIT_S).observation
+            assert observation is not None and observation.reward is not None
+            assert observation.reward.value == 0.0
+        late = pool.submit_step(0, [call, "I give up", "again"]).result(WAIT_S)
+        assert late.failure is RewardFailure.RAISED and "no completion after its end" in late.message
+    finally:
+        pool.close()
