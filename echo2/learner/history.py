@@ -70,11 +70,13 @@ class History:
 
     cursor: int = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
+    opened_in: dict[GroupId, Step] = field(default_factory=dict)
     drawn: dict[Step, Drawn] = field(default_factory=dict)
     published: dict[Version, str] = field(default_factory=dict)
     dropped: set[GroupId] = field(default_factory=set)
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: Record, segment: Step) -> None:
+        """`segment`: the step of the journal's segment in which the record stands."""
         match record:
             case Began():
                 self.cursor = max(self.cursor, record.cursor)
@@ -82,7 +84,7 @@ class History:
                     self.published.setdefault(version, "")
             case Opened():
                 self.cursor = max(self.cursor, record.draw.cursor + 1)
-                self._open(record)
+                self._open(record, segment)
             case Finished():
                 group = self.groups.get(record.rollout.group_id)
                 if group is not None:
@@ -94,17 +96,20 @@ class History:
             case Dropped():
                 self.dropped.add(record.group_id)
 
-    def _open(self, record: Opened) -> None:
+    def _open(self, record: Opened, segment: Step) -> None:
         spec = record.spec
         if spec.group_id not in self.groups:
             rollouts = [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)]
             self.groups[spec.group_id] = Group(spec, record.draw, rollouts)
+            self.opened_in[spec.group_id] = segment
 
     def restore(self, batcher: Batcher) -> None:
         """Puts every group that a later batch may need into `batcher`, which stands at the checkpoint's step."""
         batcher.published = sorted({*batcher.published, *self.published})
+        trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < batcher.next_step)
+        gone = self.dropped.union(*trained_before)
         for group_id, group in self.groups.items():
-            if group_id not in self.dropped and not batcher.ledger.is_trained(group_id):
+            if group_id not in gone and not batcher.ledger.is_trained(group_id):
                 batcher.groups[group_id] = group
 
     def next_batch(self, batcher: Batcher) -> Batch | None:
@@ -119,3 +124,12 @@ class History:
                 "found none"
             )
         return batcher.draw_recorded(record.group_ids, record.rewards)
+
+
+def drawn_of(batch: Batch) -> Drawn:
+    """The record of a batch, enough to draw it again."""
+    rewards = []
+    for group in batch.groups:
+        known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}
+        rewards.append(tuple(known.get(index) for index in range(group.spec.rollout_count)))
+    return Drawn(batch.step, tuple(group.spec.group_id for group in batch.groups), tuple(rewards))

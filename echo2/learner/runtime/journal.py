@@ -1,9 +1,10 @@
 """The learner's journal on disk: records that outlive a kill.
 
 Guarantees: what was appended before `commit` returned is on the disk; a torn record at the end (a kill in the middle
-of a write) is cut off, a broken one elsewhere is a `StateError`. A segment that begins at a checkpoint's step opens
-with a copy of all live groups, so a restart reads the segments from its checkpoint's step on and nothing older. Leaves
-to others: what the records mean (learner/history), when a segment begins and ends (daemon).
+of a write) is cut off, a broken one elsewhere is a `StateError`. A segment begins with each checkpoint; records of a
+group stand in the segment in which it was opened or a later one, so a restart reads from the oldest segment in which a
+live group was opened. Leaves to others: what the records mean (learner/history), which segments are still needed
+(intake, daemon).
 
 Framing of a record: length, CRC-32 (both little-endian 32 bit), a serialised JournalRecord.
 """
@@ -16,7 +17,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -39,29 +40,33 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.segment = Step(0)
         self._file: int | None = None
         self._appended = 0
         self._synced = 0
         self._sync: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, head: Iterable[Record], step: Step) -> None:
-        """Starts the segment of `step`; its head is on the disk before the old segment is let go."""
-        path = self.folder / f"segment-{step:08d}.log"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    def begin(self, first: Began) -> None:
+        """Starts the segment of `first.step`, or goes on with it if a killed learner had begun it."""
+        path = self.folder / f"segment-{first.step:08d}.log"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            for record in head:
-                _write(file, _framed(record))
+            _write(file, _framed(first))
             _synced(file)
             _sync_folder(self.folder)
         except BaseException:
             os.close(file)
             raise
+        if self._file is not None:
+            _synced(self._file)  # `commit` looks at the newest segment only
         self._replace(file)
+        self.segment = first.step
 
     def go_on(self, step: Step) -> None:
         """Appends to the segment of `step`, which `read_journal` has mended."""
         self._replace(os.open(self.folder / f"segment-{step:08d}.log", os.O_WRONLY | os.O_APPEND))
+        self.segment = step
 
     def append(self, record: Record) -> None:
         """Hands the record to the system; a kill of this process does not lose it, a power cut may until `commit`."""
@@ -103,14 +108,22 @@ class Journal:
         self._file = file
 
 
-def read_journal(folder: Path, step: Step) -> tuple[list[Record], Step]:
-    """Records of all segments from the one of `step` on, and the step of the last segment. Cuts a torn end off."""
+def has_journal(folder: Path) -> bool:
+    """Whether anything was ever written."""
+    return bool(_segments(folder))
+
+
+def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, Record]], Step]:
+    """Records of all segments from the one of `step` on, each with its segment's, and the last segment's step.
+
+    Cuts a torn end off.
+    """
     segments = [(begun, path) for begun, path in _segments(folder) if begun >= step]
     if not segments or segments[0][0] != step:
         raise StateError(f"journal {folder}: expected a segment of step {step}, the checkpoint's, found none")
-    records: list[Record] = []
-    for number, (_, path) in enumerate(segments):
-        records += _read_segment(path, is_last=number == len(segments) - 1)
+    records: list[tuple[Step, Record]] = []
+    for number, (begun, path) in enumerate(segments):
+        records += [(begun, record) for record in _read_segment(path, is_last=number == len(segments) - 1)]
     return records, segments[-1][0]
 
 
