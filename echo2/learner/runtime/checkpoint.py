@@ -49,9 +49,7 @@ class Checkpoint:
         return sum(t.numel() * t.element_size() for group in groups for t in group.values())
 
 
-def take(
-    trainer: Trainer, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
-) -> Checkpoint:
+def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]) -> Checkpoint:
     """Copies the tensors between two steps. `published`: the weights of `version`; they are never changed in place.
 
     `state`: what else must be kept, taken at the same step boundary on the event loop's thread.

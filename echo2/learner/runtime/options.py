@@ -101,6 +101,7 @@ class LearnerOptions:
     chunk_bytes: int = 256 << 10
     keyframe_chain_max: int = 16
     drops_equal_rewards: bool = False
+    linger_s: float = 20.0  # a finished learner serves its last version this long, unless stopped
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 
     def __post_init__(self) -> None:

@@ -81,6 +81,12 @@ class Publisher:
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def newest_version(self) -> Version:
+        """The version published last; one on its way out does not count yet."""
+        assert self.newest is not None and self.newest.version is not None, "hold comes first"
+        return self.newest.version
+
     def hold(self, tensors: Mapping[str, Tensor], version: Version) -> str:
         """Takes `tensors` as the newest published weights without sending; returns their fingerprint in hex."""
         self.newest_tensors = tensors

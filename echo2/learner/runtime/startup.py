@@ -58,9 +58,7 @@ def prepare(options: LearnerOptions, folder: RunFolder) -> Prepared:
     torch.set_num_threads(options.trainer.threads)
     torch.manual_seed(derived_seed(options.seed, "trainer"))
     device = pick_device(options.trainer.device)
-    model = PolicyModel(
-        options.trainer.model_path, options.trainer.weights_dtype, device, options.sampling.temperature
-    )
+    model = PolicyModel(options.trainer.model_path, options.trainer.weights_dtype, device, options.sampling.temperature)
     prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
     folder.check_identity(_identity_of(options, model))
     trainer = Trainer(model, options.trainer, options.steps)
@@ -152,8 +150,8 @@ def _train_again(prepared: Prepared) -> None:
         found = f"{fingerprint(prepared.published, prepared.fingerprint_key):016x}"
         if recorded and recorded != found:
             raise FingerprintMismatch(
-                f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} after "
-                "training on the recorded batches again (another machine, thread count or library version?)"
+                f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} "
+                "after training on the recorded batches again (another machine, thread count or library version?)"
             )
     prepared.batcher.take_closures()  # the coordinator learns what is open from the hello
     prepared.batcher.drop_stale()
