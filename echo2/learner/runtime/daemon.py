@@ -51,7 +51,7 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_g
 from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_message
 
 ENROL_RETRY_S = 2.0
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 0.5
 _log = logging.getLogger("echo2.learner")
 
 
