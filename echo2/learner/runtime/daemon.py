@@ -45,6 +45,7 @@ from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publ
 from echo2.learner.runtime.record import peak_flops_of
 from echo2.learner.runtime.reports import hello_of, published_message, report_of
 from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.session import CoordinatorSession
 from echo2.learner.runtime.startup import Prepared, export, prepare
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
@@ -63,9 +64,6 @@ class FleetBroadcaster(Broadcaster, Protocol):
     async def stop(self) -> None: ...
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
 
 
 BroadcasterFactory = Callable[[grpc.aio.Server, Credentials, LearnerOptions], FleetBroadcaster]
@@ -95,7 +93,7 @@ class RunSummary:
 class LearnerDaemon:
     """One run of one learner. `run` once; `stop` from the same event loop."""
 
-    def __init__(self, options: LearnerOptions, make_broadcaster: BroadcasterFactory) -> None:
+    def __init__(self, options: LearnerOptions, make_broadcaster: BroadcasterFactory = SeedNode) -> None:
         self.options = options
         self._make_broadcaster = make_broadcaster
         self._stop = asyncio.Event()

@@ -186,8 +186,9 @@ class PolicyModel:
         return elements * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
-        """The transformers config, canonically: sorted keys, no whitespace."""
-        return json.dumps(self.config.to_dict(), sort_keys=True, separators=(",", ":"), default=str).encode()
+        """The transformers config, canonically: sorted keys, no whitespace; not where it was loaded from or by what."""
+        fields = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str).encode()
 
     def digest(self) -> str:
         """sha256 of the config and of the table of published tensors: names, shapes, dtypes."""

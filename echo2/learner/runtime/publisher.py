@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,11 +42,19 @@ class PublishedArtifact:
 class Broadcaster(Protocol):
     """Takes an artifact's frames as they are encoded and moves them to the fleet."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """Chunk bytes that left this machine."""
+        ...
+
     async def publish(
-        self, version: Version, parent: Version | None, frames: Iterator[bytes], full_snapshot_bytes: int
+        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
     ) -> int:
-        """Returns the artifact's size in bytes once it is sealed; draws `frames` in a thread. A keyframe is fetched
-        by those who need it, a delta is pushed to all."""
+        """Returns the artifact's size in bytes once it is sealed; draws the frames in a thread.
+
+        A keyframe is fetched by those who need it, a delta is pushed to all. One that is sealed already, because an
+        earlier process of this run published it, may be left as it is: then no frame is drawn.
+        """
         ...
 
 
@@ -98,7 +106,7 @@ class Publisher:
         """Sends the newest weights whole: at the start, after a restart, and when the chain behind it is heavy."""
         assert self.newest is not None and self.newest.version is not None, "hold comes first"
         header = DeltaHeader(target_version=self.newest.version, fingerprint_key=self.key)
-        artifact = await self._send(encode_keyframe(self.newest, header), self.newest.version, None)
+        artifact = await self._send(encode_keyframe(self.newest, header), self.newest, None)
         self.bytes.keyframes += artifact.artifact_bytes
         self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
 
@@ -137,8 +145,8 @@ class Publisher:
             setting=self.setting,
         )
         encoding = encode_delta(parent, target, header)
-        artifact = await self._send(encoding, version, parent.version)
-        self.newest, self.newest_tensors, self.newest_fingerprint = target, tensors, encoding.fingerprint
+        artifact = await self._send(encoding, target, parent.version)
+        self.newest, self.newest_tensors, self.newest_fingerprint = target, tensors, int(artifact.fingerprint, 16)
         self.journal.append(Published(version, artifact.fingerprint))
         self.bytes.deltas += artifact.artifact_bytes
         self.bytes.full_snapshots += artifact.full_snapshot_bytes
@@ -147,18 +155,21 @@ class Publisher:
         if self.schedule.is_keyframe_due:
             await self.publish_keyframe()
 
-    async def _send(self, encoding: Encoding, version: Version, parent: Version | None) -> PublishedArtifact:
+    async def _send(self, encoding: Encoding, target: HostWeights, parent: Version | None) -> PublishedArtifact:
+        assert target.version is not None, "what is sent has a version"
         began = time.perf_counter()
         full_bytes = sum(t.numel() * t.element_size() for t in self.newest_tensors.values())
-        size = await self.broadcaster.publish(version, parent, encoding, full_bytes)
+        size = await self.broadcaster.publish(target.version, parent, encoding, full_bytes)
+        # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
+        found = encoding.fingerprint if encoding.stats.encoded_bytes else target.fingerprint()
         artifact = PublishedArtifact(
-            version, parent, size, full_bytes, time.perf_counter() - began, f"{encoding.fingerprint:016x}"
+            target.version, parent, size, full_bytes, time.perf_counter() - began, f"{found:016x}"
         )
         self.last = artifact
         self.on_published(artifact)
         kind = "keyframe" if parent is None else f"delta from {parent}"
         _log.info(
             "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",
-            version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
+            target.version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
         )  # fmt: skip
         return artifact

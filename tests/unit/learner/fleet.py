@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import grpc
 
 from echo2.base.ids import GroupId, LeaseId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
-from echo2.broadcast.delta import Decoder, FrameReader, HostWeights, join_frames
+from echo2.broadcast.delta import Decoder, Encoding, FrameReader, HostWeights, join_frames
 from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.runtime.tls import (
     Credentials,
@@ -121,9 +121,9 @@ class FollowerBroadcaster:
     sent_bytes: int = 0
 
     async def publish(
-        self, version: Version, parent: Version | None, frames: Iterator[bytes], full_snapshot_bytes: int
+        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
     ) -> int:
-        data = await asyncio.to_thread(lambda: join_frames(frames))
+        data = await asyncio.to_thread(lambda: join_frames(encoding))
         self.sent_bytes += len(data)
         self.versions.append((version, parent))
         if self.host.version is None or parent is not None or version > self.host.version:
