@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from echo2.base.ids import Version
 from echo2.worker.engine import SwapMode
@@ -144,7 +144,7 @@ class GoLive:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """Tell the broadcast what the host holds (nothing: None) and that the artifact was bad: fetch another way."""
+    """The artifact was bad: forget it and fetch anew what leads on from `version` (None: a keyframe)."""
 
     version: Version | None
     reason: str
@@ -196,7 +196,6 @@ class SwapMachine:
     _failures: int = 0
     _decoded_at: float = 0.0
     _stood_still_s: float = 0.0
-    _last_failure: str = field(default="")
 
     @property
     def state(self) -> str:
@@ -223,7 +222,7 @@ class SwapMachine:
             case DecodeFailed(message):
                 if self._state is _State.DECODING:
                     yield DropDecoder()
-                    yield from self._failed(message, distrusts_host=True)
+                    yield from self._failed(message)
             case Swapped(version, stood_still_s):
                 yield from self._swapped(version, stood_still_s)
             case SwapFailed(message):
@@ -274,7 +273,6 @@ class SwapMachine:
         if self._state is not _State.SWAPPING or self._began is None:
             return
         self._failures += 1
-        self._last_failure = message
         if self._failures >= FAILURES_MAX:
             yield from self._broken(message)
             return
@@ -306,16 +304,16 @@ class SwapMachine:
         yield HoldTokens()
         yield Swap(version, Source.HOST, self.mode)
 
-    def _failed(self, message: str, distrusts_host: bool) -> Iterator[Action]:
+    def _failed(self, message: str) -> Iterator[Action]:
         self._failures += 1
-        self._last_failure = message
         if self._failures >= FAILURES_MAX:
             yield from self._broken(message)
             return
         self._state = _State.IDLE
-        # A delta that does not lead to its fingerprint says nothing of which side is wrong: only a keyframe is sure.
-        start = None if distrusts_host else self.host
-        yield StartOver(start, message)
+        # Once may be a bad copy. A delta that fails again says nothing of which side is wrong: a keyframe is sure.
+        if self._failures > 1:
+            self.host = None
+        yield StartOver(self.host, message)
 
     def _broken(self, message: str) -> Iterator[Action]:
         self._state = _State.BROKEN

@@ -161,3 +161,16 @@ def test_the_machine_gives_up_after_several_failures_in_a_row_and_says_why() -> 
             assert actions == [s.DropDecoder(), s.StartOver(None, "bits are wrong")]
     assert isinstance(actions[-1], s.GiveUp)
     assert "the last time: bits are wrong" in actions[-1].reason
+
+
+def test_a_bad_delta_is_fetched_again_and_then_a_keyframe() -> None:
+    machine = SwapMachine(MODE, host=Version(3), live=Version(3))
+    starts = []
+    for _ in range(2):
+        machine.handle(s.Began(Version(4), Version(3)), 0.0)
+        starts += machine.handle(s.DecodeFailed("bits are wrong"), 0.0)
+    assert starts == [
+        s.DropDecoder(), s.StartOver(Version(3), "bits are wrong"),
+        s.DropDecoder(), s.StartOver(None, "bits are wrong"),
+    ]  # fmt: skip
+    assert machine.live == 3
