@@ -120,7 +120,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class HoldTokens:
-    """Keep what the engine samples from now on until `ReleaseTokens` or `DiscardTokens`."""
+    """Keep what the engine samples as `version` until `ReleaseTokens` or `DiscardTokens`."""
+
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ class SwapMachine:
         self._source = Source.DELTA if fits else Source.HOST
         if self._source is Source.HOST:
             yield from self._commit(version)
-        yield HoldTokens()
+        yield HoldTokens(version)
         yield Swap(version, self._source, self.mode)
 
     def _commit(self, version: Version) -> Iterator[Action]:
@@ -301,7 +303,7 @@ class SwapMachine:
             return
         self._state = _State.SWAPPING
         self._source = Source.HOST
-        yield HoldTokens()
+        yield HoldTokens(version)
         yield Swap(version, Source.HOST, self.mode)
 
     def _failed(self, message: str) -> Iterator[Action]:

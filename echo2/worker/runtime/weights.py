@@ -1,7 +1,7 @@
 """Weights on their way from the broadcast to the engine: decodes while receiving, swaps, checks, commits.
 
 Guarantees: what SwapMachine decides is carried out in order, one artifact at a time; decoding and hashing run in one
-thread of their own, so the loop stays free; `gate` is closed while the engine's weights are unproven. Waits for the
+thread of their own, so the loop stays free; the token gate holds what unproven weights sample. Waits for the
 next artifact, its chunks, the engine. Leaves to others: decisions (worker/swap), fetching (broadcast node).
 """
 
@@ -21,6 +21,7 @@ from echo2.broadcast.delta import Decoder, FrameReader, HostWeights, StagedDelta
 from echo2.broadcast.staged import StagedVersion, TensorUpdate
 from echo2.worker import swap
 from echo2.worker.engine import Engine
+from echo2.worker.runtime.token_gate import TokenGate
 from echo2.worker.swap import SwapMachine
 
 _log = logging.getLogger("echo2.worker")
@@ -53,22 +54,23 @@ class HostSnapshot:
 class WeightsHooks:
     """What others are told, on the loop's thread."""
 
-    gate: Callable[[bool], None]  # True: chunks of the engine may be taken
-    discard: Callable[[], None]  # chunks that waited at the gate are of no version
     live: Callable[[swap.GoLive], None]
-    start_over: Callable[[Version | None, str], None]  # tell the broadcast what is held, and fetch anew
+    start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch anew, from this version on
 
 
 class WeightKeeper:
     """One per worker. Its methods are called in turn by whoever reads the broadcast's deliveries."""
 
-    def __init__(self, engine: Engine, machine: SwapMachine, clock: Clock, hooks: WeightsHooks) -> None:
+    def __init__(
+        self, engine: Engine, machine: SwapMachine, gate: TokenGate, clock: Clock, hooks: WeightsHooks
+    ) -> None:
         self.machine = machine
         self.host = HostWeights.empty()
         self.live_fingerprint = ""
         self.swap_s = 0.0
         self.apply_s = 0.0
         self._engine = engine
+        self._gate = gate
         self._clock = clock
         self._hooks = hooks
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
@@ -131,13 +133,12 @@ class WeightKeeper:
                 assert staged is not None, "what is committed was decoded"
                 await self._in_thread(lambda: self.host.commit(staged))
                 self._decoder = None
-            case swap.HoldTokens():
-                self._hooks.gate(False)
+            case swap.HoldTokens(version):
+                self._gate.hold(version)
             case swap.ReleaseTokens():
-                self._hooks.gate(True)
+                self._gate.release()
             case swap.DiscardTokens():
-                self._hooks.discard()
-                self._hooks.gate(True)
+                self._gate.discard()
             case swap.GoLive():
                 self._staged = None
                 self.live_fingerprint = f"{self.host.fingerprint():016x}"

@@ -149,7 +149,7 @@ def test_overtaken_versions_stay_off_the_engine_but_not_for_ever() -> None:
     last = Version(SKIPS_MAX + 1)
     machine.handle(s.Began(last, Version(SKIPS_MAX)), 0.0)
     actions = machine.handle(s.Decoded(last, True), 0.0)
-    assert actions == [s.Commit(last), s.HoldTokens(), s.Swap(last, s.Source.HOST, MODE)]
+    assert actions == [s.Commit(last), s.HoldTokens(last), s.Swap(last, s.Source.HOST, MODE)]
 
 
 def test_the_machine_gives_up_after_several_failures_in_a_row_and_says_why() -> None:
