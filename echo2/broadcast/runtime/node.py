@@ -189,8 +189,8 @@ class BroadcastNode:
         for peer, header in self._inbox.take_held_headers():
             self._take_events(self._inbox.header(peer, header))
 
-    def set_live(self, version: Version) -> None:
-        """Decoding starts from this version: a base checkpoint, or what was live before a restart."""
+    def set_live(self, version: Version | None) -> None:
+        """Decoding starts from this version: a base checkpoint, or what was live before a restart; None: a keyframe."""
         self._reader.restart_from(version)
         self._update_wants()
 

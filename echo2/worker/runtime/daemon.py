@@ -63,7 +63,8 @@ class WorkerDaemon:
         self._clock = SystemClock()
         self._link = JoinLink.parse(options.join_link)
         self._stop_reason: str | None = None
-        self._stopping = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._failure: BaseException | None = None
         self._model_came = asyncio.Event()
         self._whereabouts: coordinator_pb2.LearnerWhereabouts | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,7 +80,7 @@ class WorkerDaemon:
         if self._stop_reason is None:
             _log.info("stopping: %s", reason)
             self._stop_reason = reason
-            self._stopping.set()
+            self._ending.set()
 
     async def run(self) -> None:
         """Works until stopped. Raises the `EchoError` that ended it otherwise."""
@@ -117,33 +118,23 @@ class WorkerDaemon:
 
     async def _until_the_end(self) -> None:
         """Returns after a drain that was asked for; raises what ended a part."""
-        stopped = asyncio.create_task(self._stopping.wait())
-        try:
-            await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            self._raise_ended()
-            await self._drain(self._stop_reason or "stopped")
-        finally:
-            stopped.cancel()
-
-    def _raise_ended(self) -> None:
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
-                raise AssertionError(f"{task.get_name()} ended without a reason")
+        await self._ending.wait()
+        if self._failure is not None:
+            raise self._failure
+        await self._drain(self._stop_reason or "stopped")
 
     async def _drain(self, reason: str) -> None:
         begun = self._clock.now()
         within_s = self.options.limits.drain_s
-        held = self.desk.machine.lease_ids
+        held = len(self.desk.machine.lease_ids)
         self.desk.send(duties.Drain(within_s, reason))
-        drained = asyncio.create_task(self.desk.drained.wait())
-        await asyncio.wait([drained, *self._tasks], timeout=within_s + LEAVE_S, return_when=asyncio.FIRST_COMPLETED)
-        drained.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.desk.drained.wait(), within_s + LEAVE_S)
         if held:
+            took_s = self._clock.now() - begun
             _log.info(
-                "handed back %d leases in %.2f s; %d tokens were not delivered",
-                len(held), self._clock.now() - begun, self.desk.unheld_tokens,
-            )  # fmt: skip
+                "handed back %d leases in %.2f s; %d tokens were not delivered", held, took_s, self.desk.unheld_tokens
+            )
         self.session.leave(reason)
         await self.session.flush(LEAVE_S)
 
@@ -205,10 +196,18 @@ class WorkerDaemon:
         self.waits.begin("learner", "the learner to join the run")
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._tasks.append(asyncio.create_task(work, name=name))
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        task.add_done_callback(self._part_ended)
+
+    def _part_ended(self, task: asyncio.Task[None]) -> None:
+        """No part ends before the whole does, but by a failure."""
+        if not task.cancelled() and not self._ending.is_set():
+            self._failure = task.exception() or AssertionError(f"{task.get_name()} ended without a reason")
+            self._ending.set()
 
     async def _unless_stopped(self, task: asyncio.Task[Credentials]) -> Credentials | None:
-        stopped = asyncio.create_task(self._stopping.wait())
+        stopped = asyncio.create_task(self._ending.wait())
         await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if task.done():
@@ -236,16 +235,15 @@ class WorkerDaemon:
         assert whereabouts is not None, "it came"
         config = parse_model_config(whereabouts.model_config_json)
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
-        engine = await asyncio.to_thread(make_engine, self._choice, config, self.options, self.options.folder)
+        engine = await asyncio.to_thread(make_engine, self._choice, config, self.options)
         await engine.start()
         self._engine = self.desk.engine = engine
         hooks = WeightsHooks(live=self._live, start_over=lambda version, _: receiving.start_over(version))
         machine = SwapMachine(self.options.swap_mode)
         self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks)
         receiving = Receiving(node, self._keeper, self.waits)
-        async with asyncio.TaskGroup() as parts:
-            parts.create_task(receiving.run())
-            parts.create_task(self._pump(engine))
+        self._start(receiving.run(), "weights")
+        await self._pump(engine)
 
     async def _pump(self, engine: Engine) -> None:
         while chunks := await engine.next_chunks():

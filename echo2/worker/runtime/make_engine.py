@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from pathlib import Path
 
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.worker.engine import Engine
@@ -36,16 +35,18 @@ def parse_model_config(raw: bytes) -> dict[str, object]:
     return config
 
 
-def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, folder: Path) -> Engine:
+def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions) -> Engine:
     """The engine, not started. May take seconds: run it in a thread."""
     if choice is EngineChoice.VLLM:
         try:
             module = importlib.import_module("echo2.worker.runtime.engines.vllm")
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"engine: expected vLLM, but {error.name} is missing; choose the embedded engine"
+                f"engine: expected vLLM, but {error.name} is not installed; choose the embedded one"
             ) from None
-        made: Engine = module.make(config, options, folder)
+        made: Engine = module.VllmEngine(
+            config, slot_count=slots_of(options), context_tokens=options.context_tokens_max
+        )
         return made
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 
