@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.broadcast.staged import StagedVersion
@@ -38,6 +39,21 @@ class GenerateRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     prefix_key: str
+
+
+def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_count: int) -> None:
+    """Raises EngineError, naming the request, unless a model with that context and vocabulary can go on with it."""
+    whose = f"request {request.request_id}"
+    tokens = (*request.prompt_token_ids, *request.token_ids)
+    if not request.prompt_token_ids:
+        raise EngineError(f"{whose}: expected a prompt of at least one token, got none")
+    if len(tokens) >= context_tokens:
+        raise EngineError(f"{whose}: expected fewer than {context_tokens} tokens of context, got {len(tokens)}")
+    if min(tokens) < 0 or max(tokens) >= vocab_count:
+        raise EngineError(f"{whose}: expected tokens from 0 to {vocab_count - 1}, got others")
+    is_ended = bool(request.token_ids) and request.token_ids[-1] in request.sampling.stop_token_ids
+    if is_ended or len(request.token_ids) >= request.sampling.max_new_tokens:
+        raise EngineError(f"{whose}: expected an unfinished completion, got one that has ended")
 
 
 @dataclass(frozen=True, slots=True)

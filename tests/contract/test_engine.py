@@ -16,11 +16,11 @@ import torch
 from echo2.base.errors import EchoError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.broadcast.delta.fingerprint import fingerprint
 from echo2.broadcast.staged import TensorUpdate
 from echo2.worker.engine import Engine, GenerateRequest, SwapMode
 from tests.contract.engine_rig import CONTEXT_TOKENS, VOCAB_COUNT, Collected, Rig, Staged, bits_of, refused, tiny_config
 
-fingerprint = pytest.importorskip("echo2.broadcast.delta.fingerprint").fingerprint
 TOLERANCE = 1e-4
 RECOMPUTED_TOLERANCE = 1e-5
 SHORT = SamplingParams(max_new_tokens=24, seed=5)

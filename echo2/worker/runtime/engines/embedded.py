@@ -16,7 +16,7 @@ from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.broadcast.staged import StagedVersion
-from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk
+from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.loop import StepLoop, Swap
 from echo2.worker.runtime.engines.outbox import Outbox
 from echo2.worker.runtime.engines.shape import read_shape
@@ -110,15 +110,4 @@ class EmbeddedEngine:
             raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
         if len(self._ids_in_use) >= WAITING_MAX:
             raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
-        tokens = (*request.prompt_token_ids, *request.token_ids)
-        if not request.prompt_token_ids:
-            raise EngineError(f"{whose}: expected a prompt of at least one token, got none")
-        if len(tokens) >= self._context_tokens:
-            raise EngineError(
-                f"{whose}: expected fewer than {self._context_tokens} tokens of context, got {len(tokens)}"
-            )
-        if min(tokens) < 0 or max(tokens) >= self._shape.vocab_count:
-            raise EngineError(f"{whose}: expected tokens from 0 to {self._shape.vocab_count - 1}, got others")
-        is_ended = bool(request.token_ids) and request.token_ids[-1] in request.sampling.stop_token_ids
-        if is_ended or len(request.token_ids) >= request.sampling.max_new_tokens:
-            raise EngineError(f"{whose}: expected an unfinished completion, got one that has ended")
+        refuse_bad_request(request, self._context_tokens, self._shape.vocab_count)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from echo2.base.errors import EngineError
+from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_tensor
 from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.shape import ModelShape
-
-_WIDTHS = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.uint32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class LiveWeights:
         self.final_norm = self._whole("model.norm.weight", shape.hidden)
         tied = shape.is_tied
         self.head = self.embedding if tied else self._whole("lm_head.weight", shape.vocab_count, shape.hidden)
-        self._dtypes: dict[str, str] = {}
+        self._check = UpdateCheck(shape.model_type, {name: tuple(t.shape) for name, t in self.tensors.items()})
         self._bits = {name: tensor.numpy().reshape(-1).view(np.uint32) for name, tensor in self.tensors.items()}
 
     def _whole(self, name: str, *size: int) -> torch.Tensor:
@@ -104,37 +104,7 @@ class LiveWeights:
 
     def checked(self, staged: StagedVersion) -> list[Scatter]:
         """The staged updates, checked against the model and widened to float32 patterns. Touches no weight."""
-        scatters: dict[str, Scatter] = {}
-        for update in staged.updates():
-            if update.name in scatters:
-                raise EngineError(f"version {staged.version}: tensor {update.name} comes twice")
-            scatters[update.name] = self._checked(update, staged)
-        missing = self.tensors.keys() - scatters.keys()
-        if staged.parent is None and missing:
-            raise EngineError(
-                f"version {staged.version}: a keyframe holds every tensor, got none for {min(missing)} "
-                f"({len(missing)} missing of {len(self.tensors)})"
-            )
-        return list(scatters.values())
-
-    def _checked(self, update: TensorUpdate, staged: StagedVersion) -> Scatter:
-        whose = f"version {staged.version}, tensor {update.name}"
-        live = self.tensors.get(update.name)
-        if live is None:
-            raise EngineError(f"{whose}: expected a tensor of this {self.shape.model_type} model, got an unknown name")
-        if tuple(update.shape) != tuple(live.shape):
-            raise EngineError(f"{whose}: expected shape {tuple(live.shape)}, got {tuple(update.shape)}")
-        known = update.dtype if staged.parent is None else self._dtypes.get(update.name)
-        if update.dtype not in _WIDTHS or update.dtype != known:
-            expected = " or ".join(_WIDTHS) if known in (None, update.dtype) else known
-            raise EngineError(f"{whose}: expected dtype {expected}, got {update.dtype}")
-        if update.bits.dtype != _WIDTHS[update.dtype] or update.bits.ndim != 1:
-            raise EngineError(f"{whose}: expected 1-D {_WIDTHS[update.dtype]} bits, got {update.bits.dtype}")
-        _check_positions(update, live.numel(), staged.parent is None, whose)
-        bits = update.bits.astype(np.uint32)
-        if update.dtype == "bfloat16":
-            bits <<= 16
-        return Scatter(update.name, update.dtype, update.indices, bits)
+        return [_widened(update) for update in self._check.checked(staged)]
 
     def apply(self, scatters: Iterable[Scatter]) -> None:
         """Writes checked updates in place. On any failure everything that was written is undone."""
@@ -146,17 +116,17 @@ class LiveWeights:
                 undo.append((scatter, live[positions].copy()))
                 live[positions] = scatter.bits
         except (IndexError, ValueError, MemoryError) as error:
-            for scatter, old in reversed(undo):
-                self._bits[scatter.name][slice(None) if scatter.positions is None else scatter.positions] = old
+            for written, old in reversed(undo):
+                self._bits[written.name][slice(None) if written.positions is None else written.positions] = old
             raise EngineError(
                 f"tensor {scatter.name}: the update did not apply, old weights are back: {error}"
             ) from error
-        self._dtypes.update((scatter.name, scatter.dtype) for scatter, _ in undo)
+        self._check.dtypes.update((scatter.name, scatter.dtype) for scatter, _ in undo)
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""
         for name, tensor in self.tensors.items():
-            if self._dtypes.get(name) == "bfloat16":
+            if self._check.dtypes.get(name) == "bfloat16":
                 narrow = (self._bits[name] >> 16).astype(np.uint16).view(np.int16)
                 yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
             else:
@@ -164,24 +134,11 @@ class LiveWeights:
 
     def fingerprint(self, key: int) -> int:
         """Keyed fingerprint of the weights as published, one tensor at a time."""
-        from echo2.broadcast.delta.fingerprint import (  # type: ignore[import-not-found, unused-ignore]
-            MODULUS,
-            fingerprint_tensor,
-        )
-
         return int(sum(fingerprint_tensor(name, value, key) for name, value in self.published()) % MODULUS)
 
 
-def _check_positions(update: TensorUpdate, element_count: int, is_keyframe: bool, whose: str) -> None:
-    indices = update.indices
-    count = element_count if indices is None else len(indices)
-    if len(update.bits) != count:
-        raise EngineError(f"{whose}: expected {count} values, got {len(update.bits)}")
-    if indices is None:
-        return
-    if is_keyframe:
-        raise EngineError(f"{whose}: a keyframe holds whole tensors, got {count} positions")
-    if indices.dtype != np.int64 or indices.ndim != 1:
-        raise EngineError(f"{whose}: expected 1-D int64 positions, got {indices.ndim}-D {indices.dtype}")
-    if count and (indices[0] < 0 or indices[-1] >= element_count or bool(np.any(indices[1:] <= indices[:-1]))):
-        raise EngineError(f"{whose}: expected rising positions from 0 to {element_count - 1}, got others")
+def _widened(update: TensorUpdate) -> Scatter:
+    bits = update.bits.astype(np.uint32)
+    if update.dtype == "bfloat16":
+        bits <<= 16
+    return Scatter(update.name, update.dtype, update.indices, bits)

@@ -1,0 +1,76 @@
+"""Checks a staged version against a model before any weight is touched.
+
+Guarantees: what passes has known names once each, the model's shapes, the dtype that was published before, and
+positions that rise within the tensor; a keyframe is complete. Leaves to others: writing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from echo2.base.errors import EngineError
+from echo2.broadcast.staged import StagedVersion, TensorUpdate
+
+BITS_DTYPES = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.uint32)}
+
+
+@dataclass(slots=True)
+class UpdateCheck:
+    """What is known of the live tensors: their shapes, and their dtypes as published (empty before a keyframe)."""
+
+    model_type: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+    def checked(self, staged: StagedVersion) -> list[TensorUpdate]:
+        """All updates of a version, or EngineError that names the first wrong one."""
+        updates: dict[str, TensorUpdate] = {}
+        for update in staged.updates():
+            if update.name in updates:
+                raise EngineError(f"version {staged.version}: tensor {update.name} comes twice")
+            self._check(update, staged)
+            updates[update.name] = update
+        missing = self.shapes.keys() - updates.keys()
+        if staged.parent is None and missing:
+            raise EngineError(
+                f"version {staged.version}: a keyframe holds every tensor, got none for {min(missing)} "
+                f"({len(missing)} missing of {len(self.shapes)})"
+            )
+        return list(updates.values())
+
+    def applied(self, updates: Iterable[TensorUpdate]) -> None:
+        """These are live now."""
+        self.dtypes.update((update.name, update.dtype) for update in updates)
+
+    def _check(self, update: TensorUpdate, staged: StagedVersion) -> None:
+        whose = f"version {staged.version}, tensor {update.name}"
+        shape = self.shapes.get(update.name)
+        if shape is None:
+            raise EngineError(f"{whose}: expected a tensor of this {self.model_type} model, got an unknown name")
+        if tuple(update.shape) != shape:
+            raise EngineError(f"{whose}: expected shape {shape}, got {tuple(update.shape)}")
+        known = update.dtype if staged.parent is None else self.dtypes.get(update.name)
+        if update.dtype not in BITS_DTYPES or update.dtype != known:
+            expected = " or ".join(BITS_DTYPES) if known in (None, update.dtype) else known
+            raise EngineError(f"{whose}: expected dtype {expected}, got {update.dtype}")
+        if update.bits.dtype != BITS_DTYPES[update.dtype] or update.bits.ndim != 1:
+            raise EngineError(f"{whose}: expected 1-D {BITS_DTYPES[update.dtype]} bits, got {update.bits.dtype}")
+        _check_positions(update, int(np.prod(shape, dtype=np.int64)), staged.parent is None, whose)
+
+
+def _check_positions(update: TensorUpdate, element_count: int, is_keyframe: bool, whose: str) -> None:
+    indices = update.indices
+    count = element_count if indices is None else len(indices)
+    if len(update.bits) != count:
+        raise EngineError(f"{whose}: expected {count} values, got {len(update.bits)}")
+    if indices is None:
+        return
+    if is_keyframe:
+        raise EngineError(f"{whose}: a keyframe holds whole tensors, got {count} positions")
+    if indices.dtype != np.int64 or indices.ndim != 1:
+        raise EngineError(f"{whose}: expected 1-D int64 positions, got {indices.ndim}-D {indices.dtype}")
+    if count and (indices[0] < 0 or indices[-1] >= element_count or bool(np.any(indices[1:] <= indices[:-1]))):
+        raise EngineError(f"{whose}: expected rising positions from 0 to {element_count - 1}, got others")

@@ -1,0 +1,371 @@
+"""The vLLM engine: vLLM's AsyncLLM behind the protocol of `worker.engine`, with updates scattered into live weights.
+
+Guarantees: those of the protocol. No fork and no second copy of the weights on the device: an extension of vLLM's
+worker (vllm_extension.py) maps published tensors to live parameters once, by vLLM's own loader, and then writes only
+what changed. Generation is paused between steps meanwhile. Leaves to others: what docs/vllm.md lists as refused.
+
+One task per sequence reads vLLM's stream; it wakes on tokens, and waits while the outbox is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echo2.base.errors import ConfigError, EngineError, LimitExceeded
+from echo2.base.ids import Version
+from echo2.base.rng import derived_seed
+from echo2.base.rollout import FinishReason
+from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.runtime.engines.checking import UpdateCheck
+from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.runtime.engines.shape import load_config
+from echo2.worker.slots import WAITING_MAX
+
+STOP_TIMEOUT_S = 9.0
+APPLY_TIMEOUT_S = 300.0
+_EXTENSION = "echo2.worker.runtime.engines.vllm_extension.WorkerExtension"
+_RAW_LOGPROB_ID = -1
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_TEMPERATURE_MIN = 0.01
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One sequence at vLLM. `count` tokens came so far; `is_known` once vLLM has taken it."""
+
+    request: GenerateRequest
+    task: asyncio.Task[None] | None = None
+    count: int = 0
+    is_known: bool = False
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Counters:
+    sampled_tokens: int = 0
+    busy_s: float = 0.0
+    swap_s: float = 0.0
+    swap_count: int = 0
+    busy_since: float | None = None
+
+
+class VllmEngine:
+    """`memory_share` is the part of a GPU's memory that vLLM may take; on a CPU the cache takes `cpu_cache_gib`."""
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, object],
+        *,
+        slot_count: int = 64,
+        context_tokens: int = 0,
+        memory_share: float = 0.9,
+        cpu_cache_gib: int = 1,
+    ) -> None:
+        self._config = load_config(config)
+        limit = int(str(self._config.get("max_position_embeddings", 0)))
+        self._context_tokens = context_tokens or limit
+        if not 2 <= self._context_tokens <= limit:
+            raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
+        self._vocab_count = int(str(self._config["vocab_size"]))
+        self._slot_count = slot_count
+        self._memory_share = memory_share
+        self._cpu_cache_gib = cpu_cache_gib
+        self._llm: Any = None
+        self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
+        self._outbox = Outbox()
+        self._room = asyncio.Event()
+        self._version: Version | None = None
+        self._epoch = 0
+        self._streams: dict[str, _Stream] = {}
+        self._ids_in_use: set[str] = set()
+        self._check: UpdateCheck | None = None
+        self._swap_order = asyncio.Lock()
+        self._counters = _Counters()
+
+    @property
+    def version(self) -> Version | None:
+        return self._version
+
+    @property
+    def slot_count(self) -> int:
+        return self._slot_count
+
+    async def start(self) -> None:
+        if self._llm is not None:
+            raise EngineError("the vLLM engine was started before; make a new one")
+        self._outbox.bind(asyncio.get_running_loop(), self._room.set)
+        self._llm = self._make_llm()
+        await self._rpc("echo2_report_both_logprobs")
+
+    def _make_llm(self) -> Any:
+        for name, value in _environment(self._cpu_cache_gib).items():
+            os.environ.setdefault(name, value)
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
+        folder = Path(self._folder.name)
+        (folder / "config.json").write_text(json.dumps(self._config))
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            load_format="dummy",  # weights arrive by swap
+            dtype="float32" if _is_cpu() else "bfloat16",
+            max_model_len=self._context_tokens,
+            max_num_seqs=self._slot_count,
+            gpu_memory_utilization=self._memory_share,
+            enforce_eager=_is_cpu(),
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=_EXTENSION,
+            disable_log_stats=True,
+        )
+        try:
+            return AsyncLLM.from_engine_args(arguments)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    async def stop(self) -> None:
+        for stream in self._streams.values():
+            if stream.task is not None:
+                stream.task.cancel()
+        self._streams.clear()
+        self._outbox.close()
+        if self._llm is not None:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.to_thread(self._llm.shutdown)
+        self._folder.cleanup()
+
+    def submit(self, request: GenerateRequest) -> None:
+        refuse_bad_request(request, self._context_tokens, self._vocab_count)
+        whose = f"request {request.request_id}"
+        if request.request_id in self._ids_in_use:
+            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
+        if len(self._ids_in_use) >= WAITING_MAX:
+            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
+        if 0.0 < request.sampling.temperature < _TEMPERATURE_MIN:
+            raise EngineError(f"{whose}: expected temperature 0 or at least {_TEMPERATURE_MIN}, as vLLM raises it")
+        self._ids_in_use.add(request.request_id)
+        stream = _Stream(request)
+        self._streams[request.request_id] = stream
+        if self._version is not None:
+            self._begin(stream)
+
+    async def next_chunks(self) -> Sequence[TokenChunk]:
+        chunks = await self._outbox.take()
+        for chunk in chunks:
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                self._ids_in_use.discard(chunk.request_id)
+        return chunks
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_aborted:
+            return
+        stream.is_aborted = True
+        if stream.task is None:  # no version yet
+            self._end(stream, FinishReason.ABORTED)
+        elif stream.is_known:  # else its task aborts it as soon as vLLM knows it
+            await self._llm.abort(request_id)
+
+    async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
+        async with self._swap_order:
+            if staged.parent is not None and staged.parent != self._version:
+                raise EngineError(
+                    f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
+                )
+            check = self._check
+            if check is None:
+                check = UpdateCheck(str(self._config.get("model_type")), await self._mapped(staged))
+            updates = await asyncio.to_thread(check.checked, staged)
+            self._check = check
+            with tempfile.NamedTemporaryFile(prefix="echo2-patch-", dir=_shared_memory()) as file:
+                entries = await asyncio.to_thread(_write_patches, Path(file.name), updates)
+                stood_still_s = await self._apply(staged.version, mode, file.name, entries)
+            check.applied(updates)
+        for stream in list(self._streams.values()):
+            if stream.task is None:
+                self._begin(stream)
+        return stood_still_s
+
+    async def fingerprint(self, key: int) -> int:
+        return int(await self._rpc("echo2_fingerprint", key))
+
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        running = sum(stream.count > 0 for stream in self._streams.values())
+        since = counters.busy_since
+        return EngineStats(
+            running_sequences=running,
+            waiting_sequences=len(self._streams) - running,
+            sampled_tokens=counters.sampled_tokens,
+            decode_s=counters.busy_s + (time.monotonic() - since if since is not None else 0.0),
+            prefill_s=0.0,  # vLLM mixes prefill into decode steps
+            swap_s=counters.swap_s,
+            swap_count=counters.swap_count,
+        )
+
+    async def _mapped(self, staged: StagedVersion) -> dict[str, tuple[int, ...]]:
+        """Has the worker build its map for the tensors of the first keyframe."""
+        if staged.parent is not None:
+            raise EngineError(f"version {staged.version}: expected a keyframe first, got a change of {staged.parent}")
+        shapes = {update.name: tuple(update.shape) for update in staged.updates()}
+        await self._rpc("echo2_map", [(name, list(shape)) for name, shape in shapes.items()])
+        return shapes
+
+    async def _apply(self, version: Version, mode: SwapMode, path: str, entries: list[tuple[Any, ...]]) -> float:
+        waits = mode is SwapMode.FINISH_FIRST
+        began = time.monotonic()
+        keeps = mode is SwapMode.KEEP_KV
+        await self._llm.pause_generation(mode="wait" if waits else "keep", clear_cache=not keeps)
+        if waits:
+            began = time.monotonic()
+        try:
+            await self._rpc("echo2_apply", path, entries)
+            await self._llm.update_weight_version(str(version))
+            self._version = version
+            self._epoch += 1
+            self._counters.swap_count += 1
+        finally:
+            await self._llm.resume_generation()
+            stood_still_s = time.monotonic() - began
+            self._counters.swap_s += stood_still_s
+        return stood_still_s
+
+    async def _rpc(self, method: str, *arguments: object) -> Any:
+        """Calls the extension in vLLM's worker."""
+        (result,) = await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments)
+        if isinstance(result, str) and result.startswith("error: "):
+            raise EngineError(result.removeprefix("error: "))
+        return result
+
+    def _begin(self, stream: _Stream) -> None:
+        if self._counters.busy_since is None:
+            self._counters.busy_since = time.monotonic()
+        stream.task = asyncio.create_task(self._follow(stream))
+
+    async def _follow(self, stream: _Stream) -> None:
+        """Moves one sequence's tokens from vLLM to the outbox."""
+        request = stream.request
+        tokens = [*request.prompt_token_ids, *request.token_ids]
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"echo2-{self._epoch}"}
+        reason = FinishReason.ABORTED
+        try:
+            outputs = await self._llm.add_request(request.request_id, prompt, self._parameters(request))
+            stream.is_known = True
+            if stream.is_aborted:
+                await self._llm.abort(request.request_id)
+            is_finished = False
+            while not is_finished:
+                output = outputs.get_nowait() or await outputs.get()
+                completion, is_finished = output.outputs[0], output.finished
+                self._put(stream, completion)
+                if is_finished:
+                    reason = _REASONS.get(completion.finish_reason, FinishReason.ABORTED)
+                while self._outbox.is_full:
+                    self._room.clear()
+                    await self._room.wait()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  vLLM may raise anything; the consumer must hear of it
+            self._outbox.close(EngineError(f"request {request.request_id}: vLLM failed: {error!r}"))
+        self._end(stream, reason)
+
+    def _put(self, stream: _Stream, completion: Any) -> None:
+        versions = self._versions(stream, completion)
+        is_greedy = stream.request.sampling.temperature == 0.0
+        sampled = []
+        for token_id, logprobs, version in zip(completion.token_ids, completion.logprobs or (), versions, strict=True):
+            raw = min(logprobs[_RAW_LOGPROB_ID].logprob, 0.0)
+            logprob = 0.0 if is_greedy else min(logprobs[token_id].logprob, 0.0)
+            sampled.append(
+                SampledToken(stream.request.request_id, version, FinishReason.UNFINISHED, token_id, logprob, raw)
+            )
+        stream.count += len(sampled)
+        self._counters.sampled_tokens += len(sampled)
+        self._outbox.put(sampled)
+
+    def _versions(self, stream: _Stream, completion: Any) -> list[Version]:
+        """The version of each new token, from the labels that vLLM keeps per sequence."""
+        new = range(stream.count, stream.count + len(completion.token_ids))
+        if not new:
+            return []
+        if completion.weight_versions is not None:
+            starts = [(span.version, span.start) for span in completion.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            (internal_id,) = processor.external_req_ids[stream.request.request_id]
+            starts = processor.request_states[internal_id].weight_version_starts
+        return [Version(int([name for name, start in starts if start <= at][-1])) for at in new]
+
+    def _end(self, stream: _Stream, reason: FinishReason) -> None:
+        request_id = stream.request.request_id
+        self._streams.pop(request_id, None)
+        self._outbox.put([SampledToken(request_id, self._version or Version(0), reason)])
+        counters = self._counters
+        if not self._streams and counters.busy_since is not None:
+            counters.busy_s += time.monotonic() - counters.busy_since
+            counters.busy_since = None
+
+    def _parameters(self, request: GenerateRequest) -> Any:
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        length = len(request.prompt_token_ids) + len(request.token_ids)
+        return VllmSamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(sampling.max_new_tokens - len(request.token_ids), self._context_tokens - length),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            # A continuation draws from a stream of its own: vLLM's cannot be entered in the middle.
+            seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids)),
+            logprobs=1,  # the sampled token, and one place for its raw log-probability
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+
+def _is_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _environment(cpu_cache_gib: int) -> dict[str, str]:
+    """What vLLM should find in its environment, unless the operator set it."""
+    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if not _is_cpu():
+        return common
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return common | cpu
+
+
+def _shared_memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _write_patches(path: Path, updates: Sequence[TensorUpdate]) -> list[tuple[str, str, int, int, int]]:
+    """Raw positions and bits one after another, for the worker to map into its memory, and where each begins."""
+    entries = []
+    with path.open("wb") as file:
+        for update in updates:
+            count = -1 if update.indices is None else len(update.indices)
+            entries.append((update.name, update.dtype, file.tell(), count, len(update.bits)))
+            if update.indices is not None:
+                file.write(np.ascontiguousarray(update.indices).data)
+            file.write(np.ascontiguousarray(update.bits).data)
+    return entries
