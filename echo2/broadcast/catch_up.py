@@ -1,8 +1,7 @@
-"""Which artifacts lead to the newest version, and in which order they are handed to whoever decodes them.
+"""Which artifacts lead to the newest version: finish, skip or drop what is in flight, by the bytes still missing.
 
-Guarantees: the path costs the fewest bytes still missing; artifacts are handed out one after the other, each chunk
-once and in order, so decoding overlaps receiving. An artifact that falls off the path half-way is said to be dropped.
-Leaves to others: fetching (session), bytes (runtime).
+Guarantees: of all chains of deltas from the live version, or from a keyframe, the path returned costs the fewest
+missing bytes. Leaves to others: fetching (session), handing out (runtime/reader).
 """
 
 from __future__ import annotations
@@ -61,22 +60,3 @@ def best_path(offers: Sequence[Offer], start: Version | None) -> list[ArtifactKe
         path.append(offer.key)
         at = offer.artifact.parent
     return path[::-1]
-
-
-@dataclass(slots=True)
-class Delivery:
-    """How far the artifacts have been handed out. `version`: the newest that was handed out whole."""
-
-    version: Version | None = None
-    current: ArtifactKey | None = None
-    next_index: int = 0
-    has_begun: bool = False
-
-    def begin(self, key: ArtifactKey) -> None:
-        self.current, self.next_index, self.has_begun = key, 0, True
-
-    def finish(self, version: Version) -> None:
-        self.version, self.current, self.next_index, self.has_begun = version, None, 0, False
-
-    def abandon(self) -> None:
-        self.current, self.next_index, self.has_begun = None, 0, False

@@ -2,15 +2,17 @@
 
 Guarantees: whoever receives all chunks gets the very blocks that were published, in order. A block of any size is cut
 into chunks of at most `chunk_bytes`; a chunk never spans two blocks, so a block can be decoded once its last chunk is
-there. Leaves to others: signing (manifest), sending (session).
+there. Leaves to others: sending (session).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from echo2.base.errors import LimitExceeded, MalformedMessage
-from echo2.broadcast.manifest import CHUNK_BYTES_MAX
+from echo2.broadcast.identity import Identity
+from echo2.broadcast.manifest import CHUNK_BYTES_MAX, ArtifactKey, Chunk
 
 BLOCK_BYTES_MAX = 1 << 30
 
@@ -26,6 +28,17 @@ def cut(block: bytes, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
     view = memoryview(block)
     for start in range(0, len(block), chunk_bytes):
         yield bytes(view[start : start + chunk_bytes]), start + chunk_bytes >= len(block)
+
+
+def signed_chunks(
+    chunk_bytes: int, identity: Identity, key: ArtifactKey, first: int, block: bytes
+) -> list[tuple[Chunk, bytes]]:
+    """The chunks of one block, from index `first`, with their hashes."""
+    made: list[tuple[Chunk, bytes]] = []
+    for index, (payload, ends_block) in enumerate(cut(block, chunk_bytes), start=first):
+        chunk = Chunk.make(key, index, ends_block, payload, identity)
+        made.append((chunk, hashlib.sha256(payload).digest()))
+    return made
 
 
 class BlockAssembler:

@@ -370,6 +370,7 @@ class Session:
             self._served += 1
             peer.served_at = self._served
             peer.note(outgoing.key, outgoing.index)
+            peer.remember_sent((outgoing.key, outgoing.index), now)
             size = self.artifacts[outgoing.key].sizes.get(outgoing.index, 0)
             self._pacer.spend(size, now)
             self._tell_header(peer, outgoing.key)
@@ -406,16 +407,18 @@ class Session:
                 queue = (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]
                 while queue:
                     outgoing = queue.popleft()
-                    if self._is_still_due(peer, outgoing, is_pull=rank == 1):
+                    if self._is_still_due(peer, outgoing, is_pull=rank == 1, now=now):
                         return peer, outgoing
                     self._job_done((outgoing.key, outgoing.index), peer.peer_id)
         return None
 
-    def _is_still_due(self, peer: Peer, outgoing: Outgoing, is_pull: bool) -> bool:
+    def _is_still_due(self, peer: Peer, outgoing: Outgoing, is_pull: bool, now: float) -> bool:
         artifact = self.artifacts.get(outgoing.key)
         if artifact is None or not artifact.held >> outgoing.index & 1:
             return False
-        return is_pull or not peer.has(outgoing.key, outgoing.index)
+        if is_pull:  # a request may cross a push of the same chunk
+            return now - peer.sent.get((outgoing.key, outgoing.index), float("-inf")) > self.config.pull_after_s
+        return not peer.has(outgoing.key, outgoing.index)
 
     # ---- time
 

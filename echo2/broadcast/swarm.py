@@ -12,6 +12,7 @@ from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import RateEstimate
 
 Ref = tuple[bytes, int]
+SENT_REMEMBERED_MAX = 512
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class Peer:
     requests: dict[Ref, Request] = field(default_factory=dict)
     asked: dict[ArtifactKey, int] = field(default_factory=dict)  # ever asked for
     given: dict[ArtifactKey, int] = field(default_factory=dict)  # ever sent to us
+    sent: dict[Ref, float] = field(default_factory=dict)  # to it, lately
     replays: int = 0
     rate: RateEstimate = field(default_factory=RateEstimate)
 
@@ -76,6 +78,12 @@ class Peer:
     def note(self, key: ArtifactKey, index: int) -> None:
         self.haves[key] = self.haves.get(key, 0) | 1 << index
         self.knows.add(key)
+
+    def remember_sent(self, ref: Ref, now: float) -> None:
+        self.sent.pop(ref, None)
+        self.sent[ref] = now
+        if len(self.sent) > SENT_REMEMBERED_MAX:
+            del self.sent[next(iter(self.sent))]
 
     @property
     def queued(self) -> int:

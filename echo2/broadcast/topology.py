@@ -157,7 +157,7 @@ def predict(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: in
         delay, children = [0.0] * len(nodes), tree.children()
         for child in tree.depth_first_order():
             parent = tree.parents[child - 1]
-            hop = nodes[parent].rtt_s / 2 + nodes[child].rtt_s / 2
+            hop = (nodes[parent].rtt_s + nodes[child].rtt_s) / 4  # one way; a path has the mean RTT of its ends
             copies = len(children[parent]) if parent else 1
             delay[child] = delay[parent] + hop + min(chunk_bytes, artifact_bytes) * copies / nodes[parent].up
             latest[child] = max(latest[child], delay[child])

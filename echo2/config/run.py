@@ -70,7 +70,7 @@ class LearnerSection(Section):
     weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
     grad_clip: Annotated[Positive, Field(description="Largest global gradient norm.")] = 1.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "mc_grpo"],
+        Literal["grpo", "dr_grpo", "rloo", "mc_grpo", "vcpo", "batch_std"],
         Field(description="Baseline and scale of group advantages (docs/algorithms.md)."),
     ] = "grpo"
     objective: Annotated[
@@ -80,9 +80,9 @@ class LearnerSection(Section):
         Literal["dapo", "bnpo", "dr_grpo", "grpo"], Field(description="What the summed loss is divided by.")
     ] = "dapo"
     correction: Annotated[
-        Literal["none", "behaviour", "tis_token", "tis_sequence", "masked", "decoupled"],
+        Literal["none", "behaviour", "tis_token", "tis_sequence", "masked", "masked_sequence", "decoupled"],
         Field(description="Correction for stale samples (docs/algorithms.md says how large an S each bears)."),
-    ] = "tis_token"
+    ] = "behaviour"
     clip_low: Annotated[Positive, Field(description="Lower clip of the ratio, 1 - this.")] = 0.2
     clip_high: Annotated[Positive, Field(description="Upper clip of the ratio, 1 + this.")] = 0.28
     is_cap: Annotated[Positive, Field(description="Truncation of importance weights.")] = 2.0

@@ -1,8 +1,8 @@
 """The money meter: what each worker has cost.
 
-A machine costs its price while it is active or draining, and not gone. Guarantees: no interval is charged twice and none
-backwards; after a restart of the coordinator the gap is charged when the worker comes back within its grace, and not when
-it turns out to be gone. Leaves to others: keeping it on disk, prices (the worker declares its own).
+A machine costs its price while it is active or draining, and not gone. Guarantees: no interval is charged twice and
+none backwards; after a restart of the coordinator the gap is charged when the worker comes back within its grace, and
+not when it turns out to be gone. Leaves to others: keeping it on disk, prices (the worker declares its own).
 """
 
 from __future__ import annotations

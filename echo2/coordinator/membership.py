@@ -1,9 +1,10 @@
 """Who is in the fleet, whether it lives, and whether it works.
 
-The rule of life, one function (`liveness`): a worker whose stream stands and that was heard within `suspect_after_s` is
-alive. Without a stream, or silent for longer, it is suspect: it keeps its leases and gets no new one. It is gone, and
-its leases go to others, when it has had no stream for `suspect_after_s`, or has been silent for `gone_after_s`. After a
-restart of the coordinator all are taken as heard at that moment and have `gone_after_s` to come back.
+The rule of life, one function (`liveness`): a worker whose stream stands and that was heard within `suspect_after_s`
+is alive. Without a stream, or silent for longer, it is suspect: it keeps its leases and gets no new one. It is gone,
+and its leases go to others, when it has had no stream for `suspect_after_s`, has been silent for `gone_after_s`, or
+has said good-bye. After a restart of the coordinator all are taken as heard at that moment and have `gone_after_s`
+to come back.
 
 Who works: the operator's word (active, standby, draining, banned) goes before the planner's; `automatic` leaves it to
 the planner. Guarantees: a gone worker that returns under its identity is the same member; a banned one is refused until
@@ -61,6 +62,7 @@ class Member:
     joined_at: float
     heard_at: float
     cut_at: float | None = None
+    has_left: bool = False
     is_restored: bool = False
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     heartbeat_at: float = 0.0
@@ -111,6 +113,8 @@ class Member:
 
 def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
     """The rule of life; see the module's head."""
+    if member.has_left:
+        return Liveness.GONE
     silent_s = now - member.heard_at
     patience_s = rule.gone_after_s if member.cut_at is None or member.is_restored else rule.suspect_after_s
     absent_since = member.heard_at if member.cut_at is None else max(member.cut_at, member.heard_at)
@@ -126,8 +130,9 @@ class Change:
     """A worker's life or work changed."""
 
     member: Member
-    before: Liveness | None
+    before: Liveness
     after: Liveness
+    worked: Activation | None
     activation: Activation
 
     @property
@@ -165,7 +170,8 @@ class Membership:
             member.metered_until = now
         if member.setting is Setting.DRAINING:
             member.setting, member.setting_reason = Setting.AUTOMATIC, ""  # a new life begins with a clean slate
-        member.hello, member.heard_at, member.cut_at, member.is_restored = hello, now, None, False
+        member.hello, member.heard_at, member.cut_at = hello, now, None
+        member.is_restored = member.has_left = False
         return member
 
     def heard(self, peer_id: PeerId, heartbeat: Heartbeat | None, now: float) -> Member:
@@ -181,6 +187,11 @@ class Membership:
         if member is not None and member.cut_at is None:
             member.cut_at = now
 
+    def left(self, peer_id: PeerId, now: float) -> None:
+        """It said good-bye."""
+        member = self.members[peer_id]
+        member.has_left, member.cut_at = True, now
+
     def set(self, peer_id: PeerId, setting: Setting, reason: str, now: float) -> Member:
         """The operator's word. NotAllowed for a peer that never joined."""
         member = self.members.get(peer_id)
@@ -189,17 +200,23 @@ class Membership:
         member.setting, member.setting_reason = setting, reason
         return member
 
+    def change_of(self, member: Member, now: float) -> Change | None:
+        """What has changed with one worker since it was last asked."""
+        after, activation = liveness(member, self.rule, now), member.activation
+        if after is member.last_liveness and activation is member.last_activation:
+            return None
+        before, worked = member.last_liveness, member.last_activation
+        if activation is not worked:
+            member.activation_since = now
+        member.last_liveness, member.last_activation = after, activation
+        return Change(member, before, after, worked, activation)
+
     def changes(self, now: float) -> Iterator[Change]:
-        """What has changed since it was last asked."""
+        """What has changed with anybody since it was last asked."""
         for member in self.members.values():
-            after, activation = liveness(member, self.rule, now), member.activation
-            if after is member.last_liveness and activation is member.last_activation:
-                continue
-            before = member.last_liveness if member.last_activation is not None else None
-            if activation is not member.last_activation:
-                member.activation_since = now
-            member.last_liveness, member.last_activation = after, activation
-            yield Change(member, before, after, activation)
+            change = self.change_of(member, now)
+            if change is not None:
+                yield change
 
     def living(self) -> Iterator[Member]:
         return (member for member in self.members.values() if member.last_liveness is not Liveness.GONE)

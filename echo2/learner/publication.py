@@ -47,9 +47,14 @@ class PublicationSchedule:
         """Whether the weights after `step` optimiser steps are to be published."""
         return step - self.newest >= self.kappa
 
-    def delta_published(self, version: Version, delta_bytes: int) -> None:
+    def begin(self, version: Version) -> None:
+        """The version is on its way; the next is due kappa steps after it, however long it takes to leave."""
         assert version > self.newest, f"version {version} after {self.newest}"
         self.newest = version
+
+    def delta_published(self, version: Version, delta_bytes: int) -> None:
+        """The delta to `version` has left."""
+        assert version == self.newest, f"version {version}, begun was {self.newest}"
         self.chain_bytes += delta_bytes
         self.chain_length += 1
 

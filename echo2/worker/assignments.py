@@ -59,6 +59,8 @@ REPORT_TOKENS_MAX = 1 << 16
 """Tokens of one report; the wire allows four times as many."""
 RESEND_PAUSE_S = 0.05
 LENGTHS_MAX = 256
+VERDICT_GRACE_S = 10.0
+"""After its deadline a lease waits so long for its last verdict, counted from when the learner is there to give it."""
 MARGIN_S_MAX = 2.0
 """A lease whose deadline is so near is handed back; short leases keep nine tenths of their time."""
 
@@ -73,7 +75,7 @@ class Assignments:
     _leases: dict[LeaseId, Lease] = field(default_factory=dict)
     _demand: Demand = field(default_factory=Demand)
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTHS_MAX))
-    _learner_is_here: bool = False
+    _learner_since: float | None = None
     _coordinator_is_here: bool = False
     _is_active: bool = True
     _drain_deadline: float | None = None
@@ -127,10 +129,10 @@ class Assignments:
             case Judged(lease_id, verdicts):
                 yield from self._judged(lease_id, verdicts, now)
             case LearnerCame():
-                self._learner_is_here = True
+                self._learner_since = now
                 self._void_reports(now)
             case LearnerLost():
-                self._learner_is_here = False
+                self._learner_since = None
                 self._void_reports(now)
             case CoordinatorCame(report_interval_s):
                 self._coordinator_is_here = True
@@ -313,7 +315,7 @@ class Assignments:
         for lease in list(self._leases.values()):
             yield from self._outlook(lease, now)
         yield from self._drained(now)
-        if self._learner_is_here:
+        if self._learner_since is not None:
             yield from self._reports(now)
         if self._coordinator_is_here:
             request = self._demand.request(self.running_rollouts, self._is_willing(), now)
@@ -328,10 +330,15 @@ class Assignments:
             yield from self._ended(lease.lease_id, EndReason.FINISHED, "")
         elif lease.phase is Phase.HANDING_BACK and not lease.is_reporting and lease.is_handed_back:
             yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, lease.end_message)
-        elif now >= lease.deadline:
+        elif now >= self._verdict_deadline(lease):
             yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, "its deadline has passed")
         elif now >= lease.deadline - lease.margin_s:
             yield from self._hand_back(lease.lease_id, "its deadline is near", now)
+
+    def _verdict_deadline(self, lease: Lease) -> float:
+        if self._learner_since is None:
+            return math.inf
+        return max(lease.deadline, self._learner_since) + VERDICT_GRACE_S
 
     def _drained(self, now: float) -> Iterator[Action]:
         if self._drain_deadline is None or self._is_drained:
@@ -366,9 +373,11 @@ class Assignments:
     def _next_time(self, now: float) -> float:
         times = [math.inf]
         for lease in self._leases.values():
-            near = lease.deadline - lease.margin_s
-            times.append(near if lease.phase is not Phase.HANDING_BACK else lease.deadline)
-            if self._learner_is_here and not lease.is_reporting:
+            if lease.phase is not Phase.HANDING_BACK:
+                times.append(lease.deadline - lease.margin_s)
+            else:
+                times.append(self._verdict_deadline(lease))
+            if self._learner_since is not None and not lease.is_reporting:
                 times.append(lease.report_due)
         if self._drain_deadline is not None and not self._is_drained:
             times.append(self._drain_deadline)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 WINDOW_S = 20.0
 BUCKET_S = 0.5
 DURATIONS_MAX = 256
-BUSY_S_MIN = 0.2
+BUSY_S_MIN = 0.05
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabul
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -171,16 +171,14 @@ class PolicyModel:
                 master.copy_(tensors[name])
         self.round_to_policy()
 
-    def snapshot_bits(self) -> dict[str, np.ndarray]:
-        """The policy as published: raw bits of each tensor by its Hugging Face name, copies in host memory."""
-        bits: dict[str, np.ndarray] = {}
+    def snapshot(self) -> dict[str, Tensor]:
+        """The policy as published: each tensor by its Hugging Face name, copies in host memory."""
+        dtype = torch.bfloat16 if self.is_rounded else torch.float32
         with torch.no_grad():
-            for name, parameter in zip(self.names, self.parameters, strict=True):
-                if self.is_rounded:
-                    bits[name] = parameter.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16).copy()
-                else:
-                    bits[name] = parameter.detach().cpu().numpy().view(np.uint32).copy()
-        return bits
+            return {
+                name: parameter.detach().to(device="cpu", dtype=dtype, copy=True)
+                for name, parameter in zip(self.names, self.parameters, strict=True)
+            }
 
     @property
     def snapshot_bytes(self) -> int:
@@ -188,8 +186,23 @@ class PolicyModel:
         return elements * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
-        """The transformers config, canonically: sorted keys, no whitespace."""
-        return json.dumps(self.config.to_dict(), sort_keys=True, separators=(",", ":"), default=str).encode()
+        """The transformers config, canonically: sorted keys, no whitespace; not where it was loaded from or by what."""
+        fields = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+    def digest(self) -> str:
+        """sha256 of the config and of the table of published tensors: names, shapes, dtypes."""
+        dtype = "bfloat16" if self.is_rounded else "float32"
+        table = [[name, list(p.shape), dtype] for name, p in zip(self.names, self.parameters, strict=True)]
+        return hashlib.sha256(self.config_json() + json.dumps(sorted(table)).encode()).hexdigest()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion, by the model's generation config."""
+        ends = getattr(self.hf_model.generation_config, "eos_token_id", None)
+        ends = ends if ends is not None else getattr(self.config, "eos_token_id", None)
+        listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        return tuple(int(token) for token in listed)
 
     def _head_can_be_sliced(self) -> bool:
         """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
+from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
 from echo2.learner.loss import PolicyLossConfig
 
@@ -100,7 +101,11 @@ class LearnerOptions:
     join_link: str = ""
     chunk_bytes: int = 256 << 10
     keyframe_chain_max: int = 16
+    store_bytes: int = 8 << 30
+    uplink_limit_bytes_per_s: float = 0.0  # 0: none
+    link: LinkShape = field(default_factory=LinkShape)  # an emulated link, for trials
     drops_equal_rewards: bool = False
+    linger_s: float = 20.0  # a finished learner serves its last version this long, unless stopped
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ def test_the_newest_version_is_admissible_until_the_next_one(
     for step in range(1, 40):
         assert is_admissible(Step(step - 1), schedule.newest, bound)
         if schedule.is_due(Step(step)):
-            schedule.delta_published(Version(step), 1)
+            schedule.begin(Version(step))
 
 
 def test_a_fixed_kappa_wins_over_the_plan_and_default_is_one_less_than_the_bound() -> None:
@@ -31,6 +31,7 @@ def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes
     schedule = PublicationSchedule(PublicationConfig(4, 1, chain_max=8))
     schedule.keyframe_published(Version(0), 1000)
     for step, size in enumerate(sizes, start=1):
+        schedule.begin(Version(step))
         schedule.delta_published(Version(step), size)
         if schedule.is_keyframe_due:
             schedule.keyframe_published(Version(step), 1000)

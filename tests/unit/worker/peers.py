@@ -9,14 +9,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import torch
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict, spans_of
+from echo2.broadcast.delta import DeltaHeader, HostWeights, encode_delta, encode_keyframe
 from echo2.broadcast.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import (
     coordinator_pb2,
@@ -29,6 +34,7 @@ from echo2.wire.gen.echo2.v1 import (
 from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
 
 RUN = RunId("small-run")
+KEY = 77
 
 
 def issued(authority: RunAuthority, role: Role, coordinator_address: str) -> tls.Credentials:
@@ -227,15 +233,22 @@ class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):
 
 
 class SmallRun:
-    """`async with SmallRun() as run`. Each service can be stopped and started again at its port."""
+    """`async with SmallRun() as run`. Each service can be stopped and started again at its port.
 
-    def __init__(self) -> None:
+    With a `folder` the learner also broadcasts (`publish`).
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.node: BroadcastNode | None = None
+        self.published: HostWeights | None = None
         self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
         self.coordinator = SmallCoordinator(self.authority)
         self.learner = SmallLearner(self.authority)
         self.coordinator_address = "127.0.0.1:0"
         self.learner_address = "127.0.0.1:0"
         self.enrol_port = 0
+        self.model_config_json = b""
         self._servers: dict[str, grpc.aio.Server] = {}
 
     async def __aenter__(self) -> SmallRun:
@@ -268,6 +281,10 @@ class SmallRun:
     async def start_learner(self) -> None:
         server = tls.new_server()
         ingest_pb2_grpc.add_IngestServicer_to_server(self.learner, server)
+        if self.folder is not None:
+            self.node = BroadcastNode(self.learner_credentials, NodeOptions(self.folder / "learner"))
+            self.node.add_to_server(server)
+            await self.node.start()
         credentials = tls.server_credentials(self.learner_credentials)
         port = tls.bind_server(server, self.learner_address, credentials)
         self.learner_address = f"127.0.0.1:{port}"
@@ -275,10 +292,37 @@ class SmallRun:
         self._servers["learner"] = server
 
     async def stop(self, name: str) -> None:
+        if name == "learner" and self.node is not None:
+            await self.node.stop()
         await self._servers.pop(name).stop(0)
+
+    async def publish(self, version: int, model: torch.nn.Module) -> str:
+        """A keyframe first, then deltas, as the learner makes them; returns the fingerprint in hex."""
+        assert self.node is not None, "give the run a folder"
+        tensors = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+        target = HostWeights.from_tensors(tensors, Version(version), KEY)
+        parent = self.published
+        header = DeltaHeader(
+            target_version=Version(version),
+            parent_version=parent.version if parent else None,
+            parent_fingerprint=parent.fingerprint() if parent else None,
+            fingerprint_key=KEY,
+        )
+        frames = encode_delta(parent, target, header) if parent else encode_keyframe(target, header)
+        artifact = ArtifactId(Version(version), parent.version if parent else None)
+        await self.node.publish(
+            artifact, frames, lambda: f"{frames.fingerprint:016x}", target.total_bytes, is_pushed=parent is not None
+        )
+        self.published = target
+        return f"{target.fingerprint():016x}"
 
     @property
     def whereabouts(self) -> coordinator_pb2.LearnerWhereabouts:
         return coordinator_pb2.LearnerWhereabouts(
-            peer_id=self.learner_credentials.peer_id, address=self.learner_address, newest_version=Version(0)
+            peer_id=self.learner_credentials.peer_id,
+            address=self.learner_address,
+            model_name="tiny",
+            model_config_json=self.model_config_json,
+            model_digest="0" * 64,
+            newest_version=Version(0),
         )

@@ -448,9 +448,24 @@ def test_a_lease_near_its_deadline_is_handed_back_with_its_tokens() -> None:
     actions = made.send(d.Tick())
     assert of(d.Abort, actions) and of(d.Report, actions)
     made.sampled()
-    made.now = 10.0
+    made.now = 10.0 + machine.VERDICT_GRACE_S
     (end,) = of(d.EndLease, made.send(d.Tick()))
     assert "deadline has passed" in end.message
+
+
+def test_what_is_finished_outlives_its_lease_until_the_learner_has_said_its_word() -> None:
+    made = bench(is_learner_here=False)
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1), 10.0, False))
+    made.engine.step("l1/0", STOP, 3)
+    made.sampled()
+    made.now = 1000.0
+    assert not of(d.EndLease, made.send(d.Tick()))
+    (report,) = of(d.Report, made.send(d.LearnerCame()))
+    assert report.segments[0].is_final
+    (end,) = of(
+        d.EndLease, made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.ADMITTED, 1),)))
+    )
+    assert end.reason is d.EndReason.FINISHED
 
 
 def test_limits_of_reports_are_within_those_of_the_wire() -> None:

@@ -436,7 +436,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run_id", "unix_s", "learner_hello", "learner", "learner_is_connected", "workers", "plan", "plan_terms", "open_leases", "queued_groups", "usd_spent", "usd_per_hour", "artifact_bytes_published", "full_bytes_published", "events", "measured_utilisation", "measured_broadcast_s")
+    __slots__ = ("run_id", "unix_s", "learner_hello", "learner", "learner_is_connected", "workers", "plan", "plan_terms", "open_leases", "queued_groups", "usd_spent", "usd_per_hour", "artifact_bytes_published", "full_bytes_published", "events", "measured_utilisation", "measured_broadcast_s", "waits")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
     LEARNER_HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +454,7 @@ class RunStatus(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_UTILISATION_FIELD_NUMBER: _ClassVar[int]
     MEASURED_BROADCAST_S_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     unix_s: float
     learner_hello: LearnerHello
@@ -471,7 +472,16 @@ class RunStatus(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[Event]
     measured_utilisation: float
     measured_broadcast_s: float
-    def __init__(self, run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., learner_hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., learner: _Optional[_Union[LearnerReport, _Mapping]] = ..., learner_is_connected: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., plan_terms: _Optional[_Iterable[str]] = ..., open_leases: _Optional[int] = ..., queued_groups: _Optional[int] = ..., usd_spent: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., artifact_bytes_published: _Optional[int] = ..., full_bytes_published: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., measured_utilisation: _Optional[float] = ..., measured_broadcast_s: _Optional[float] = ...) -> None: ...
+    waits: _containers.RepeatedCompositeFieldContainer[Wait]
+    def __init__(self, run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., learner_hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., learner: _Optional[_Union[LearnerReport, _Mapping]] = ..., learner_is_connected: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., plan_terms: _Optional[_Iterable[str]] = ..., open_leases: _Optional[int] = ..., queued_groups: _Optional[int] = ..., usd_spent: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., artifact_bytes_published: _Optional[int] = ..., full_bytes_published: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., measured_utilisation: _Optional[float] = ..., measured_broadcast_s: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ...) -> None: ...
+
+class Wait(_message.Message):
+    __slots__ = ("what", "since_unix_s")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    since_unix_s: float
+    def __init__(self, what: _Optional[str] = ..., since_unix_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("peer_id", "name", "state", "activation", "hello", "heartbeat", "heartbeat_age_s", "leases", "usd_spent")

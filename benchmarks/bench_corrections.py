@@ -1,0 +1,310 @@
+"""How much staleness each correction bears: reward after training when every rollout is exactly S steps old.
+
+One process stands in for the whole system: a model of about 108,000 parameters learns to sort five digits from a start
+that knows the format only, sampling from a copy of itself that is S optimiser steps behind. Weights are bf16 values for
+sampling and training, masters float32, as in a real run. The learning rate is a thousand times that of a large model,
+so staleness bites early: read the table for the order of the methods, not for the S that a large model bears.
+
+    python -m benchmarks.bench_corrections            # 8 methods, S = 0 2 4 8 16, 3 seeds: about an hour on two cores
+    python -m benchmarks.bench_corrections --quick    # 3 methods, S = 0 4, 1 seed: about two minutes
+
+Finished runs are kept in results/corrections_runs.json, so that an interrupted benchmark goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import statistics
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from echo2.base.rng import derived_rng, derived_seed
+from echo2.learner.advantage import ADVANTAGES, group_advantages, minimum_variance_weights
+from echo2.learner.correction import (
+    Correction,
+    CorrectionConfig,
+    Segments,
+    learning_rate_scale,
+    score_norm_sq_proxy,
+)
+from echo2.learner.loss import BatchTotals, Objective, PackedTokens, PolicyLossConfig, loss_metrics, policy_loss
+from echo2.tasks.sort_digits import ALPHABET, SortDigits, format_only_target
+from echo2.tasks.split import TaskSplit
+
+RESULTS = Path(__file__).parent / "results"
+FIGURE = Path(__file__).parents[1] / "docs" / "corrections.svg"
+END = len(ALPHABET)
+TASK = SortDigits(5)
+PROMPT_TOKENS, COMPLETION_TOKENS = 6, 7
+PROMPTS, ROLLOUTS = 24, 8
+HELD_OUT = 256
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One line of the table."""
+
+    correction: Correction
+    advantage: str = "grpo"
+    objective: Objective = Objective.TOKEN_CLIP
+    scales_learning_rate: bool = False
+
+
+METHODS: Mapping[str, Method] = {
+    "none": Method(Correction.NONE),
+    "behaviour": Method(Correction.BEHAVIOUR_RATIO),
+    "tis_token": Method(Correction.TIS_TOKEN),
+    "tis_sequence": Method(Correction.TIS_SEQUENCE),
+    "masked": Method(Correction.MASKED),
+    "decoupled": Method(Correction.DECOUPLED),
+    "gspo": Method(Correction.BEHAVIOUR_RATIO, objective=Objective.GSPO),
+    "vcpo": Method(Correction.TIS_SEQUENCE, advantage="vcpo", scales_learning_rate=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run: a method at a staleness with a seed."""
+
+    method: str
+    staleness: int
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.method} S={self.staleness} seed={self.seed} steps={self.steps}"
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """B rollouts of equal prompt length: all tokens, and of the completions log-probabilities and mask."""
+
+    tokens_BL: Tensor
+    logprobs_BC: Tensor
+    mask_BC: Tensor
+
+
+def tiny_model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(derived_seed(seed, "model"))
+    config = Qwen3Config(
+        vocab_size=END + 1, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def encoded(text: str) -> list[int]:
+    return [ALPHABET.index(letter) for letter in text]
+
+
+def warm_up(model: PreTrainedModel, rng: random.Random) -> None:
+    """Teaches the format: the prompt's digits in any order, then the end."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    for _ in range(120):
+        instances = [TASK.sample(rng.randrange(TASK.size)) for _ in range(64)]
+        rows = [[*encoded(str(i.prompt) + format_only_target(i, rng)), END] for i in instances]
+        tokens_BL = torch.tensor(rows)
+        logits_BCV = model(input_ids=tokens_BL, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits_BCV.flatten(0, 1), tokens_BL[:, PROMPT_TOKENS:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+
+@torch.no_grad()
+def sampled(model: PreTrainedModel, prompts_BP: Tensor, generator: torch.Generator) -> Samples:
+    tokens_BL, ended_B = prompts_BP, torch.zeros(len(prompts_BP), dtype=torch.bool)
+    logprobs, mask = [], []
+    for _ in range(COMPLETION_TOKENS):
+        logprobs_BV = model(input_ids=tokens_BL, use_cache=False, logits_to_keep=1).logits[:, -1].log_softmax(-1)
+        chosen_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
+        logprobs.append(logprobs_BV.gather(1, chosen_B1)[:, 0])
+        mask.append(~ended_B)
+        ended_B = ended_B | (chosen_B1[:, 0] == END)
+        tokens_BL = torch.cat([tokens_BL, chosen_B1], 1)
+    return Samples(tokens_BL, torch.stack(logprobs, 1), torch.stack(mask, 1))
+
+
+def rewards_of(samples: Samples, indices: Iterable[int]) -> list[float]:
+    rewards = []
+    for index, row, kept in zip(indices, samples.tokens_BL.tolist(), samples.mask_BC.tolist(), strict=True):
+        tokens = [token for token, is_kept in zip(row[PROMPT_TOKENS:], kept, strict=True) if is_kept]
+        # A completion that did not end is one character too long to be right.
+        text = "".join("." if token == END else ALPHABET[token] for token in tokens)
+        rewards.append(TASK.score(TASK.sample(index), text.removesuffix(".")).value)
+    return rewards
+
+
+class Learner:
+    """Policy in bf16 values, masters in float32, one optimiser step a batch."""
+
+    def __init__(self, trial: Trial):
+        self.method = METHODS[trial.method]
+        self.model = tiny_model(trial.seed)
+        warm_up(self.model, derived_rng(trial.seed, "warm-up"))
+        self.masters = [p.detach().clone() for p in self.model.parameters()]
+        self.optimiser = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+        self.config = PolicyLossConfig(
+            objective=self.method.objective, correction=CorrectionConfig(self.method.correction)
+        )
+        self._round()
+
+    def step(self, samples: Samples, rewards: list[float]) -> None:
+        logits_BCV = self.model(input_ids=samples.tokens_BL, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
+        chosen_BC1 = samples.tokens_BL[:, PROMPT_TOKENS:, None]
+        logprobs_T = logits_BCV.log_softmax(-1).gather(2, chosen_BC1).flatten()
+        mask_T, behaviour_T = samples.mask_BC.flatten(), samples.logprobs_BC.flatten()
+        count = len(rewards)
+        sequence_T = torch.arange(count).repeat_interleave(COMPLETION_TOKENS)
+        segments = Segments(sequence_T, mask_T, count)
+        weight_R = minimum_variance_weights(
+            segments.sum_R(logprobs_T.detach() - behaviour_T), score_norm_sq_proxy(logprobs_T, segments)
+        )
+        group_R = torch.arange(count) // ROLLOUTS
+        advantages = group_advantages(torch.tensor(rewards), group_R, ADVANTAGES[self.method.advantage], weight_R)
+        tokens = PackedTokens(logprobs_T, behaviour_T, advantages.values_R, sequence_T, mask_T)
+        loss = policy_loss(tokens, self.config, BatchTotals(int(mask_T.sum()), count, COMPLETION_TOKENS))
+        for master, gradient in zip(
+            self.masters, torch.autograd.grad(loss.loss, list(self.model.parameters())), strict=True
+        ):
+            master.grad = gradient
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        fraction = loss_metrics(loss.sums_M, float(loss.ratio_max)).rollout_ratio_ess
+        scale = learning_rate_scale(fraction) if self.method.scales_learning_rate else 1.0
+        self.optimiser.param_groups[0]["lr"] = LEARNING_RATE * scale
+        self.optimiser.step()
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            parameter.copy_(master.bfloat16())
+
+
+def run(trial: Trial) -> float:
+    """Held-out reward at temperature 1 after training."""
+    torch.set_num_threads(1)
+    learner = Learner(trial)
+    generator = torch.Generator().manual_seed(derived_seed(trial.seed, "sampling"))
+    split = TaskSplit(TASK.size, HELD_OUT, trial.seed)
+    behind = copy.deepcopy(learner.model)
+    kept = {0: copy.deepcopy(learner.model.state_dict())}
+    for step in range(trial.steps):
+        behind.load_state_dict(kept[max(0, step - trial.staleness)])
+        indices = [split.train_index(step * PROMPTS + place) for place in range(PROMPTS) for _ in range(ROLLOUTS)]
+        samples = sampled(behind, prompts_of(indices), generator)
+        learner.step(samples, rewards_of(samples, indices))
+        kept[step + 1] = copy.deepcopy(learner.model.state_dict())
+        kept.pop(step - trial.staleness, None)
+    held_out = [split.held_out_index(position) for position in range(HELD_OUT)]
+    return statistics.fmean(rewards_of(sampled(learner.model, prompts_of(held_out), generator), held_out))
+
+
+def prompts_of(indices: Iterable[int]) -> Tensor:
+    return torch.tensor([encoded(str(TASK.sample(index).prompt)) for index in indices])
+
+
+def run_all(trials: list[Trial], processes: int) -> dict[str, float]:
+    """Rewards by trial; each is written down as soon as it is known."""
+    store = RESULTS / "corrections_runs.json"
+    done: dict[str, float] = json.loads(store.read_text()) if store.exists() else {}
+    RESULTS.mkdir(exist_ok=True)
+    waiting = [trial for trial in trials if trial.key not in done]
+    with ProcessPoolExecutor(processes) as pool:
+        for trial, reward in zip(waiting, pool.map(run, waiting), strict=True):
+            done[trial.key] = reward
+            store.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n")
+            print(f"{trial.key}: {reward:.3f}", flush=True)
+    return {trial.key: done[trial.key] for trial in trials}
+
+
+def rows_of(trials: list[Trial], rewards: Mapping[str, float]) -> list[dict[str, object]]:
+    found: dict[tuple[str, int], list[float]] = {}
+    for trial in trials:
+        found.setdefault((trial.method, trial.staleness), []).append(rewards[trial.key])
+    return [
+        {
+            "name": f"reward {method} S={staleness}",
+            "value": round(statistics.fmean(values), 4),
+            "lowest": round(min(values), 4),
+            "highest": round(max(values), 4),
+            "unit": "reward",
+            "target": None,
+            "better": "higher",
+        }
+        for (method, staleness), values in found.items()
+    ]
+
+
+def print_table(rows: list[dict[str, object]], methods: list[str], bounds: list[int]) -> None:
+    cell = {str(row["name"]): row for row in rows}
+    print("\n| method | " + " | ".join(f"S={s}" for s in bounds) + " |")
+    print("|---|" + "---|" * len(bounds))
+    for method in methods:
+        cells = [cell[f"reward {method} S={s}"] for s in bounds]
+        print(
+            f"| {method} | "
+            + " | ".join(f"{c['value']:.2f} ({c['lowest']:.2f}-{c['highest']:.2f})" for c in cells)
+            + " |"
+        )
+
+
+def plot(rows: list[dict[str, object]], methods: list[str], bounds: list[int]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    cell = {str(row["name"]): row for row in rows}
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for method in methods:
+        cells = [cell[f"reward {method} S={s}"] for s in bounds]
+        axes.plot(range(len(bounds)), [c["value"] for c in cells], marker="o", label=method)
+        axes.fill_between(range(len(bounds)), [c["lowest"] for c in cells], [c["highest"] for c in cells], alpha=0.12)
+    axes.set_xticks(range(len(bounds)), [str(s) for s in bounds])
+    axes.set_xlabel("age of every rollout, in optimiser steps")
+    axes.set_ylabel("held-out reward after training")
+    axes.set_ylim(0, 1)
+    axes.legend(ncols=2, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(FIGURE, metadata={"Date": None})
+    print(f"plot: {FIGURE}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 2, 4, 8, 16])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="a trial: no results file, no plot")
+    options = parser.parse_args()
+    if options.quick:
+        options.methods, options.staleness, options.seeds = ["none", "behaviour", "tis_token"], [0, 4], 1
+    trials = [
+        Trial(method, staleness, seed, options.steps)
+        for seed in range(options.seeds)
+        for staleness in options.staleness
+        for method in options.methods
+    ]
+    rows = rows_of(trials, run_all(trials, options.processes))
+    print_table(rows, options.methods, options.staleness)
+    if not options.quick:
+        (RESULTS / "corrections.json").write_text(json.dumps(rows, indent=1) + "\n")
+        plot(rows, options.methods, options.staleness)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Artifacts on disk: one file each, records appended as they come, so chunks survive a restart.
+
+Guarantees: what `load` returns was written whole (a torn tail is cut off); nothing is kept beyond `bytes_max`;
+DiskFull names the folder. What is read back is checked again by the caller: a disk is not trusted more than a peer.
+Leaves to others: which artifacts to drop (node).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo2.base.errors import DiskFull, LimitExceeded
+from echo2.broadcast.manifest import ArtifactKey
+
+_LENGTH = struct.Struct(">I")
+RECORD_BYTES_MAX = 8 << 20
+
+
+@dataclass(slots=True)
+class LeftRecords:
+    """What a file of an earlier run holds that is worth keeping."""
+
+    header: bytes = b""
+    seal: bytes = b""
+    chunks: dict[int, tuple[int, int]] = field(default_factory=dict)  # index -> offset, length
+    end: int = 0
+
+
+@dataclass(slots=True)
+class _File:
+    path: Path
+    handle: int
+    end: int
+    chunks: dict[int, tuple[int, int]] = field(default_factory=dict)  # index -> offset, length
+    header: bytes = b""
+    seal: bytes = b""
+
+
+class ChunkStore:
+    """Frames of artifacts by key."""
+
+    def __init__(self, folder: Path, bytes_max: int) -> None:
+        self.folder = folder
+        self.bytes_max = bytes_max
+        self.used_bytes = 0
+        self._files: dict[ArtifactKey, _File] = {}
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def left_files(self) -> list[Path]:
+        """Files that an earlier run left, oldest first."""
+        return sorted(self.folder.glob("*.artifact"), key=lambda path: path.stat().st_mtime)
+
+    def adopt(self, key: ArtifactKey, path: Path, records: LeftRecords) -> None:
+        """Goes on with a file whose records were read with `read_records` and found good."""
+        handle = os.open(path, os.O_RDWR)
+        os.ftruncate(handle, records.end)
+        self._files[key] = _File(path, handle, records.end, records.chunks, records.header, records.seal)
+        self.used_bytes += records.end
+
+    def create(self, key: ArtifactKey, header: bytes) -> None:
+        """Begins an artifact; what a file of that name held is lost."""
+        if key in self._files:
+            return
+        path = self.folder / f"{key.hex()}.artifact"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError as error:
+            raise _disk_error(error, self.folder) from None
+        self._files[key] = _File(path, handle, 0, header=header)
+        self._append(key, header)
+
+    def put_chunk(self, key: ArtifactKey, index: int, frame: bytes) -> None:
+        offset = self._append(key, frame)
+        self._files[key].chunks[index] = (offset, len(frame))
+
+    def put_seal(self, key: ArtifactKey, seal: bytes) -> None:
+        self._append(key, seal)
+        self._files[key].seal = seal
+
+    def _append(self, key: ArtifactKey, frame: bytes) -> int:
+        file = self._files[key]
+        size = _LENGTH.size + len(frame)
+        if self.used_bytes + size > self.bytes_max:
+            raise LimitExceeded(f"{self.folder}: expected at most {self.bytes_max} bytes of chunks, got more")
+        try:
+            written = os.pwritev(file.handle, [_LENGTH.pack(len(frame)), frame], file.end)
+        except OSError as error:
+            raise _disk_error(error, self.folder) from None
+        if written != size:
+            raise DiskFull(f"{self.folder}: expected room for {size} bytes, wrote {written}")
+        offset = file.end + _LENGTH.size
+        file.end += size
+        self.used_bytes += size
+        return offset
+
+    def chunk(self, key: ArtifactKey, index: int) -> bytes | None:
+        """The frame of a chunk; None when it is not here."""
+        file = self._files.get(key)
+        place = file.chunks.get(index) if file is not None else None
+        if file is None or place is None:
+            return None
+        offset, length = place
+        frame = os.pread(file.handle, length, offset)
+        return frame if len(frame) == length else None
+
+    def drop(self, key: ArtifactKey) -> None:
+        file = self._files.pop(key, None)
+        if file is None:
+            return
+        os.close(file.handle)
+        with contextlib.suppress(OSError):
+            file.path.unlink(missing_ok=True)
+        self.used_bytes -= file.end
+
+    def close(self) -> None:
+        """Closes the files; they stay on disk."""
+        for file in self._files.values():
+            os.close(file.handle)
+        self._files.clear()
+
+
+def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, frame) of each record that was written whole."""
+    with path.open("rb") as file:
+        offset = _LENGTH.size
+        while len(prefix := file.read(_LENGTH.size)) == _LENGTH.size:
+            length = _LENGTH.unpack(prefix)[0]
+            if length > RECORD_BYTES_MAX:
+                return
+            frame = file.read(length)
+            if len(frame) != length:
+                return
+            yield offset, frame
+            offset += length + _LENGTH.size
+
+
+def _disk_error(error: OSError, folder: Path) -> DiskFull:
+    what = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (error.strerror or str(error))
+    return DiskFull(f"{folder}: expected to keep chunks there, got: {what}")

@@ -1,0 +1,91 @@
+"""Whom to dial, when, and which of two connections to the same peer stays. Pure rules; the node acts on them.
+
+Of two nodes that can both be dialled, the one with the lower peer ID dials; the other only after GRACE_S. A node that
+cannot be dialled dials everyone. When both dialled, the connection of the lower peer ID stays; a newer connection by
+the same side replaces the older one (its process was restarted).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.topology import BroadcastPlan
+
+GRACE_S = 3.0
+BACKOFF_MAX_S = 8.0
+STANDBY_NEIGHBOURS = 4
+
+
+@dataclass(slots=True)
+class Target:
+    """A peer that we want a connection to."""
+
+    peer_id: PeerId
+    addresses: tuple[str, ...]
+    wanted_since: float
+    next_try: float
+    failures: int = 0
+    last_error: str = ""
+
+
+@dataclass(slots=True)
+class Dialling:
+    me: PeerId
+    publisher: tuple[PeerId, str] | None = None
+    plan: BroadcastPlan | None = None
+    targets: dict[PeerId, Target] = field(default_factory=dict)
+
+    def refresh(self, now: float) -> None:
+        """Brings the targets in line with the plan and the publisher."""
+        wanted: dict[PeerId, tuple[str, ...]] = {}
+        if self.plan is not None:
+            by_id = {node.peer_id: node for node in self.plan.nodes}
+            neighbours = self.plan.neighbours(self.me) or self._standby_neighbours()
+            wanted = {peer: by_id[peer].addresses for peer in neighbours}
+        if self.publisher is not None and self.publisher[0] != self.me:
+            peer, address = self.publisher
+            wanted[peer] = tuple(dict.fromkeys((*([address] if address else []), *wanted.get(peer, ()))))
+        for peer in set(self.targets) - set(wanted):
+            del self.targets[peer]
+        for peer, addresses in wanted.items():
+            target = self.targets.get(peer)
+            if target is None or target.addresses != addresses:
+                self.targets[peer] = Target(peer, addresses, now, now)
+
+    def _standby_neighbours(self) -> tuple[PeerId, ...]:
+        """Not in the plan: a few nodes to pull from, spread by our own peer ID."""
+        assert self.plan is not None
+        able = [node.peer_id for node in self.plan.nodes[1:] if node.addresses and node.peer_id != self.me]
+        start = sum(self.me.encode()) % len(able) if able else 0
+        return tuple((able[start:] + able[:start])[:STANDBY_NEIGHBOURS])
+
+    def _dials_first(self, target: Target) -> bool:
+        mine = self.plan.index_of(self.me) if self.plan is not None else None
+        if self.plan is None or mine is None or not self.plan.nodes[mine].addresses:
+            return True
+        is_planned = self.plan.index_of(target.peer_id) is not None
+        return not is_planned or self.me < target.peer_id
+
+    def due(self, connected: set[PeerId], now: float) -> list[tuple[Target, str]]:
+        """Whom to dial now, and at which of its addresses."""
+        found = []
+        for target in self.targets.values():
+            if target.peer_id in connected:
+                target.wanted_since = now
+                continue
+            is_ours = self._dials_first(target) or now - target.wanted_since >= GRACE_S
+            if target.addresses and is_ours and now >= target.next_try:
+                found.append((target, target.addresses[target.failures % len(target.addresses)]))
+        return found
+
+    def failed(self, target: Target, error: str, now: float) -> None:
+        target.failures += 1
+        target.last_error = error
+        target.next_try = now + min(BACKOFF_MAX_S, 0.25 * 2 ** min(target.failures, 10))
+
+    def replaces(self, peer: PeerId, new_is_outgoing: bool, old_is_outgoing: bool) -> bool:
+        """Whether a new connection to `peer` takes the place of the old one."""
+        if new_is_outgoing == old_is_outgoing:
+            return True
+        return new_is_outgoing == (self.me < peer)

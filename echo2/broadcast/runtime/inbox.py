@@ -1,0 +1,132 @@
+"""Frames of peers -> checked events. Whatever a peer sends that is not what the publisher signed raises here.
+
+Guarantees: a chunk enters the library only after its signature held; a header only from the trusted publisher. While
+no publisher is known yet, headers wait, HELD_HEADERS_MAX of them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from echo2.base.errors import IntegrityError, MalformedMessage, ResourceError, VersionMismatch
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import (
+    CancelSeen,
+    ChunkSeen,
+    Event,
+    Forgotten,
+    HaveSeen,
+    HeaderSeen,
+    RelayAckSeen,
+    RequestSeen,
+    SealSeen,
+)
+from echo2.broadcast.manifest import Header
+from echo2.broadcast.runtime.library import Library
+from echo2.broadcast.runtime.meter import Meter
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.wire import broadcast as wire
+from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
+
+log = logging.getLogger("echo2.broadcast")
+HELD_HEADERS_MAX = 128
+
+
+class Inbox:
+    def __init__(self, library: Library, meter: Meter) -> None:
+        self.publisher: PeerId | None = None
+        self._library = library
+        self._meter = meter
+        self._held: list[tuple[PeerId, Header]] = []
+
+    def check_hello(self, peer: PeerId, frame: bytes) -> None:
+        """The first frame of a connection."""
+        message = wire.parse(frame, f"peer {peer}")
+        if message.WhichOneof("kind") != "hello":
+            raise MalformedMessage(f"peer {peer}: expected a hello first, got {message.WhichOneof('kind')}")
+        if message.hello.protocol_version != PROTOCOL_VERSION or message.hello.run_id != self._library.run_id:
+            raise VersionMismatch(
+                f"peer {peer}: expected protocol {PROTOCOL_VERSION} of run {self._library.run_id}, got "
+                f"protocol {message.hello.protocol_version} of run {message.hello.run_id}"
+            )
+
+    def take_held_headers(self) -> list[tuple[PeerId, Header]]:
+        held, self._held = self._held, []
+        return held
+
+    def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:
+        """What a frame means; EchoError when the peer must not be believed any more."""
+        message = wire.parse(frame, f"peer {peer}")
+        match message.WhichOneof("kind"):
+            case "chunk":
+                return self._chunk(peer, message, len(frame))
+            case "header":
+                return self.header(peer, wire.header_from(message.header))
+            case "seal":
+                return self._seal(peer, message.seal)
+            case "have":
+                return [HaveSeen(peer, *wire.have_from(message.have))]
+            case "request":
+                return [RequestSeen(peer, *wire.indices_from(message.request))]
+            case "cancel":
+                return [CancelSeen(peer, *wire.indices_from(message.cancel))]
+            case "relay_ack":
+                return [RelayAckSeen(peer, *wire.relay_ack_from(message.relay_ack))]
+            case kind:
+                raise MalformedMessage(f"peer {peer}: expected one hello at the start, got {kind} again")
+
+    def header(self, peer: PeerId, header: Header) -> list[Event]:
+        key = header.key
+        if key in self._library.entries:
+            return [HeaderSeen(peer, key, is_wanted=False)]
+        if self.publisher is None:
+            if len(self._held) < HELD_HEADERS_MAX:
+                self._held.append((peer, header))
+            return []
+        if header.publisher != self.publisher or header.run_id != self._library.run_id:
+            log.debug("peer %s: header of %s by %s, not our publisher", peer, header.artifact, header.publisher)
+            return []
+        header.verify()
+        if any(
+            entry.header.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
+            for entry in self._library.entries.values()
+        ):
+            return []  # a newer publication of the same version is here
+        dropped = self._library.add_header(header)
+        return [*(Forgotten(old) for old in dropped), HeaderSeen(peer, key, is_wanted=False)]
+
+    def _chunk(self, peer: PeerId, message: pb.PeerMessage, frame_bytes: int) -> list[Event]:
+        chunk = wire.chunk_from(message.chunk)
+        entry = self._library.entries.get(chunk.key)
+        if entry is None:
+            return []
+        self._meter.received(entry.header.artifact, frame_bytes)
+        events: list[Event] = []
+        if chunk.index not in entry.digests:
+            digest = chunk.verify(entry.header.publisher)
+            try:
+                events += (Forgotten(old) for old in self._library.add_chunk(chunk, digest))
+            except ResourceError as error:
+                log.error("chunk %d of %s not kept: %s", chunk.index, entry.header.artifact, error)
+                return []
+            except IntegrityError as error:
+                log.error("%s", error)
+                self._library.drop(chunk.key)
+                return [Forgotten(chunk.key)]
+        events.append(ChunkSeen(peer, chunk.key, chunk.index, len(chunk.payload), wire.route_of(message)))
+        return events
+
+    def _seal(self, peer: PeerId, message: pb.ArtifactSeal) -> list[Event]:
+        seal = wire.seal_from(message)
+        entry = self._library.entries.get(seal.key)
+        if entry is None:
+            return []
+        if entry.seal is None:
+            seal.verify(entry.header.publisher)
+            try:
+                self._library.add_seal(seal.key, seal)
+            except IntegrityError as error:
+                log.error("%s", error)
+                self._library.drop(seal.key)
+                return [Forgotten(seal.key)]
+        return [SealSeen(peer, seal.key, seal.chunk_count)]

@@ -1,0 +1,252 @@
+"""The artifacts that a node holds: checked headers, chunks and seals, their bytes on disk, and what to keep.
+
+Guarantees: nothing enters unverified; an artifact counts as complete only when its chunks hash to the seal's root;
+disk and memory stay within their limits. When the disk is full, chunks of the newest artifacts stay in memory up to
+`memory_bytes_max` and the trouble is told once. Leaves to others: who fetches and who decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo2.base.errors import (
+    CorruptChunk,
+    EchoError,
+    IntegrityError,
+    LimitExceeded,
+    MalformedMessage,
+    ProtocolError,
+    ResourceError,
+)
+from echo2.base.ids import RunId, Version
+from echo2.broadcast.catch_up import Offer, best_path
+from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
+from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords, read_records
+from echo2.wire import broadcast as wire
+
+log = logging.getLogger("echo2.broadcast")
+UNSEALED_DELTA_SHARE = 0.05  # of a snapshot: the guess for a delta whose size is not known yet
+
+
+@dataclass(slots=True)
+class Entry:
+    """One artifact here."""
+
+    header: Header
+    seal: Seal | None = None
+    digests: dict[int, bytes] = field(default_factory=dict)
+    held_bytes: int = 0
+    memory: dict[int, bytes] = field(default_factory=dict)
+    is_on_disk: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        return self.seal is not None and len(self.digests) == self.seal.chunk_count
+
+    @property
+    def missing_bytes(self) -> float:
+        if self.seal is not None:
+            return max(0, self.seal.total_bytes - self.held_bytes)
+        guess = self.header.full_snapshot_bytes * (1.0 if self.header.artifact.is_keyframe else UNSEALED_DELTA_SHARE)
+        return max(1.0, guess - self.held_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryLimits:
+    artifacts_max: int = 96
+    memory_bytes_max: int = 256 << 20
+
+
+class Library:
+    def __init__(self, store: ChunkStore, run_id: RunId, limits: LibraryLimits) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.limits = limits
+        self.entries: dict[ArtifactKey, Entry] = {}
+        self.trouble = ""
+        self._memory_bytes = 0
+
+    # ---- from an earlier run
+
+    def restore(self) -> Iterator[ArtifactKey]:
+        """Takes over what an earlier run left, each record checked again; files that are not sound are removed."""
+        for path in self.store.left_files():
+            try:
+                key = self._restore_file(path)
+            except (EchoError, OSError) as error:
+                log.warning("chunk file %s dropped: %s", path, error)
+                path.unlink(missing_ok=True)
+            else:
+                yield key
+
+    def _restore_file(self, path: Path) -> ArtifactKey:
+        records = LeftRecords()
+        entry: Entry | None = None
+        for offset, frame in read_records(path):
+            message = wire.parse(frame, str(path))
+            match message.WhichOneof("kind"):
+                case "header":
+                    entry = Entry(wire.header_from(message.header))
+                    entry.header.verify()
+                    records.header = frame
+                case "chunk" if entry is not None:
+                    chunk = wire.chunk_from(message.chunk)
+                    entry.digests[chunk.index] = chunk.verify(entry.header.publisher)
+                    entry.held_bytes += len(chunk.payload)
+                    records.chunks[chunk.index] = (offset, len(frame))
+                case "seal" if entry is not None:
+                    entry.seal = wire.seal_from(message.seal)
+                    entry.seal.verify(entry.header.publisher)
+                    records.seal = frame
+                case kind:
+                    raise MalformedMessage(f"{path}: expected a header, then chunks and a seal, got {kind}")
+            records.end = offset + len(frame)
+        if entry is None or entry.header.run_id != self.run_id:
+            raise ProtocolError(f"{path}: expected an artifact of run {self.run_id}, got none")
+        key = entry.header.key
+        self.entries[key] = entry
+        self.store.adopt(key, path, records)
+        return key
+
+    # ---- taking in
+
+    def add_header(self, header: Header) -> list[ArtifactKey]:
+        """Enters a verified header; returns the artifacts dropped for it."""
+        dropped = [
+            key for key, entry in self.entries.items()
+            if entry.header.artifact == header.artifact and not entry.is_complete
+            and entry.header.published_unix_s <= header.published_unix_s
+        ]  # fmt: skip
+        for key in dropped:
+            self.drop(key)
+        while len(self.entries) >= self.limits.artifacts_max and (victim := self._victim(header.key)) is not None:
+            self.drop(victim)
+            dropped.append(victim)
+        entry = Entry(header)
+        self.entries[header.key] = entry
+        try:
+            self.store.create(header.key, wire.header_to_bytes(header))
+        except ResourceError as error:
+            entry.is_on_disk = False
+            self._in_trouble(error)
+        return dropped
+
+    def add_chunk(self, chunk: Chunk, digest: bytes) -> list[ArtifactKey]:
+        """Keeps a verified chunk; returns the artifacts dropped to make room. ResourceError when there is none."""
+        entry = self.entries[chunk.key]
+        frame = wire.chunk_to_bytes(chunk)
+        dropped: list[ArtifactKey] = []
+        while entry.is_on_disk:
+            try:
+                self.store.put_chunk(chunk.key, chunk.index, frame)
+                break
+            except ResourceError as error:
+                victim = self._victim(chunk.key)
+                if victim is None:
+                    self._keep_in_memory(entry, chunk.index, frame, error)
+                    break
+                self.drop(victim)
+                dropped.append(victim)
+        else:
+            self._keep_in_memory(entry, chunk.index, frame, LimitExceeded("no file for this artifact"))
+        entry.digests[chunk.index] = digest
+        entry.held_bytes += len(chunk.payload)
+        self._check_root(entry)
+        return dropped
+
+    def add_seal(self, key: ArtifactKey, seal: Seal) -> None:
+        entry = self.entries[key]
+        entry.seal = seal
+        try:
+            if entry.is_on_disk:
+                self.store.put_seal(key, wire.seal_to_bytes(seal))
+        except ResourceError as error:
+            self._in_trouble(error)
+        self._check_root(entry)
+
+    def _check_root(self, entry: Entry) -> None:
+        if not entry.is_complete:
+            return
+        assert entry.seal is not None
+        root = root_of(entry.digests[index] for index in sorted(entry.digests))
+        if root != entry.seal.root_sha256 or entry.held_bytes != entry.seal.total_bytes:
+            raise IntegrityError(
+                f"{entry.header.artifact}: expected chunks with root {entry.seal.root_sha256.hex()[:16]} and "
+                f"{entry.seal.total_bytes} bytes, got {root.hex()[:16]} and {entry.held_bytes}; its publisher erred"
+            )
+
+    def _keep_in_memory(self, entry: Entry, index: int, frame: bytes, error: ResourceError) -> None:
+        if self._memory_bytes + len(frame) > self.limits.memory_bytes_max:
+            raise error
+        self._in_trouble(error)
+        entry.memory[index] = frame
+        self._memory_bytes += len(frame)
+
+    def _in_trouble(self, error: ResourceError) -> None:
+        if not self.trouble:
+            log.error("chunks are kept in memory, up to %d bytes: %s", self.limits.memory_bytes_max, error)
+        self.trouble = str(error)
+
+    def _victim(self, spared: ArtifactKey) -> ArtifactKey | None:
+        """The oldest artifact that the newest version can do without."""
+        needed = set(best_path(self.offers(), None)) | {spared}
+        free = [key for key in self.entries if key not in needed]
+        return min(free, key=lambda key: self.entries[key].header.published_unix_s, default=None)
+
+    # ---- giving out
+
+    def frame(self, key: ArtifactKey, index: int) -> bytes | None:
+        """A chunk as it goes over the wire."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        return entry.memory.get(index) or self.store.chunk(key, index)
+
+    def chunk(self, key: ArtifactKey, index: int) -> Chunk:
+        """A chunk read back for decoding; CorruptChunk when the disk changed it."""
+        frame, entry = self.frame(key, index), self.entries[key]
+        if frame is None:
+            raise CorruptChunk(
+                f"chunk {index} of {entry.header.artifact}: expected it in {self.store.folder}, got none"
+            )
+        try:
+            chunk = wire.chunk_from(wire.parse(frame, str(self.store.folder)).chunk)
+        except ProtocolError as error:
+            raise CorruptChunk(f"chunk {index} of {entry.header.artifact} in {self.store.folder}: {error}") from None
+        digest = hashlib.sha256(chunk.payload).digest()
+        if (chunk.key, chunk.index, digest) != (key, index, entry.digests[index]):
+            raise CorruptChunk(
+                f"chunk {index} of {entry.header.artifact} in {self.store.folder}: expected sha256 "
+                f"{entry.digests[index].hex()[:16]}, got {digest.hex()[:16]}"
+            )
+        return chunk
+
+    def header_frame(self, key: ArtifactKey) -> bytes | None:
+        entry = self.entries.get(key)
+        return wire.header_to_bytes(entry.header) if entry is not None else None
+
+    def seal_frame(self, key: ArtifactKey) -> bytes | None:
+        entry = self.entries.get(key)
+        return wire.seal_to_bytes(entry.seal) if entry is not None and entry.seal is not None else None
+
+    def drop(self, key: ArtifactKey) -> None:
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            self._memory_bytes -= sum(map(len, entry.memory.values()))
+            self.store.drop(key)
+
+    def offers(self) -> list[Offer]:
+        return [Offer(key, entry.header.artifact, entry.missing_bytes) for key, entry in self.entries.items()]
+
+    def path(self, start: Version | None) -> list[ArtifactKey]:
+        return best_path(self.offers(), start)
+
+    def find(self, artifact: ArtifactId) -> ArtifactKey | None:
+        """The newest publication of an artifact; complete ones first."""
+        keys = [key for key, entry in self.entries.items() if entry.header.artifact == artifact]
+        rank = lambda key: (self.entries[key].is_complete, self.entries[key].header.published_unix_s)  # noqa: E731
+        return max(keys, key=rank, default=None)

@@ -1,0 +1,498 @@
+"""BroadcastNode: one node's broadcast at work. It owns the connections, the store and the session's clock.
+
+Waits for: frames of peers, slots of the transport, timers of the session, the consumer of `progress`. Every wait is
+shown in `stats().waits_for` or ends by a timer. Guarantees: only chunks signed by the publisher are kept, passed on or
+handed out; a peer that sends anything else is named, dropped and banned. Leaves to others: the plan (coordinator),
+encoding and decoding (delta/), when weights are swapped (worker).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from echo2.base.errors import EchoError, ResourceError, StateError, Unreachable, VersionMismatch
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.chunks import signed_chunks
+from echo2.broadcast.events import (
+    Accuse,
+    Action,
+    ChunkSeen,
+    ChunkSent,
+    Event,
+    Forgotten,
+    HeaderSeen,
+    PeerDown,
+    PeerUp,
+    PlanSet,
+    SealSeen,
+    SendCancel,
+    SendChunk,
+    SendHave,
+    SendHeader,
+    SendRelayAck,
+    SendRequest,
+    SendSeal,
+    Wake,
+    Wanted,
+    Woken,
+)
+from echo2.broadcast.identity import Role
+from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
+from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.runtime.chunk_store import ChunkStore
+from echo2.broadcast.runtime.dialling import Dialling, Target
+from echo2.broadcast.runtime.inbox import Inbox
+from echo2.broadcast.runtime.library import Library, LibraryLimits
+from echo2.broadcast.runtime.link import LinkCalls, PeerLink
+from echo2.broadcast.runtime.meter import Meter
+from echo2.broadcast.runtime.progress import (
+    ArtifactSealed,
+    AvailableArtifact,
+    LinkStatus,
+    NodeStats,
+    Progress,
+    Published,
+)
+from echo2.broadcast.runtime.reader import ArtifactReader
+from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, Credentials
+from echo2.broadcast.runtime.transport import Connection, Transport
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.session import Session
+from echo2.broadcast.topology import BroadcastPlan
+from echo2.wire import broadcast as wire
+
+log = logging.getLogger("echo2.broadcast")
+CONNECTIONS_MAX = 48
+HELLO_TIMEOUT_S = 10.0
+CONNECT_INTERVAL_S = 0.5
+SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
+WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How one node takes part. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for trials."""
+
+    folder: Path
+    chunk_bytes: int = 256 << 10
+    store_bytes: int = 8 << 30
+    uplink_limit_bytes_per_s: float = 0.0
+    shape: LinkShape = field(default_factory=LinkShape)
+    limits: LibraryLimits = field(default_factory=LibraryLimits)
+    seed: int = 0
+
+
+class BroadcastNode:
+    def __init__(self, credentials: Credentials, options: NodeOptions, transport: Transport | None = None) -> None:
+        self.credentials = credentials
+        self.options = options
+        self.peer_id = credentials.peer_id
+        store = ChunkStore(options.folder, options.store_bytes)
+        self.library = Library(store, credentials.run_id, options.limits)
+        rate = options.uplink_limit_bytes_per_s / WIRE_OVERHEAD
+        self.session = Session(SessionConfig(me=self.peer_id, uplink_bytes_per_s=rate), options.seed)
+        self.meter = Meter()
+        self._grpc = GrpcTransport(credentials)
+        self._transport: Transport = transport or self._grpc
+        self._shaper = NodeShaper(options.shape)
+        self._dialling = Dialling(self.peer_id)
+        self._inbox = Inbox(self.library, self.meter)
+        self._links: dict[PeerId, PeerLink] = {}
+        self._dialling_now: set[PeerId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._banned: dict[PeerId, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._reader = ArtifactReader(self.library)
+        self._settled_at = float("-inf")
+        self._is_running = False
+        self._error: BaseException | None = None
+        if credentials.role is Role.LEARNER:
+            self._inbox.publisher = self.peer_id
+
+    # ---- life
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Call before the server starts; it must demand client certificates of the run."""
+        self._grpc.add_to_server(server, self.accept)
+
+    async def start(self) -> None:
+        """Takes over the chunks of an earlier run and begins to connect."""
+        for key in list(self.library.restore()):
+            entry = self.library.entries[key]
+            if entry.header.publisher == self.peer_id and entry.seal is None:
+                self.library.drop(key)  # our own, cut off by a restart: it will be published anew
+                continue
+            self._act(HeaderSeen(None, key, is_wanted=False))
+            for index in sorted(entry.digests):
+                self._act(ChunkSeen(None, key, index, entry.held_bytes // max(1, len(entry.digests))))
+            if entry.seal is not None:
+                self._act(SealSeen(None, key, entry.seal.chunk_count))
+        self._is_running = True
+        self._spawn(self._keep_connected())
+        self._update_wants()
+
+    async def stop(self) -> None:
+        self._is_running = False
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in list(self._links.values()):
+            await link.connection.close()
+        self._links.clear()
+        await self._transport.close()
+        self.library.store.close()
+        self._changed.set()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("broadcast: %s: %s", type(error).__name__, error)
+            self._error = error
+            self._changed.set()
+
+    # ---- what others tell us
+
+    def set_plan(self, plan: BroadcastPlan) -> None:
+        """The coordinator's plan. Its seed is the publisher unless `set_publisher` named one."""
+        if plan.seed is not None and self._inbox.publisher is None:
+            self._trust(plan.seed.peer_id)
+        self._dialling.plan = plan
+        self._dialling.refresh(self._now())
+        self._act(PlanSet(plan))
+
+    def set_publisher(self, peer_id: PeerId, address: str) -> None:
+        """Whose signatures count, and where it is dialled even before a plan has come."""
+        self._dialling.publisher = (peer_id, address)
+        self._dialling.refresh(self._now())
+        self._trust(peer_id)
+
+    def _trust(self, publisher: PeerId) -> None:
+        self._inbox.publisher = publisher
+        for peer, header in self._inbox.take_held_headers():
+            self._take_events(self._inbox.header(peer, header))
+
+    def set_live(self, version: Version | None) -> None:
+        """Decoding starts from this version: a base checkpoint, or what was live before a restart; None: a keyframe."""
+        self._reader.restart_from(version)
+        self._update_wants()
+
+    def refetch(self, artifact: ArtifactId) -> None:
+        """Forget an artifact whose decoded weights did not match, and go back to before it."""
+        key = self.library.find(artifact)
+        if key is not None:
+            self._forget(key)
+        self._reader.restart_from(artifact.parent)
+        self._update_wants()
+
+    # ---- publishing
+
+    async def publish(
+        self,
+        artifact: ArtifactId,
+        blocks: Iterator[bytes],
+        fingerprint: Callable[[], str],
+        full_snapshot_bytes: int,
+        *,
+        is_pushed: bool = True,
+        lineage: str = "",
+    ) -> Published:
+        """Sends blocks as the iterator yields them (it runs in a thread); `fingerprint` is called after the last.
+
+        `is_pushed` False: only those who ask for it get it (a keyframe for newcomers). An artifact of this lineage
+        that is sealed already is not published again.
+        """
+        known = self.library.find(artifact)
+        if known is not None and self.library.entries[known].is_complete:
+            entry = self.library.entries[known]
+            if entry.header.lineage == lineage and entry.seal is not None:
+                return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
+        header = Header(
+            artifact, self.credentials.run_id, lineage, time.time(), full_snapshot_bytes, is_pushed, self.peer_id
+        ).signed(self.credentials.identity)
+        self._enter_header(header)
+        sign = functools.partial(signed_chunks, self.options.chunk_bytes, self.credentials.identity)
+        index, total = 0, 0
+        digests: list[bytes] = []
+        while (block := await asyncio.to_thread(next, blocks, None)) is not None:
+            for chunk, digest in await asyncio.to_thread(sign, header.key, index, block):
+                self._keep(chunk, digest, is_fresh=is_pushed)
+                digests.append(digest)
+                index, total = index + 1, total + len(chunk.payload)
+        seal = Seal(header.key, index, total, root_of(digests), fingerprint()).signed(self.credentials.identity)
+        self.library.add_seal(header.key, seal)
+        self._act(SealSeen(None, header.key, index))
+        log.info("published %s: %d chunks, %d bytes", artifact, index, total)
+        return Published(artifact, index, total)
+
+    def _enter_header(self, header: Header) -> None:
+        for dropped in self.library.add_header(header):
+            self._act(Forgotten(dropped))
+        self._act(HeaderSeen(None, header.key, is_wanted=False))
+
+    def _keep(self, chunk: Chunk, digest: bytes, *, is_fresh: bool) -> None:
+        if chunk.key not in self.library.entries:
+            raise StateError(
+                f"artifact {chunk.key.hex()}: dropped while it was being published; the store is too small"
+            )
+        for dropped in self.library.add_chunk(chunk, digest):
+            self._act(Forgotten(dropped))
+        self._act(ChunkSeen(None, chunk.key, chunk.index, len(chunk.payload), is_fresh=is_fresh))
+
+    # ---- receiving, in order
+
+    async def progress(self) -> AsyncIterator[Progress]:
+        """What to decode, in order; waits while nothing new has arrived. One consumer."""
+        while self._is_running or self._error is None:
+            step = self._reader.next() if self._now() >= self._settled_at else None
+            if step is not None:
+                if isinstance(step, ArtifactSealed):
+                    self._update_wants()
+                yield step
+                continue
+            if self._error is not None:
+                raise self._error
+            if not self._is_running:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def artifacts_available(self) -> list[AvailableArtifact]:
+        """What this node holds or has heard of, oldest version first."""
+        found = [
+            AvailableArtifact(
+                entry.header.artifact, key, entry.held_bytes, entry.seal.total_bytes if entry.seal else 0,
+                entry.is_complete,
+            )
+            for key, entry in self.library.entries.items()
+        ]  # fmt: skip
+        return sorted(found, key=lambda available: (available.artifact.version, available.held_bytes))
+
+    def want(self, artifact: ArtifactId) -> None:
+        """Fetch an artifact that lies on no path, for instance to serve it to others."""
+        key = self.library.find(artifact)
+        if key is not None:
+            self._act(Wanted(key))
+
+    def _update_wants(self) -> None:
+        """A worker fetches what leads to the newest version; the publisher has everything."""
+        if self._inbox.publisher == self.peer_id:
+            return
+        now = self._now()
+        if self._reader.version is None and self._settled_at == float("-inf") and self.library.entries:
+            self._settled_at = now + SETTLE_S
+            asyncio.get_running_loop().call_later(SETTLE_S, self._update_wants)
+        if now < self._settled_at:
+            return
+        for key in self.library.path(self._reader.version):
+            artifact = self.session.artifacts.get(key)
+            if artifact is not None and not artifact.is_wanted:
+                self._act(Wanted(key))
+        self._changed.set()
+
+    def _forget(self, key: ArtifactKey) -> None:
+        self.library.drop(key)
+        self._act(Forgotten(key))
+
+    # ---- connections
+
+    async def accept(self, connection: Connection) -> None:
+        """Serves a connection that a peer dialled, until it ends."""
+        if not self._is_running or connection.peer.peer_id in self._banned:
+            return
+        await self._serve(self._shaper.wrap(connection))
+
+    async def _keep_connected(self) -> None:
+        """Waits CONNECT_INTERVAL_S between looks; dials those that are due."""
+        while True:
+            for target, address in self._dialling.due(set(self._links) | self._dialling_now, self._now()):
+                if target.peer_id not in self._banned:
+                    self._dialling_now.add(target.peer_id)
+                    self._spawn(self._dial(target, address))
+            await asyncio.sleep(CONNECT_INTERVAL_S)
+
+    async def _dial(self, target: Target, address: str) -> None:
+        try:
+            connection = await self._transport.dial(address, target.peer_id)
+        except Unreachable as error:
+            if target.failures == 0:
+                log.info("%s", error)
+            self._dialling.failed(target, str(error), self._now())
+            return
+        finally:
+            self._dialling_now.discard(target.peer_id)
+        target.failures = 0
+        await self._serve(self._shaper.wrap(connection))
+        self._dialling.failed(target, "the connection ended", self._now())
+
+    async def _serve(self, connection: Connection) -> None:
+        """One connection's life: hello both ways, then whatever comes."""
+        peer = connection.peer.peer_id
+        link = PeerLink(connection, LinkCalls(self.library.frame, self._chunk_sent, lambda f: self._received(peer, f)))
+        try:
+            await self._shake_hands(connection)
+            await self._replace(link)
+            if self._links.get(peer) is link:
+                self._act(PeerUp(peer))
+                await link.run()
+        except Unreachable:
+            pass
+        except EchoError as error:
+            self._accuse(peer, str(error), is_ban=not isinstance(error, ResourceError | VersionMismatch))
+        finally:
+            if self._links.get(peer) is link:
+                del self._links[peer]
+                self._act(PeerDown(peer))
+            await connection.close()
+
+    async def _shake_hands(self, connection: Connection) -> None:
+        peer = connection.peer.peer_id
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                await connection.send(wire.hello(PROTOCOL_VERSION, self.credentials.run_id))
+                frame = await connection.receive()
+        except TimeoutError:
+            raise Unreachable(f"peer {peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
+        if frame is None:
+            raise Unreachable(f"peer {peer}: the connection ended before its hello")
+        self._inbox.check_hello(peer, frame)
+
+    async def _replace(self, link: PeerLink) -> None:
+        """Enters the link, unless an older one to the same peer is to stay."""
+        old = self._links.get(link.peer_id)
+        if old is not None:
+            if not self._dialling.replaces(link.peer_id, link.connection.is_outgoing, old.connection.is_outgoing):
+                return
+            del self._links[link.peer_id]
+            self._act(PeerDown(link.peer_id))
+            await old.connection.close()
+        if len(self._links) >= CONNECTIONS_MAX:
+            raise Unreachable(f"peer {link.peer_id}: {CONNECTIONS_MAX} connections are open, the most allowed")
+        self._links[link.peer_id] = link
+
+    def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
+        log.warning("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)
+        if is_ban:
+            self._banned[peer] = reason
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._act(PeerDown(peer))
+            self._spawn(self._close(link))
+
+    async def _close(self, link: PeerLink) -> None:
+        await link.connection.close()
+
+    def stats(self) -> NodeStats:
+        """A picture of now, for heartbeats and the operator."""
+        newest = max(self.library.entries.values(), key=lambda e: e.header.published_unix_s, default=None)
+        links = tuple(
+            LinkStatus(
+                peer, "direct: we dialled it" if link.connection.is_outgoing else "reverse: it dialled us",
+                link.sent_bytes, link.received_bytes,
+                self.session.peers[peer].rate.bytes_per_s if peer in self.session.peers else 0.0,
+            )
+            for peer, link in self._links.items()
+        )  # fmt: skip
+        return NodeStats(
+            links=links,
+            sent_chunk_bytes=self.meter.sent_bytes,
+            received_chunk_bytes=self.meter.received_bytes,
+            duplicate_bytes=self.session.duplicates_bytes,
+            pulled_chunks=self.session.pulled_chunks,
+            sent_by_artifact=dict(self.meter.sent_by_artifact),
+            received_by_artifact=dict(self.meter.received_by_artifact),
+            uplink_bytes_per_s=self.meter.uplink_bytes_per_s,
+            newest_version_in_flight=newest.header.artifact.version if newest else 0,
+            newest_chunks_held=len(newest.digests) if newest else 0,
+            newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,
+            banned=dict(self._banned),
+            trouble=self.library.trouble,
+            waits_for=self._waits_for(),
+        )
+
+    def _waits_for(self) -> str:
+        if self._inbox.publisher is None:
+            return "a plan that names the publisher"
+        if not self._links and self._dialling.targets:
+            target = min(self._dialling.targets.values(), key=lambda t: t.wanted_since)
+            return f"a connection to {target.peer_id} ({target.last_error or 'dialling'})"
+        path = self.library.path(self._reader.version)
+        missing = [self.library.entries[key] for key in path if not self.library.entries[key].is_complete]
+        if missing:
+            return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)"
+        return ""
+
+    # ---- frames in, actions out
+
+    def _received(self, peer: PeerId, frame: bytes) -> None:
+        self._take_events(self._inbox.events_of(peer, frame))
+
+    def _take_events(self, events: list[Event]) -> None:
+        for event in events:
+            self._act(event)
+        if any(isinstance(event, HeaderSeen | ChunkSeen | SealSeen | Forgotten) for event in events):
+            if not all(isinstance(event, ChunkSeen) for event in events):
+                self._update_wants()
+            self._changed.set()
+
+    def _chunk_sent(self, action: SendChunk, frame_bytes: int | None) -> None:
+        if frame_bytes is not None:
+            entry = self.library.entries.get(action.key)
+            self.meter.sent(entry.header.artifact if entry else None, frame_bytes, self._now())
+        self._act(ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
+
+    def _act(self, event: Event) -> None:
+        """The session decides, the node carries out."""
+        for action in self.session.handle(event, self._now()):
+            if isinstance(action, Wake):
+                self._set_timer(action.at)
+            elif isinstance(action, Accuse):
+                self._accuse(action.peer, action.reason, is_ban=True)
+            elif (link := self._links.get(action.peer)) is not None:
+                if isinstance(action, SendChunk):
+                    link.send_chunk(action)
+                elif (frame := self._control_frame(action)) is not None:
+                    with contextlib.suppress(ResourceError):  # it does not read: keepalive will end the link
+                        link.send_control(frame)
+
+    def _control_frame(self, action: Action) -> bytes | None:
+        match action:
+            case SendHeader():
+                return self.library.header_frame(action.key)
+            case SendSeal():
+                return self.library.seal_frame(action.key)
+            case SendHave():
+                return wire.have_to_bytes(action.key, action.bitmap, action.is_sealed)
+            case SendRequest():
+                return wire.request_to_bytes(action.key, action.indices)
+            case SendCancel():
+                return wire.cancel_to_bytes(action.key, action.indices)
+            case SendRelayAck():
+                return wire.relay_ack_to_bytes(action.key, action.index)
+            case _:
+                return None
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, lambda: self._act(Woken()))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,149 @@
+"""What is known of the learner and of the versions that it has published: who holds which, since when.
+
+Guarantees: bounded memory; a version's measured broadcast time is from the moment the coordinator heard of its
+publication until the last worker of the pool of that moment, that is still in it, has told that it is live. Leaves to
+others: leases, the plan.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from echo2.base.errors import NotAllowed, VersionMismatch
+from echo2.base.ids import PeerId, Version
+from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion
+
+VERSIONS_KEPT = 64
+TRAIN_BLEND = 0.2
+
+
+@dataclass(slots=True)
+class VersionRow:
+    """One published version on its way. `waiting`: workers of the pool that have not told that it is live."""
+
+    published: PublishedVersion
+    published_at: float
+    predicted_s: float
+    pool_size: int
+    waiting: set[PeerId]
+    live_after_s: dict[PeerId, float] = field(default_factory=dict)
+    complete_s: float | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Over the run's life; kept on disk."""
+
+    artifact_bytes: int = 0
+    full_bytes: int = 0
+    versions: int = 0
+
+
+@dataclass(slots=True)
+class LearnerBoard:
+    peer_id: PeerId | None = None
+    hello: LearnerHello | None = None
+    report: LearnerReport = field(default_factory=LearnerReport)
+    train_s: float = 0.0
+    is_connected: bool = False
+    heard_at: float = 0.0
+    changed_at: float = 0.0
+    versions: OrderedDict[Version, VersionRow] = field(default_factory=OrderedDict)
+    totals: Totals = field(default_factory=Totals)
+    newest_complete: VersionRow | None = None
+
+    def came(self, peer_id: PeerId, hello: LearnerHello, model_digest: str, now: float) -> bool:
+        """A session began; returns whether where it is or what it trains has changed. Refuses a second learner."""
+        if self.is_connected and self.peer_id != peer_id:
+            raise NotAllowed(f"learner {peer_id}: this run has a learner already, {self.peer_id}, and it is connected")
+        if model_digest and hello.model_digest != model_digest:
+            raise VersionMismatch(
+                f"learner {peer_id}: run {hello.run_id} trains the model {model_digest[:16]}…, "
+                f"expected that digest, got {hello.model_digest[:16]}…"
+            )
+        old = self.hello
+        is_news = old is None or self.peer_id != peer_id or (old.address, old.model_digest) != (
+            hello.address, hello.model_digest,
+        )  # fmt: skip
+        self.peer_id, self.hello, self.is_connected = peer_id, hello, True
+        self.heard_at = self.changed_at = now
+        return is_news
+
+    def heard(self, report: LearnerReport, now: float) -> bool:
+        """Returns whether a step was made since the last report. `train_s` is T_train, smoothed over some ten steps."""
+        is_step = report.step != self.report.step
+        if report.train_s > 0 and (is_step or self.train_s == 0):
+            self.train_s += TRAIN_BLEND * (report.train_s - self.train_s) if self.train_s else report.train_s
+        self.report, self.heard_at = report, now
+        return is_step
+
+    def cut(self, now: float) -> None:
+        self.is_connected, self.changed_at = False, now
+
+    def published(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
+        """A version is out. Told again after a reconnect, it changes nothing."""
+        if version.version in self.versions:
+            return
+        waiting = set(pool)
+        self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting)
+        self.totals.artifact_bytes += version.artifact_bytes
+        self.totals.full_bytes += version.full_snapshot_bytes
+        self.totals.versions += 1
+        while len(self.versions) > VERSIONS_KEPT:
+            self.versions.popitem(last=False)
+
+    def live(self, peer_id: PeerId, version: Version | None, now: float) -> None:
+        """A worker tells which version is live on its engine."""
+        if version is None:
+            return
+        for row in self.versions.values():
+            if row.published.version <= version and peer_id in row.waiting:
+                row.waiting.discard(peer_id)
+                row.live_after_s[peer_id] = now - row.published_at
+                self._complete(row, now)
+
+    def left(self, peer_id: PeerId, now: float) -> None:
+        """A worker is no longer in the pool: nobody waits for it."""
+        for row in self.versions.values():
+            if peer_id in row.waiting:
+                row.waiting.discard(peer_id)
+                self._complete(row, now)
+
+    def _complete(self, row: VersionRow, now: float) -> None:
+        if row.waiting or row.complete_s is not None or not row.live_after_s:
+            return
+        row.complete_s = now - row.published_at
+        newest = self.newest_complete
+        if newest is None or newest.published.version < row.published.version:
+            self.newest_complete = row
+
+    @property
+    def newest(self) -> VersionRow | None:
+        return next(reversed(self.versions.values()), None)
+
+    @property
+    def newest_version(self) -> Version:
+        told = [self.report.newest_version] + ([self.hello.newest_version] if self.hello else [])
+        return max(told)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Of the newest delta; 0 before the first."""
+        return next(
+            (
+                row.published.artifact_bytes
+                for row in reversed(self.versions.values())
+                if row.published.parent is not None
+            ),
+            0,
+        )
+
+    @property
+    def delta_kappa(self) -> int:
+        """Steps between the newest delta and its parent."""
+        for row in reversed(self.versions.values()):
+            if row.published.parent is not None:
+                return max(1, row.published.version - row.published.parent)
+        return 1

@@ -1,0 +1,159 @@
+"""From telemetry to the planner's snapshot, and to the nodes of the broadcast plan.
+
+Guarantees: nothing is planned from numbers that nobody measured without saying so: while the learner's step time or
+every worker's rate is unknown there is no snapshot; a worker that has not been measured is taken to be as fast as the
+median of its kind (else of all) and is held in the pool until it has been. Leaves to others: planning (cost_model,
+broadcast).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.topology import UNKNOWN_DOWNLINK_BYTES_PER_S, UNKNOWN_UPLINK_BYTES_PER_S, NodeLink
+from echo2.coordinator.accounts import usd_spent
+from echo2.coordinator.board import LearnerBoard
+from echo2.coordinator.membership import Activation, Liveness, Member, Setting
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.telemetry import LinkReport
+from echo2.cost_model.snapshot import (
+    FleetSnapshot,
+    Hysteresis,
+    LearnerEstimate,
+    LinkEstimate,
+    PlanConfig,
+    WorkerEstimate,
+    WorkerState,
+)
+
+SPOT_HAZARD_PER_HOUR = 0.05
+DWELL_HEARTBEATS = 12
+BROADCAST_EFFICIENCY = 0.8
+RATE_MIN = 1e-9
+
+
+def plan_config(options: CoordinatorOptions, board: LearnerBoard) -> PlanConfig:
+    """The user's wishes, and those that came with the learner."""
+    hello = board.hello
+    fixed = hello.kappa if hello is not None and hello.kappa_is_fixed else options.fixed_kappa
+    return PlanConfig(
+        staleness_bound=options.staleness_bound,
+        fixed_kappa=min(fixed, options.staleness_bound),
+        target_utilisation=options.target_utilisation,
+        usd_per_hour_cap=options.usd_per_hour_cap,
+        usd_budget=options.usd_budget,
+        hysteresis=Hysteresis(dwell_s=DWELL_HEARTBEATS * options.heartbeat_interval_s),
+        broadcast_efficiency=BROADCAST_EFFICIENCY,
+        preemption_loss_s=options.report_interval_s,
+    )
+
+
+def _link(link: LinkReport) -> LinkEstimate:
+    return LinkEstimate(
+        link.uplink_bytes_per_s or UNKNOWN_UPLINK_BYTES_PER_S,
+        link.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S,
+        min(link.rtt_s, 60.0),
+    )
+
+
+def is_measured(member: Member) -> bool:
+    return member.heartbeat.rollouts_per_s > RATE_MIN and member.heartbeat.rollout_s_mean > 0
+
+
+def _state(member: Member) -> WorkerState:
+    if member.last_liveness is not Liveness.ALIVE or member.setting in (Setting.BANNED, Setting.STANDBY):
+        return WorkerState.UNAVAILABLE
+    if member.setting is Setting.DRAINING:
+        return WorkerState.DRAINING
+    return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
+
+
+def _typical(measured: Sequence[Member], like: Member) -> tuple[float, float, float, float]:
+    """Rate, tokens/s, mean and tail seconds of workers of its kind, else of all."""
+    kin = [m for m in measured if m.hello.gpu == like.hello.gpu] or measured
+    beats = [member.heartbeat for member in kin]
+    return (
+        median(beat.rollouts_per_s for beat in beats),
+        median(beat.tokens_per_s for beat in beats),
+        median(beat.rollout_s_mean for beat in beats),
+        median(max(beat.rollout_s_p95, beat.rollout_s_mean) for beat in beats),
+    )
+
+
+def _worker(member: Member, measured: Sequence[Member], swap_s_max: float) -> WorkerEstimate:
+    beat = member.heartbeat
+    if is_measured(member):
+        speed = (
+            beat.rollouts_per_s,
+            beat.tokens_per_s,
+            beat.rollout_s_mean,
+            max(beat.rollout_s_p95, beat.rollout_s_mean),
+        )
+    else:
+        speed = _typical(measured, member)
+    return WorkerEstimate(
+        worker_id=member.peer_id,
+        rollouts_per_s=speed[0],
+        price_usd_per_hour=member.hello.price_usd_per_hour,
+        link=_link(member.link),
+        rollout_s_mean=speed[2],
+        rollout_s_tail=speed[3],
+        tokens_per_s=speed[1],
+        join_s=0.0 if member.heartbeat.version is not None else 60.0,
+        hazard_per_hour=SPOT_HAZARD_PER_HOUR if member.hello.is_spot else 0.0,
+        apply_s=beat.apply_s,
+        swap_s=min(beat.swap_s, swap_s_max),
+        provider=member.hello.provider,
+        state=_state(member),
+        state_since_s=member.activation_since,
+        is_pinned=_state(member) is not WorkerState.UNAVAILABLE
+        and (member.setting is Setting.ACTIVE or not is_measured(member)),
+    )
+
+
+def fleet_snapshot(board: LearnerBoard, members: Sequence[Member], now: float) -> FleetSnapshot | None:
+    """What the planner is told; None while too little is known."""
+    hello, report, train_s = board.hello, board.report, board.train_s
+    living = [m for m in members if m.last_liveness is not Liveness.GONE and m.setting is not Setting.BANNED]
+    measured = [member for member in living if is_measured(member)]
+    if hello is None or train_s <= 0 or not measured:
+        return None
+    full = float(max(hello.full_snapshot_bytes, 1))
+    newest = board.newest
+    learner = LearnerEstimate(
+        rollouts_per_step=hello.rollouts_per_step,
+        train_s=train_s,
+        link=_link(hello.link),
+        delta_bytes=float(board.delta_bytes or full),
+        full_snapshot_bytes=full,
+        rollouts_per_group=hello.rollouts_per_group,
+        delta_kappa=min(board.delta_kappa, 64),
+        encode_s=newest.published.encode_s if newest else 0.0,
+    )
+    workers = tuple(_worker(member, measured, swap_s_max=train_s) for member in living)
+    steps_left = max(0, hello.step_limit - report.step)
+    return FleetSnapshot(now, learner, workers, usd_spent(members), steps_left)
+
+
+def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[NodeLink]:
+    """The seed and all connected workers. A standby worker is served too while its link does not slow the pool's."""
+    hello, seed = board.hello, board.peer_id
+    if hello is None or seed is None:
+        return []
+    there = [m for m in members if m.cut_at is None and m.last_liveness is not Liveness.GONE]
+    there = [m for m in there if m.setting is not Setting.BANNED]
+    active = [m for m in there if m.last_activation is Activation.ACTIVE]
+    slowest = min((_link(m.link).downlink_bytes_per_s for m in active), default=0.0)
+    served = [
+        m for m in there
+        if m.last_activation is Activation.ACTIVE or _link(m.link).downlink_bytes_per_s >= slowest
+    ]  # fmt: skip
+    return [_node(seed, "learner", (hello.address,), hello.link)] + [
+        _node(m.peer_id, m.name, m.hello.addresses, m.link) for m in sorted(served, key=lambda m: m.peer_id)
+    ]
+
+
+def _node(peer_id: PeerId, name: str, addresses: tuple[str, ...], link: LinkReport) -> NodeLink:
+    return NodeLink(peer_id, name, addresses, link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s)

@@ -1,0 +1,130 @@
+"""What an operator may do, and what he sees: the one set of commands behind gRPC, the page and the command line.
+
+Guarantees: what a command has done is kept before it returns. Leaves to others: who may ask (operator, web).
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import PeerId
+from echo2.broadcast.identity import JoinLink
+from echo2.coordinator import accounts
+from echo2.coordinator.membership import Member, Setting
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.tokens import Token
+from echo2.wire.coordinator import (
+    heartbeat_to_message,
+    learner_hello_to_message,
+    learner_report_to_message,
+    worker_hello_to_message,
+)
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+EVENTS_SHOWN = 200
+REASON_CHARS_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Something waits: what, and since when (unix s)."""
+
+    what: str
+    since_unix_s: float
+
+
+class Commands:
+    """`enrol_host`, `enrol_port`: what join links name."""
+
+    def __init__(self, hub: Hub, enrol_host: str, enrol_port: int) -> None:
+        self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
+
+    def join_link(self, secret: str) -> str:
+        return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))
+
+    def create_token(self, role: str, label: str, lifetime_s: float, use_limit: int) -> tuple[Token, str]:
+        """The token and its join link, which is shown this once."""
+        secret = secrets.token_urlsafe(32)
+        token = self.hub.tokens.create(secret, role, label, lifetime_s, use_limit, self.hub.clock.now())
+        self.hub.keeper.token(token.token_id)
+        self.hub.note("token", f"{token.token_id} ({label or role}) made for the role {role}")
+        self.hub.flush_now()
+        return token, self.join_link(secret)
+
+    def revoke_token(self, token_id: str) -> None:
+        token = self.hub.tokens.revoke(token_id)
+        self.hub.keeper.token(token.token_id)
+        self.hub.note("token", f"{token.token_id} ({token.label or token.role}) revoked")
+        self.hub.flush_now()
+
+    def set_worker(self, peer_id: str, setting: str, reason: str) -> None:
+        try:
+            wanted = Setting(setting)
+        except ValueError:
+            known = ", ".join(one.value for one in Setting)
+            raise MalformedMessage(f"worker state: expected one of {known}, got {setting[:40]!r}") from None
+        if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+            raise MalformedMessage(f"reason: expected up to {REASON_CHARS_MAX} printable characters")
+        self.hub.set_worker(PeerId(peer_id), wanted, reason)
+
+    # ---- looking
+
+    def waits(self) -> list[Wait]:
+        """What waits for what, longest first."""
+        hub, now = self.hub, self.hub.clock.now()
+        found = [Wait(what, since) for what, since in hub.book.waits(now)]
+        board = hub.board
+        if not board.is_connected:
+            since = board.changed_at or hub.started_at
+            found.append(Wait("the coordinator waits for the learner to connect", since))
+        elif board.report.waits_for:
+            leases = len(hub.book.leases)
+            text = (
+                f"the learner waits for {board.report.waits_for} ({leases} leases out, {hub.book.queued} groups queued)"
+            )
+            found.append(Wait(text, board.heard_at - board.report.waits_since_s))
+        if hub.plan_waits_for:
+            found.append(Wait(f"the planner waits for {hub.plan_waits_for}", hub.started_at))
+        for member in hub.membership.living():
+            if member.heartbeat.waits_for:
+                text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
+                found.append(Wait(text, member.heartbeat_at - member.heartbeat.waits_since_s))
+        newest = board.newest
+        if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
+            names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
+            text = f"version {newest.published.version} is not live yet on {len(newest.waiting)} workers: {names}"
+            found.append(Wait(text, newest.published_at))
+        return sorted(found, key=lambda wait: wait.since_unix_s)
+
+    def status(self) -> pb.RunStatus:
+        """Everything, for the command line."""
+        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
+        members = hub.membership.members.values()
+        accounts.meter(members, now)
+        events = list(hub.keeper.events)[-EVENTS_SHOWN:]
+        status = pb.RunStatus(
+            run_id=hub.options.run_id, unix_s=now, learner_is_connected=board.is_connected, plan=hub.plan_update,
+            plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
+            queued_groups=hub.book.queued, usd_spent=accounts.usd_spent(members),
+            usd_per_hour=accounts.usd_per_hour(members), artifact_bytes_published=board.totals.artifact_bytes,
+            full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
+            learner=learner_report_to_message(board.report),
+            events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],
+            workers=[self._worker(member, now) for member in members],
+            waits=[pb.Wait(what=wait.what, since_unix_s=wait.since_unix_s) for wait in self.waits()],
+        )  # fmt: skip
+        if board.hello is not None:
+            status.learner_hello.CopyFrom(learner_hello_to_message(board.hello))
+        if board.newest_complete is not None and board.newest_complete.complete_s is not None:
+            status.measured_broadcast_s = board.newest_complete.complete_s
+        return status
+
+    def _worker(self, member: Member, now: float) -> pb.WorkerStatus:
+        return pb.WorkerStatus(
+            peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
+            activation=member.activation.value, hello=worker_hello_to_message(member.hello),
+            heartbeat=heartbeat_to_message(member.heartbeat), heartbeat_age_s=max(0.0, now - member.heard_at),
+            leases=len(self.hub.book.leases_of(member.peer_id)), usd_spent=member.usd_spent,
+        )  # fmt: skip

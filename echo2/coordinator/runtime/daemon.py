@@ -1,0 +1,182 @@
+"""The coordinator process: opens its state, listens, and runs until it is told to stop.
+
+Two ports: enrolment (TLS whose key the join link pins; the caller has no certificate yet) and services (mutual TLS).
+The ports that were bound are kept, so that the same command after a kill listens where nodes look for it. Join links
+for a worker, a learner and an operator lie in `folder`/links, readable by their owner alone. Guarantees: `run` ends by
+`stop`, or raises the error that made going on impossible; nothing is left listening. Waits for `stop` or for such
+an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import IO
+
+from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
+from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime import tls
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.runtime.clock import SteadyUnixClock
+from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.enrolment import EnrolmentService
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.operator import OperatorService
+from echo2.coordinator.runtime.planning import Planning
+from echo2.coordinator.runtime.services import CoordinatorService
+from echo2.coordinator.runtime.store import SqlStore
+from echo2.coordinator.saved import Changes
+from echo2.coordinator.tokens import token_hash
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc
+
+TICK_S = 0.5
+STOP_GRACE_S = 2.0
+LINK_LIFETIME_S = 30 * 86_400.0
+LINK_ROLES = (Role.WORKER, Role.LEARNER, Role.OPERATOR)
+ENROLMENT_MESSAGE_BYTES = 64 << 10
+_log = logging.getLogger("echo2.coordinator")
+
+
+def links_folder(folder: Path) -> Path:
+    """Where a run's join links lie: `worker.link`, `learner.link`, `operator.link`."""
+    return folder / "links"
+
+
+class CoordinatorDaemon:
+    """`started` is set once both ports listen; addresses and links are known from then on."""
+
+    def __init__(self, options: CoordinatorOptions) -> None:
+        self.options = options
+        self.started = asyncio.Event()
+        self.enrol_address = self.services_address = self.dashboard_url = ""
+        self.links: dict[str, str] = {}
+        self.hub: Hub | None = None
+        self._stop = asyncio.Event()
+        self._error: EchoError | None = None
+
+    def stop(self) -> None:
+        """Asks `run` to end; may be called from a signal handler of the loop."""
+        self._stop.set()
+
+    def _failed(self, error: EchoError) -> None:
+        self._error = self._error or error
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serves until `stop`. Raises what made it impossible: PortBusy, StateError, DiskFull, ConfigError."""
+        with ExitStack() as files:
+            files.enter_context(_locked(self.options.folder / "coordinator"))
+            async with AsyncExitStack() as servers:
+                await self._serve(files, servers)
+        if self._error is not None:
+            raise self._error
+
+    async def _serve(self, files: ExitStack, servers: AsyncExitStack) -> None:
+        options, keys = self.options, self.options.folder / "coordinator"
+        identity = tls.load_or_create_identity(keys)
+        authority = tls.load_or_create_authority(keys, identity, options.run_id)
+        store = SqlStore(options.database_url or f"sqlite:///{keys / 'state.sqlite'}", options.run_id)
+        files.callback(store.close)
+        hub = self.hub = Hub(options, identity, store, SteadyUnixClock(), self._failed)
+        ports = store.load().meta
+        services = tls.new_server()
+        enrolment = tls.new_server(
+            options=[("grpc.max_receive_message_length", ENROLMENT_MESSAGE_BYTES), ("grpc.max_concurrent_streams", 64)]
+        )
+        port = _port(options.port, ports.get("port"))
+        credentials = tls.server_credentials(tls.coordinator_credentials(authority, f"{options.link_host}:{port}"))
+        port = tls.bind_server(services, f"{options.host}:{port}", credentials)
+        enrol_port = _port(options.enrol_port, ports.get("enrol_port"))
+        enrol_credentials = tls.enrolment_server_credentials(authority)
+        enrol_port = tls.bind_server(enrolment, f"{options.host}:{enrol_port}", enrol_credentials)
+        store.write(Changes(meta={"port": str(port), "enrol_port": str(enrol_port)}))
+        self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
+        commands = Commands(hub, options.link_host, enrol_port)
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
+        coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
+        service = EnrolmentService(hub, authority, self.services_address)
+        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrolment)
+        for server in (services, enrolment):
+            servers.push_async_callback(server.stop, STOP_GRACE_S)
+            await server.start()
+        self._write_links(commands)
+        await self._run_until_stopped(hub)
+
+    async def _run_until_stopped(self, hub: Hub) -> None:
+        self.started.set()
+        _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
+        tasks: list[asyncio.Task[None]] = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run())]
+        stopped = asyncio.create_task(_wait(self._stop))
+        try:
+            await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (*tasks, stopped):
+                task.cancel()
+            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            hub.close()
+
+    def _write_links(self, commands: Commands) -> None:
+        """Keeps a link whose token still lets somebody in and whose address is still right; makes others anew."""
+        folder, now = links_folder(self.options.folder), commands.hub.clock.now()
+        for role in LINK_ROLES:
+            path = folder / f"{role.value}.link"
+            link = _kept_link(path, commands, now)
+            if link is None:
+                _, link = commands.create_token(role.value, f"{role.value}.link", LINK_LIFETIME_S, 0)
+            tls.write_secret(path, (link + "\n").encode())
+            self.links[role.value] = link
+
+
+def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        secret = JoinLink.parse(tls.read_secret(path).decode()).token
+    except (ConfigError, UnicodeDecodeError):
+        return None
+    hashed = token_hash(secret)
+    known = any(token.hash == hashed and not token.problem(now) for token in commands.hub.tokens.tokens.values())
+    return commands.join_link(secret) if known else None
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def _tick(hub: Hub) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        hub.tick()
+
+
+def _port(wanted: int, kept: str | None) -> int:
+    """The port that was asked for; where any will do, the one of last time."""
+    return wanted or int(kept or 0)
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Makes the folder this process's own until the file is closed. StateError when another has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        kind = DiskFull if error.errno == 28 else StateError
+        raise kind(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise StateError(f"{folder}: expected it free, but process {holder} runs a coordinator in it") from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

@@ -1,0 +1,86 @@
+"""The Enrolment service: a token and a certificate request in, a certificate of the run out.
+
+Guarantees: nothing is issued before the token's use is kept on disk; a wrong token, role, protocol version, a banned
+peer and a caller that tries too often are refused with a status and words of their own, and change nothing. Leaves to
+others: what a request must carry (identity), which tokens there are (tokens).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+
+from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, TrustError, VersionMismatch
+from echo2.broadcast.identity import NodeCertificate, Role, RunAuthority
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.coordinator.membership import Setting
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.tokens import RateLimiter
+from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
+
+REQUEST_BYTES_MAX = 16 << 10
+TOKEN_CHARS_MAX = 256
+_STATUS: dict[type[EchoError], grpc.StatusCode] = {
+    BadToken: grpc.StatusCode.UNAUTHENTICATED,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
+    VersionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+_log = logging.getLogger("echo2.coordinator")
+
+
+def caller_host(context: Any) -> str:
+    """The address that a call comes from, without its port."""
+    return str(context.peer()).rpartition(":")[0]
+
+
+class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
+    """`services_address`: where holders of a certificate go on."""
+
+    def __init__(self, hub: Hub, authority: RunAuthority, services_address: str) -> None:
+        self._hub, self._authority, self._services_address = hub, authority, services_address
+        limits = hub.options.limits
+        self._rates = RateLimiter(limits.enrolments_per_s, limits.enrolments_burst)
+
+    async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolReply:
+        try:
+            certificate = self._enrol(request, caller_host(context))
+        except EchoError as error:
+            _log.warning("enrolment from %s refused: %s: %s", context.peer(), type(error).__name__, error)
+            status = _STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
+            await context.abort(status, str(error)[:2000])
+            raise
+        return enrolment_pb2.EnrolReply(
+            certificate_pem=certificate.pem,
+            authority_pem=self._authority.certificate_pem,
+            run_id=self._hub.options.run_id,
+            coordinator_peer_id=self._authority.identity.peer_id,
+            coordinator_address=self._services_address,
+            certificate_expires_unix_s=certificate.not_after_unix_s,
+        )
+
+    def _enrol(self, request: enrolment_pb2.EnrolRequest, host: str) -> NodeCertificate:
+        now = self._hub.clock.now()
+        early_s = self._rates.take(host, now)
+        if early_s > 0:
+            raise LimitExceeded(f"enrolment from {host}: too many tries, expected the next in {early_s:.1f} s or later")
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"enrolment: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
+                "release of echo2 everywhere"
+            )
+        if len(request.certificate_request_der) > REQUEST_BYTES_MAX or len(request.token) > TOKEN_CHARS_MAX:
+            raise TrustError(f"enrolment: expected a request of up to {REQUEST_BYTES_MAX} bytes and a token of the run")
+        if request.role not in (Role.WORKER.value, Role.LEARNER.value, Role.OPERATOR.value):
+            raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
+        certificate = self._authority.issue(request.certificate_request_der, Role(request.role), now)
+        member = self._hub.membership.members.get(certificate.peer_id)
+        if member is not None and member.setting is Setting.BANNED:
+            raise NotAllowed(f"worker {certificate.peer_id} is banned: {member.setting_reason or 'no reason given'}")
+        token = self._hub.tokens.redeem(request.token, request.role, certificate.peer_id, now)
+        self._hub.keeper.token(token.token_id)
+        self._hub.note("join", f"{request.role} {certificate.peer_id} enrolled with token {token.token_id}")
+        self._hub.flush_now()
+        return certificate

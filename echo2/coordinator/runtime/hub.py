@@ -1,0 +1,473 @@
+"""Where everything meets: streams bring events, the cores decide, the keeper keeps, then orders go out.
+
+Runs on the event loop's thread alone. Guarantees: no order that follows from a change is sent before that change is
+kept (`_flush`); what came in one turn of the loop is kept in one transaction. Waits for nothing: it is called by the
+streams, by the page and by `tick`. Leaves to others: what to decide (lease_book, membership, board), the planner's work
+(planning), gRPC (services).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+
+from echo2.base.clock import Clock
+from echo2.base.errors import EchoError, NotAllowed, VersionMismatch
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.identity import Identity
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.broadcast.topology import BroadcastPlan
+from echo2.coordinator import accounts
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.board import LearnerBoard, Totals
+from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.membership import Activation, Change, Liveness, LivenessRule, Membership, Setting
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.runtime.keeper import Keeper
+from echo2.coordinator.runtime.session import Session
+from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, StateStore
+from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
+from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
+from echo2.coordinator.tokens import TokenBook
+from echo2.cost_model.plan import Plan
+from echo2.wire.broadcast import plan_to_message
+from echo2.wire.coordinator import learner_hello_from_message, learner_hello_to_message
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.rollout import group_to_message
+from echo2.wire.ticket import Ticket, sign_ticket
+
+WorkerSession = Session[pb.WorkerOrder]
+LearnerSession = Session[pb.LearnerOrder]
+MEMBERS_KEPT_EVERY_S = 5.0
+LINK_CHANGE = 0.2
+_log = logging.getLogger("echo2.coordinator")
+
+
+class Hub:
+    """`failed` is called when the state can no longer be kept: the daemon must stop."""
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        identity: Identity,
+        store: StateStore,
+        clock: Clock,
+        failed: Callable[[EchoError], None],
+    ) -> None:
+        self.options, self.identity, self.clock, self._failed = options, identity, clock, failed
+        self.membership = Membership(
+            LivenessRule(options.suspect_after_s, options.gone_after_s), options.limits.workers_max
+        )
+        self.book = LeaseBook(LeaseRules(options.staleness_bound, options.lease_timeout_s))
+        self.tokens = TokenBook(options.limits.tokens_max)
+        self.board = LearnerBoard()
+        self.keeper = Keeper(store, self.book, self.membership, self.tokens, options.limits.events_kept)
+        self.workers: dict[PeerId, WorkerSession] = {}
+        self.learner: LearnerSession | None = None
+        self.plan: Plan | None = None
+        self.plan_update: pb.PlanUpdate | None = None
+        self.plan_waits_for = "the learner"
+        self.broadcast_plan: BroadcastPlan | None = None
+        self._broadcast_message = pb.WorkerOrder()
+        self.model_digest = ""
+        self.started_at = clock.now()
+        self.plan_needed = asyncio.Event()
+        self.broadcast_needed = asyncio.Event()
+        self.changed = asyncio.Event()
+        self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
+        self._is_flushing = self._is_closed = False
+        self._members_kept_at = 0.0
+        self._restore(store)
+
+    def _restore(self, store: StateStore) -> None:
+        saved, now = store.load(), self.clock.now()
+        self.tokens.restore(list(saved.tokens))
+        self.membership.restore(list(saved.members), now)
+        self.book.restore(saved.groups, saved.leases)
+        self.keeper.events.extend(saved.events)
+        self.keeper.samples.extend(saved.samples)
+        self.keeper.paid.extend(saved.paid)
+        self.model_digest = saved.meta.get("model_digest", "")
+        self.board.totals = Totals(**json.loads(saved.meta.get("totals", "{}")))
+        if "learner_hello" in saved.meta:
+            message = pb.LearnerHello.FromString(bytes.fromhex(saved.meta["learner_hello"]))
+            self.board.hello = learner_hello_from_message(message, "the saved learner")
+            self.board.peer_id = PeerId(saved.meta["learner_peer_id"])
+            self.board.changed_at = now
+        if saved.members or saved.groups:
+            self.note("start", f"state restored: {len(saved.members)} workers, {len(saved.leases)} leases, "
+                      f"{len(saved.groups)} groups, {len(saved.tokens)} tokens")  # fmt: skip
+        else:
+            self.note("start", f"run {self.options.run_id} begins")
+
+    # ---- keeping and telling
+
+    def note(self, kind: str, text: str) -> None:
+        """One line in the event log."""
+        _log.info("%s: %s", kind, text)
+        self.keeper.event(LoggedEvent(self.clock.now(), kind, text))
+        self.changed.set()
+
+    def apply(self, actions: Iterable[le.Action]) -> None:
+        """Carries out what the lease book decided."""
+        for action in actions:
+            match action:
+                case le.SaveGroup(group_id) | le.DropGroup(group_id):
+                    self.keeper.group(group_id)
+                case le.SaveLease(lease_id) | le.DropLease(lease_id):
+                    self.keeper.lease(lease_id)
+                case le.Note(kind, text):
+                    self.note(kind, text)
+                case le.Grant():
+                    self._outgoing.append((action.worker_id, self._grant(action)))
+                case le.Revoke(worker_id, lease_id, reason):
+                    revoke = pb.LeaseRevoke(lease_id=lease_id, reason=reason)
+                    self._outgoing.append((worker_id, pb.WorkerOrder(lease_revoke=revoke)))
+        self.flush_soon()
+
+    def _grant(self, grant: le.Grant) -> pb.WorkerOrder:
+        ticket = Ticket(
+            grant.lease_id, grant.group.group_id, grant.worker_id, grant.attempt, grant.deadline, self.options.run_id
+        )
+        return pb.WorkerOrder(
+            lease_grant=pb.LeaseGrant(
+                ticket=sign_ticket(ticket, self.identity),
+                group=group_to_message(grant.group),
+                is_continuation=grant.is_continuation,
+            )
+        )
+
+    def flush_soon(self) -> None:
+        """Once in this turn of the loop, after everything that is ready has been handled."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._is_closed:
+            return
+        try:
+            self.keeper.flush()
+        except EchoError as error:
+            self._failed(error)
+            return
+        outgoing, self._outgoing = self._outgoing, []
+        for peer_id, order in outgoing:
+            session = self.workers.get(peer_id)
+            if session is not None:
+                session.send(order)
+        self.changed.set()
+
+    def flush_now(self) -> None:
+        """Keeps everything before the caller goes on: enrolment and operators' commands."""
+        self.keeper.flush()
+
+    def _send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
+        self._outgoing.append((peer_id, order))
+        self.flush_soon()
+
+    def _handle(self, event: le.Event) -> None:
+        self.apply(self.book.handle(event, self.clock.now()))
+
+    # ---- workers
+
+    def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
+        """Lets a worker's session begin, or raises the reason why not; nothing has changed then."""
+        self._check_hello(f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
+        if hello.model_digest and self.model_digest and hello.model_digest != self.model_digest:
+            raise VersionMismatch(
+                f"worker {hello.name or peer_id}: expected weights of model {self.model_digest[:16]}…, it holds "
+                f"{hello.model_digest[:16]}…: empty its folder"
+            )
+        now = self.clock.now()
+        is_new = peer_id not in self.membership.members
+        member = self.membership.came(peer_id, hello, now)
+        old = self.workers.pop(peer_id, None)
+        if old is not None:
+            old.end()
+        self.workers[peer_id] = session
+        self.note("worker", f"{member.name} {'joined' if is_new else 'is back'}: {hello.gpu or 'cpu'}, "
+                  f"{hello.slot_count} slots, {hello.price_usd_per_hour:g} USD/h, "
+                  f"{len(hello.held_leases)} leases held")  # fmt: skip
+        session.send(pb.WorkerOrder(welcome=self._welcome()))
+        activation = pb.Activation(is_active=member.activation is Activation.ACTIVE, reason=member.activation_reason)
+        session.send(pb.WorkerOrder(activation=activation))
+        if self.broadcast_plan is not None:
+            session.send(self._broadcast_message)
+        self._review(self.membership.change_of(member, now))
+        self._handle(le.WorkerCame(peer_id, hello.held_leases))
+        self._allow(peer_id)
+        self.keeper.member(peer_id)
+        self.broadcast_needed.set()
+        self.plan_needed.set()
+
+    def _check_hello(self, whose: str, protocol_version: int, run_id: str) -> None:
+        if protocol_version != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {protocol_version}: use one release of "
+                "echo2 everywhere"
+            )
+        if run_id != self.options.run_id:
+            raise VersionMismatch(f"{whose}: expected run {self.options.run_id!r}, got {run_id!r}")
+
+    def _welcome(self) -> pb.WorkerWelcome:
+        return pb.WorkerWelcome(
+            run_id=self.options.run_id,
+            staleness_bound=self.options.staleness_bound,
+            heartbeat_interval_s=self.options.heartbeat_interval_s,
+            report_interval_s=self.options.report_interval_s,
+            learner=self.whereabouts(),
+        )
+
+    def whereabouts(self) -> pb.LearnerWhereabouts | None:
+        """Where the learner is, or was when it was last heard; None before the first has come."""
+        hello = self.board.hello
+        if hello is None:
+            return None
+        return pb.LearnerWhereabouts(
+            peer_id=self.board.peer_id, address=hello.address, model_name=hello.model_name,
+            model_config_json=hello.model_config_json, model_digest=hello.model_digest,
+            newest_version=self.board.newest_version,
+        )  # fmt: skip
+
+    def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
+        before = self.membership.members[peer_id].link
+        member = self.membership.heard(peer_id, heartbeat, self.clock.now())
+        self.board.live(peer_id, heartbeat.version, self.clock.now())
+        self._review(self.membership.change_of(member, self.clock.now()))
+        self.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), self.clock.now())
+        after = member.link
+        for old, new in zip(asdict(before).values(), asdict(after).values(), strict=True):
+            if abs(new - old) > LINK_CHANGE * max(new, old, 1e-3):
+                self.broadcast_needed.set()
+        self.changed.set()
+
+    def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
+        """A lease request, progress or end."""
+        self.membership.heard(peer_id, None, self.clock.now())
+        self._handle(event)
+
+    def worker_left(self, peer_id: PeerId, reason: str) -> None:
+        self.membership.left(peer_id, self.clock.now())
+        self.note("worker", f"{self.membership.members[peer_id].name} leaves: {reason or 'no reason given'}")
+        self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
+
+    def worker_cut(self, peer_id: PeerId, session: WorkerSession) -> None:
+        """Its stream is over; another of the same worker may stand already."""
+        if self.workers.get(peer_id) is not session:
+            return
+        del self.workers[peer_id]
+        self._handle(le.Wanted(peer_id, 0, Version(0)))
+        self.membership.cut(peer_id, self.clock.now())
+        self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
+
+    def _allow(self, peer_id: PeerId) -> None:
+        member = self.membership.members[peer_id]
+        may = member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
+        self._handle(le.WorkerAllowed(peer_id, may))
+
+    def _review(self, change: Change | None) -> None:
+        """A worker's life or work has changed: leases, money, plans and the worker itself must know."""
+        if change is None:
+            return
+        member, now = change.member, self.clock.now()
+        accounts.meter([member], now)
+        self.keeper.member(member.peer_id)
+        if change.after is not change.before and change.after is not Liveness.ALIVE:
+            silent_s = now - member.heard_at
+            self.note("worker", f"{member.name} is {change.after.value}: last heard {silent_s:.1f} s ago")
+        if change.activation is not change.worked and change.worked is not None:
+            self._tell_activation(change)
+        if change.after is Liveness.GONE or change.activation is Activation.BANNED:
+            self._handle(
+                le.WorkerLost(member.peer_id, change.after.value if change.after is Liveness.GONE else "banned")
+            )
+            self.board.left(member.peer_id, now)
+        else:
+            self._handle(le.WorkerAllowed(member.peer_id, change.may_lease))
+            if change.activation is not Activation.ACTIVE:
+                self.board.left(member.peer_id, now)
+        self.plan_needed.set()
+        self.broadcast_needed.set()
+
+    def _tell_activation(self, change: Change) -> None:
+        member = change.member
+        is_active = change.activation is Activation.ACTIVE
+        text = f"{member.name} is {change.activation.value} now: {member.activation_reason}"
+        self.note("activation", text)
+        self.keeper.paid_action(
+            PaidAction(
+                self.clock.now(), change.activation.value, member.peer_id, member.activation_reason,
+                member.hello.price_usd_per_hour, member.usd_spent,
+            )
+        )  # fmt: skip
+        if change.activation is Activation.BANNED:
+            session = self.workers.get(member.peer_id)
+            if session is not None:
+                session.refuse(
+                    NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}")
+                )
+            if self.learner is not None:
+                banned = pb.WorkerBanned(peer_id=member.peer_id, reason=member.setting_reason)
+                self.learner.send(pb.LearnerOrder(banned=banned))
+            return
+        order = pb.Activation(is_active=is_active, reason=member.activation_reason)
+        self._send(member.peer_id, pb.WorkerOrder(activation=order))
+
+    def set_worker(self, peer_id: PeerId, setting: Setting, reason: str) -> None:
+        """The operator's word on a worker."""
+        member = self.membership.set(peer_id, setting, reason, self.clock.now())
+        if setting is Setting.AUTOMATIC and self.plan is not None:
+            member.is_wanted = member.peer_id in self.plan.pool
+        self.keeper.member(peer_id)
+        self._review(self.membership.change_of(member, self.clock.now()))
+        self.flush_now()
+
+    # ---- the learner
+
+    def learner_came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerSession) -> None:
+        """Lets the learner's session begin, or raises the reason why not; nothing has changed then."""
+        self._check_hello(f"learner {peer_id}", hello.protocol_version, hello.run_id)
+        if hello.staleness_bound != self.options.staleness_bound:
+            raise VersionMismatch(
+                f"learner {peer_id}: expected staleness bound S = {self.options.staleness_bound} as the coordinator "
+                f"was told, got {hello.staleness_bound}: start both with the same config"
+            )
+        is_news = self.board.came(peer_id, replace(hello, open_groups=()), self.model_digest, self.clock.now())
+        if self.learner is not None:
+            self.learner.end()
+        self.learner = session
+        self.model_digest = hello.model_digest
+        self.keeper.meta("model_digest", hello.model_digest)
+        self.keeper.meta("learner_peer_id", peer_id)
+        self.keeper.meta("learner_hello", learner_hello_to_message(self.board.hello or hello).SerializeToString().hex())
+        self.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
+                  f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
+        interval_s = self.options.heartbeat_interval_s
+        session.send(
+            pb.LearnerOrder(welcome=pb.LearnerWelcome(run_id=self.options.run_id, heartbeat_interval_s=interval_s))
+        )
+        if self.plan_update is not None:
+            session.send(pb.LearnerOrder(plan=self.plan_update))
+        if self.broadcast_plan is not None:
+            session.send(pb.LearnerOrder(broadcast_plan=self._broadcast_message.broadcast_plan))
+        if is_news:
+            order = pb.WorkerOrder(learner=self.whereabouts())
+            for worker_id in self.workers:
+                self._outgoing.append((worker_id, order))
+        self._handle(le.GroupsSynced(hello.open_groups))
+        self.broadcast_needed.set()
+        self.plan_needed.set()
+
+    def learner_reported(self, report: LearnerReport) -> None:
+        now = self.clock.now()
+        if not self.board.heard(report, now):
+            self.changed.set()
+            return
+        members = self.membership.members.values()
+        accounts.meter(members, now)
+        self.keeper.sample(
+            Sample(
+                now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
+                self.plan.predicted_utilisation if self.plan else 0.0, accounts.usd_spent(members),
+                accounts.usd_per_hour(members),
+            )
+        )  # fmt: skip
+        self.flush_soon()
+
+    def learner_event(self, event: le.Event) -> None:
+        """An offer or a closure of groups."""
+        self.board.heard_at = self.clock.now()
+        self._handle(event)
+
+    def published(self, version: PublishedVersion) -> None:
+        pool = [member.peer_id for member in self.membership.pool()]
+        self.board.published(version, self.predicted_broadcast_s(version.artifact_bytes), pool, self.clock.now())
+        self.keeper.meta("totals", json.dumps(asdict(self.board.totals)))
+        self.flush_soon()
+
+    def predicted_broadcast_s(self, artifact_bytes: int) -> float:
+        """By the broadcast plan, and the slowest apply among the pool's workers."""
+        plan = self.broadcast_plan
+        if plan is None or not plan.predicted_bytes:
+            return 0.0
+        apply_s = max((member.heartbeat.apply_s for member in self.membership.pool()), default=0.0)
+        return plan.predicted_all_s * artifact_bytes / plan.predicted_bytes + apply_s
+
+    def learner_leaving(self, reason: str) -> None:
+        self.note("learner", f"leaves: {reason or 'no reason given'}")
+
+    def learner_cut(self, session: LearnerSession) -> None:
+        if self.learner is not session:
+            return
+        self.learner = None
+        self.board.cut(self.clock.now())
+        self.note("learner", "its stream is over; workers go on with the leases they hold")
+
+    # ---- plans
+
+    def adopt_plan(self, plan: Plan, is_acted_on: bool) -> None:
+        """The planner's word: to the learner always; to the workers where the operator lets it act."""
+        self.plan, self.plan_waits_for = plan, ""
+        pool = set(plan.pool)
+        if is_acted_on:
+            for member in self.membership.living():
+                member.is_wanted, member.wanted_reason = member.peer_id in pool, plan.reason
+                self._review(self.membership.change_of(member, self.clock.now()))
+        update = pb.PlanUpdate(
+            kappa=plan.kappa, in_flight_cap_rollouts=plan.in_flight_cap_rollouts,
+            predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
+            usd_per_hour=plan.usd_per_hour, reason=plan.reason,
+        )  # fmt: skip
+        if update != self.plan_update and self.learner is not None:
+            self.learner.send(pb.LearnerOrder(plan=update))
+        if self.plan_update is None or self.plan_update.kappa != plan.kappa:
+            self.note("plan", plan.reason)
+        self.plan_update = update
+        self.changed.set()
+
+    def adopt_broadcast_plan(self, plan: BroadcastPlan) -> None:
+        """The same message to every node."""
+        self.broadcast_plan = plan
+        message = plan_to_message(plan)
+        self._broadcast_message = pb.WorkerOrder(broadcast_plan=message)
+        for session in self.workers.values():
+            session.send(self._broadcast_message)
+        if self.learner is not None:
+            self.learner.send(pb.LearnerOrder(broadcast_plan=message))
+        self.note("broadcast", f"plan {plan.epoch}: {plan.topology} over {len(plan.nodes)} nodes: {plan.reason}")
+
+    # ---- time
+
+    def tick(self) -> None:
+        """Twice a second: silence, deadlines, money."""
+        now = self.clock.now()
+        for change in list(self.membership.changes(now)):
+            self._review(change)
+        self._handle(le.Tick())
+        accounts.meter(self.membership.members.values(), now)
+        if now - self._members_kept_at >= MEMBERS_KEPT_EVERY_S:
+            self._members_kept_at = now
+            for member in self.membership.living():
+                self.keeper.member(member.peer_id)
+            self.flush_soon()
+
+    def close(self) -> None:
+        """Ends all streams and keeps what is left; after this nothing is kept."""
+        for session in self.workers.values():
+            session.end()
+        if self.learner is not None:
+            self.learner.end()
+        accounts.meter(self.membership.members.values(), self.clock.now())
+        for member in self.membership.living():
+            self.keeper.member(member.peer_id)
+        self.note("stop", "the coordinator stops; workers and learner go on and wait for it")
+        try:
+            self.keeper.flush()
+        except EchoError as error:
+            self._failed(error)
+        self._is_closed = True

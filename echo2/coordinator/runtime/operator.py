@@ -1,0 +1,80 @@
+"""The Operator service: commands for whoever holds an operator's certificate.
+
+Guarantees: a caller of another role gets PERMISSION_DENIED, a wrong argument INVALID_ARGUMENT with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from echo2.base.errors import EchoError, NotAllowed, TrustError
+from echo2.broadcast.identity import Role
+from echo2.broadcast.runtime.tls import peer_of
+from echo2.coordinator.runtime.commands import Commands
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
+
+Reply = TypeVar("Reply")
+
+
+class OperatorService(coordinator_pb2_grpc.OperatorServicer):
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+
+    async def _answer(self, context: Any, act: Callable[[], Reply]) -> Reply:
+        try:
+            caller = peer_of(context)
+            if caller.role is not Role.OPERATOR:
+                raise NotAllowed(
+                    f"{caller.peer_id}: expected the role operator, its certificate says {caller.role.value}"
+                )
+            return act()
+        except EchoError as error:
+            is_trust = isinstance(error, TrustError)
+            status = grpc.StatusCode.PERMISSION_DENIED if is_trust else grpc.StatusCode.INVALID_ARGUMENT
+            await context.abort(status, f"{type(error).__name__}: {error}"[:2000])
+            raise
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
+        return await self._answer(context, self._commands.status)
+
+    async def SetWorkerState(self, request: pb.SetWorkerStateRequest, context: Any) -> pb.SetWorkerStateReply:
+        def act() -> pb.SetWorkerStateReply:
+            self._commands.set_worker(request.peer_id, request.activation, request.reason)
+            return pb.SetWorkerStateReply()
+
+        return await self._answer(context, act)
+
+    async def CreateToken(self, request: pb.CreateTokenRequest, context: Any) -> pb.CreateTokenReply:
+        def act() -> pb.CreateTokenReply:
+            token, link = self._commands.create_token(
+                request.role, request.label, request.lifetime_s, request.use_limit
+            )
+            return pb.CreateTokenReply(token_id=token.token_id, join_link=link)
+
+        return await self._answer(context, act)
+
+    async def ListTokens(self, request: pb.ListTokensRequest, context: Any) -> pb.ListTokensReply:
+        def act() -> pb.ListTokensReply:
+            tokens = self._commands.hub.tokens.tokens.values()
+            return pb.ListTokensReply(
+                tokens=[
+                    pb.TokenStatus(
+                        token_id=token.token_id, role=token.role, label=token.label, expires_unix_s=token.expires_at,
+                        use_limit=token.use_limit, use_count=len(token.peers), is_revoked=token.is_revoked,
+                    )
+                    for token in tokens
+                ]
+            )  # fmt: skip
+
+        return await self._answer(context, act)
+
+    async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Any) -> pb.RevokeTokenReply:
+        def act() -> pb.RevokeTokenReply:
+            self._commands.revoke_token(request.token_id)
+            return pb.RevokeTokenReply()
+
+        return await self._answer(context, act)

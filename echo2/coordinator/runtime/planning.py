@@ -1,0 +1,92 @@
+"""Runs the planners when something they depend on has changed, and at least every interval.
+
+Waits for `hub.plan_needed` and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees: planning runs in
+a thread, so that streams are served meanwhile, and one plan at a time. Leaves to others: what a good plan is
+(cost_model, broadcast), what becomes of it (hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from echo2.base.errors import EchoError
+from echo2.broadcast.topology import BroadcastPlan, NodeLink
+from echo2.coordinator import accounts
+from echo2.coordinator.options import PlannerMode
+from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
+from echo2.coordinator.runtime.hub import Hub
+from echo2.cost_model.plan import Plan
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+
+SETTLE_S = 0.2
+SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
+_log = logging.getLogger("echo2.coordinator")
+
+
+def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
+    """The planner, loaded when it is first needed: its libraries take longer to load than the daemon to start."""
+    from echo2.cost_model.planner import plan
+
+    return plan(snapshot, config, previous)
+
+
+class Planning:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._epoch = int(time.time() * 1000)
+
+    async def run(self) -> None:
+        """Both loops, until cancelled."""
+        await asyncio.gather(self._run_pool(), self._run_broadcast())
+
+    async def _settle(self) -> None:
+        await asyncio.sleep(SETTLE_S + SETTLE_S_PER_WORKER * len(self._hub.workers))
+
+    async def _run_pool(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hub.plan_needed.wait(), self._hub.options.plan_interval_s)
+            await self._settle()
+            self._hub.plan_needed.clear()
+            try:
+                await self._plan_pool()
+            except EchoError as error:
+                self._hub.plan_waits_for = f"input that it can use: {error}"
+
+    async def _plan_pool(self) -> None:
+        hub = self._hub
+        members = list(hub.membership.members.values())
+        snapshot = fleet_snapshot(hub.board, members, hub.clock.now())
+        if snapshot is None:
+            missing = "the learner" if hub.board.hello is None else "a first step and a first rate of a worker"
+            hub.plan_waits_for = hub.plan_waits_for and missing
+            return
+        config = plan_config(hub.options, hub.board)
+        plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
+        budget = hub.options.usd_budget
+        is_spent = budget > 0 and accounts.usd_spent(hub.membership.members.values()) >= budget
+        hub.adopt_plan(plan, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
+
+    async def _run_broadcast(self) -> None:
+        while True:
+            await self._hub.broadcast_needed.wait()
+            await self._settle()
+            self._hub.broadcast_needed.clear()
+            board = self._hub.board
+            nodes = broadcast_nodes(board, list(self._hub.membership.members.values()))
+            known = self._hub.broadcast_plan
+            if len(nodes) < 2 or (known is not None and list(known.nodes) == nodes):
+                continue
+            size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
+            self._epoch = max(self._epoch + 1, int(time.time() * 1000))
+            plan = await asyncio.to_thread(_broadcast_plan, nodes, self._epoch, max(1, size))
+            self._hub.adopt_broadcast_plan(plan)
+
+
+def _broadcast_plan(nodes: list[NodeLink], epoch: int, artifact_bytes: int) -> BroadcastPlan:
+    from echo2.broadcast.trees import plan
+
+    return plan(nodes, epoch, artifact_bytes)

@@ -1,0 +1,206 @@
+"""The control streams over gRPC: one per worker, one for the learner.
+
+Guarantees: the caller is whom its certificate names, in the role that the service is for; the first message is a hello;
+a message that is malformed or out of order changes nothing and ends the stream with a refusal that says what was
+expected; messages that come too fast are read more slowly. Waits for messages and for orders; either end of the stream
+ends both. Leaves to others: what messages mean (hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+
+from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, Unreachable
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.identity import Role
+from echo2.broadcast.runtime.tls import peer_of
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.session import Order, Session, refusal_of
+from echo2.coordinator.tokens import RateLimiter
+from echo2.wire import coordinator as wire
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
+from echo2.wire.rollout import VERSION_MAX, group_id_from_wire, lease_id_from_wire
+
+HELLO_TIMEOUT_S = 20.0
+LAST_WORDS_S = 5.0
+MESSAGES_BURST = 1000
+FREE_ROLLOUTS_MAX = 1 << 20
+_log = logging.getLogger("echo2.coordinator")
+
+
+class Party(Protocol[Order]):
+    """What differs between a worker's stream and the learner's."""
+
+    role: Role
+
+    def began(self, peer_id: PeerId, first: Any, session: Session[Order]) -> None: ...
+    def said(self, peer_id: PeerId, message: Any) -> None: ...
+    def ended(self, peer_id: PeerId, session: Session[Order]) -> None: ...
+
+
+class WorkerParty:
+    """Worker messages to the hub."""
+
+    role = Role.WORKER
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: Session[pb.WorkerOrder]) -> None:
+        _expect_hello(first, f"worker {peer_id}")
+        hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64] or peer_id}")
+        self._hub.worker_came(peer_id, hello, session)
+
+    def said(self, peer_id: PeerId, message: pb.WorkerMessage) -> None:
+        whose = f"worker {peer_id}"
+        match message.WhichOneof("kind"):
+            case "heartbeat":
+                self._hub.worker_beat(peer_id, wire.heartbeat_from_message(message.heartbeat, whose))
+            case "lease_request":
+                self._hub.worker_event(peer_id, _wanted(peer_id, message.lease_request, whose))
+            case "lease_progress":
+                told = message.lease_progress
+                lease_id = lease_id_from_wire(told.lease_id)
+                self._hub.worker_event(peer_id, le.Progressed(peer_id, lease_id, told.finished_rollouts, told.tokens))
+            case "lease_ended":
+                ended = message.lease_ended
+                text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
+                reason = wire.end_reason_from_message(ended)
+                self._hub.worker_event(peer_id, le.Ended(peer_id, lease_id_from_wire(ended.lease_id), reason, text))
+            case "leaving":
+                self._hub.worker_left(peer_id, wire.text_of(message.leaving.reason, f"reason of {whose}"))
+            case other:
+                raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
+
+    def ended(self, peer_id: PeerId, session: Session[pb.WorkerOrder]) -> None:
+        self._hub.worker_cut(peer_id, session)
+
+
+def _wanted(peer_id: PeerId, request: pb.LeaseRequest, whose: str) -> le.Wanted:
+    if request.free_rollouts > FREE_ROLLOUTS_MAX or request.version > VERSION_MAX:
+        raise MalformedMessage(
+            f"lease request of {whose}: expected up to {FREE_ROLLOUTS_MAX} rollouts, got {request.free_rollouts} of "
+            f"version {request.version}"
+        )
+    return le.Wanted(peer_id, request.free_rollouts, Version(request.version))
+
+
+class LearnerParty:
+    """The learner's messages to the hub."""
+
+    role = Role.LEARNER
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: Session[pb.LearnerOrder]) -> None:
+        _expect_hello(first, f"learner {peer_id}")
+        self._hub.learner_came(peer_id, wire.learner_hello_from_message(first.hello, f"learner {peer_id}"), session)
+
+    def said(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
+        whose = f"learner {peer_id}"
+        match message.WhichOneof("kind"):
+            case "report":
+                self._hub.learner_reported(wire.learner_report_from_message(message.report, whose))
+            case "offer":
+                self._hub.learner_event(le.GroupsOffered(wire.groups_from_messages(message.offer.groups, whose)))
+            case "close":
+                ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
+                reason = wire.text_of(message.close.reason, f"reason of {whose}")
+                self._hub.learner_event(le.GroupsClosed(ids, reason))
+            case "published":
+                self._hub.published(wire.published_from_message(message.published, whose))
+            case "leaving":
+                self._hub.learner_leaving(wire.text_of(message.leaving.reason, f"reason of {whose}"))
+            case other:
+                raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
+
+    def ended(self, peer_id: PeerId, session: Session[pb.LearnerOrder]) -> None:
+        self._hub.learner_cut(session)
+
+
+def _expect_hello(first: Any, whose: str) -> None:
+    if first.WhichOneof("kind") != "hello":
+        raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
+
+
+class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
+    """Serves both kinds of stream until they end or `stop` is called."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._rates = RateLimiter(hub.options.limits.messages_per_s, MESSAGES_BURST, hub.options.limits.workers_max)
+        self._streams: set[asyncio.Task[None]] = set()
+
+    async def WorkerSession(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> None:
+        await self._serve(context, WorkerParty(self._hub), lambda refusal: pb.WorkerOrder(refusal=refusal))
+
+    async def LearnerSession(self, request_iterator: AsyncIterator[pb.LearnerMessage], context: Any) -> None:
+        await self._serve(context, LearnerParty(self._hub), lambda refusal: pb.LearnerOrder(refusal=refusal))
+
+    async def _serve(self, context: Any, party: Party[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
+        try:
+            caller = peer_of(context)
+            _check_role(caller.role, party.role, caller.peer_id)
+            first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+            if not isinstance(first, Message):
+                return
+            session = Session(caller.peer_id, self._hub.options.limits.send_queue_max, as_order)
+            party.began(caller.peer_id, first, session)
+        except TimeoutError:
+            late = Unreachable(f"expected a hello within {HELLO_TIMEOUT_S:.0f} s, got none")
+            await context.write(as_order(refusal_of(late)))
+            return
+        except EchoError as error:
+            _log.warning("refused: %s: %s", type(error).__name__, error)
+            await context.write(as_order(refusal_of(error)))
+            return
+        try:
+            await self._talk(context, party, caller.peer_id, session)
+        finally:
+            session.end()
+            party.ended(caller.peer_id, session)
+
+    async def _talk(self, context: Any, party: Party[Order], peer_id: PeerId, session: Session[Order]) -> None:
+        reader = asyncio.create_task(self._read(context, party, peer_id, session))
+        writer = asyncio.create_task(_write(context, session))
+        self._streams.add(writer)
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():  # a refusal may still be on its way out
+                session.end()
+                await asyncio.wait((writer,), timeout=LAST_WORDS_S)
+        finally:
+            self._streams.discard(writer)
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _read(self, context: Any, party: Party[Order], peer_id: PeerId, session: Session[Order]) -> None:
+        while isinstance(message := await context.read(), Message):
+            early_s = self._rates.take(peer_id, self._hub.clock.now())
+            if early_s > 0:  # back-pressure: the stream's window fills while we do not read
+                await asyncio.sleep(early_s)
+            try:
+                party.said(peer_id, message)
+            except EchoError as error:
+                _log.warning("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
+                session.refuse(error)
+                return
+
+
+async def _write(context: Any, session: Session[Order]) -> None:
+    while (order := await session.orders.get()) is not None:
+        await context.write(order)
+
+
+def _check_role(role: Role, expected: Role, peer_id: PeerId) -> None:
+    if role is not expected:
+        raise NotAllowed(f"{peer_id}: expected the role {expected.value}, its certificate says {role.value}")

@@ -1,0 +1,56 @@
+"""One node's stream as the hub sees it: a bounded queue of orders, and a way to end it.
+
+Guarantees: `send` never blocks; a node that reads so slowly that `limit` orders wait is cut off and must come again, so
+that one slow reader costs bounded memory and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from echo2.base.errors import EchoError, LimitExceeded
+from echo2.base.ids import PeerId
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+Order = TypeVar("Order")
+
+
+def refusal_of(error: EchoError) -> pb.Refusal:
+    """The error as the wire says it: its class and its words."""
+    return pb.Refusal(code=type(error).__name__, message=str(error)[:2000])
+
+
+class Session(Generic[Order]):
+    """`orders` holds what is to be written; None ends the stream."""
+
+    def __init__(self, peer_id: PeerId, limit: int, as_order: Callable[[pb.Refusal], Order]) -> None:
+        self.peer_id = peer_id
+        self.orders: asyncio.Queue[Order | None] = asyncio.Queue()
+        self._limit = limit
+        self._as_order = as_order
+        self._is_open = True
+
+    def send(self, order: Order) -> None:
+        if not self._is_open:
+            return
+        if self.orders.qsize() >= self._limit:
+            self.refuse(LimitExceeded(f"{self.peer_id}: expected at most {self._limit} unread orders; read faster"))
+            return
+        self.orders.put_nowait(order)
+
+    def refuse(self, error: EchoError) -> None:
+        """Ends the stream with the reason. What waits is dropped: the node starts anew."""
+        if not self._is_open:
+            return
+        while not self.orders.empty():
+            self.orders.get_nowait()
+        self.orders.put_nowait(self._as_order(refusal_of(error)))
+        self.end()
+
+    def end(self) -> None:
+        """Ends the stream after what waits."""
+        if self._is_open:
+            self._is_open = False
+            self.orders.put_nowait(None)

@@ -1,0 +1,278 @@
+"""The coordinator's state in SQL: SQLite (WAL) in the run's folder by default, PostgreSQL by its URL.
+
+Guarantees: see `StateStore`. SQLite runs with synchronous=NORMAL: what `write` has kept outlives a kill of the process;
+a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. The schema
+carries a version and is migrated forward, one step at a time, in a transaction; a newer one than ours is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from echo2.base.errors import DiskFull, StateError
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
+from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
+from echo2.coordinator.membership import Liveness, Member, Setting
+from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample, SavedState
+from echo2.coordinator.tokens import Token
+from echo2.wire.coordinator import heartbeat_from_message, heartbeat_to_message, worker_hello_from_message
+from echo2.wire.coordinator import worker_hello_to_message as hello_to_message
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
+from echo2.wire.rollout import group_from_message, group_to_message
+
+SCHEMA_VERSION = 2
+EVENTS_LOADED = 5_000
+SAMPLES_LOADED = 4_000
+
+_metadata = sa.MetaData()
+_Text, _Real, _Int, _Bytes = sa.Text, sa.Double, sa.BigInteger, sa.LargeBinary
+_meta = sa.Table(
+    "meta", _metadata, sa.Column("key", _Text, primary_key=True), sa.Column("value", _Text, nullable=False)
+)
+_groups = sa.Table(
+    "groups", _metadata,
+    sa.Column("group_id", _Text, primary_key=True), sa.Column("spec", _Bytes, nullable=False),
+    sa.Column("phase", _Text, nullable=False), sa.Column("since", _Real, nullable=False),
+    sa.Column("attempts", _Int, nullable=False), sa.Column("refusals", _Int, nullable=False),
+    sa.Column("lease_id", _Text), sa.Column("not_before", _Real, nullable=False),
+    sa.Column("expected_tokens", _Real, nullable=False),
+)  # fmt: skip
+_leases = sa.Table(
+    "leases", _metadata,
+    sa.Column("lease_id", _Text, primary_key=True), sa.Column("group_id", _Text, nullable=False),
+    sa.Column("worker_id", _Text, nullable=False), sa.Column("attempt", _Int, nullable=False),
+    sa.Column("granted_at", _Real, nullable=False), sa.Column("deadline", _Real, nullable=False),
+    sa.Column("progress_at", _Real, nullable=False), sa.Column("finished_rollouts", _Int, nullable=False),
+    sa.Column("tokens", _Int, nullable=False), sa.Column("is_recalled", sa.Boolean, nullable=False),
+)  # fmt: skip
+_members = sa.Table(
+    "members", _metadata,
+    sa.Column("peer_id", _Text, primary_key=True), sa.Column("hello", _Bytes, nullable=False),
+    sa.Column("heartbeat", _Bytes, nullable=False), sa.Column("joined_at", _Real, nullable=False),
+    sa.Column("heard_at", _Real, nullable=False), sa.Column("setting", _Text, nullable=False),
+    sa.Column("setting_reason", _Text, nullable=False), sa.Column("is_wanted", sa.Boolean, nullable=False),
+    sa.Column("activation_since", _Real, nullable=False), sa.Column("usd_spent", _Real, nullable=False),
+    sa.Column("metered_until", _Real, nullable=False), sa.Column("liveness", _Text, nullable=False),
+)  # fmt: skip
+_tokens = sa.Table(
+    "tokens", _metadata,
+    sa.Column("token_id", _Text, primary_key=True), sa.Column("hash", _Text, nullable=False),
+    sa.Column("role", _Text, nullable=False), sa.Column("label", _Text, nullable=False),
+    sa.Column("created_at", _Real, nullable=False), sa.Column("expires_at", _Real, nullable=False),
+    sa.Column("use_limit", _Int, nullable=False), sa.Column("is_revoked", sa.Boolean, nullable=False),
+    sa.Column("peers", _Text, nullable=False),
+)  # fmt: skip
+_SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+_events = sa.Table(
+    "events", _metadata,
+    sa.Column("id", _SERIAL, primary_key=True, autoincrement=True), sa.Column("unix_s", _Real, nullable=False),
+    sa.Column("kind", _Text, nullable=False), sa.Column("text", _Text, nullable=False),
+)  # fmt: skip
+_samples = sa.Table(
+    "samples", _metadata,
+    sa.Column("id", _SERIAL, primary_key=True, autoincrement=True), sa.Column("fields", _Text, nullable=False),
+)  # fmt: skip
+_paid = sa.Table(
+    "paid_actions", _metadata,
+    sa.Column("id", _SERIAL, primary_key=True, autoincrement=True), sa.Column("fields", _Text, nullable=False),
+)  # fmt: skip
+
+
+def _add_paid_actions(connection: Connection) -> None:
+    _paid.create(connection, checkfirst=True)
+
+
+_MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_paid_actions}
+"""What takes the schema from the version before to this one."""
+
+
+class SqlStore:
+    """`StateStore` on a database URL; one process writes at a time."""
+
+    def __init__(self, url: str, run_id: RunId) -> None:
+        self._engine = _engine_of(url)
+        self._where = self._engine.url.render_as_string(hide_password=True)
+        self._insert: Any = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
+        try:
+            with self._engine.begin() as connection:
+                self._migrate(connection, run_id)
+        except SQLAlchemyError as error:
+            raise self._error(error) from None
+
+    def _migrate(self, connection: Connection, run_id: RunId) -> None:
+        _meta.create(connection, checkfirst=True)
+        meta = {row.key: row.value for row in connection.execute(sa.select(_meta))}
+        if not meta:
+            _metadata.create_all(connection)
+            rows = {"schema_version": str(SCHEMA_VERSION), "run_id": run_id}
+            connection.execute(sa.insert(_meta), [{"key": key, "value": value} for key, value in rows.items()])
+            return
+        if meta.get("run_id") != run_id:
+            raise StateError(f"{self._where}: expected the state of run {run_id!r}, got that of {meta.get('run_id')!r}")
+        version = int(meta.get("schema_version", "0"))
+        if not 1 <= version <= SCHEMA_VERSION:
+            raise StateError(
+                f"{self._where}: expected a state of schema 1 to {SCHEMA_VERSION}, got {version}: use the echo2 "
+                "that made it"
+            )
+        for step in range(version + 1, SCHEMA_VERSION + 1):
+            _MIGRATIONS[step](connection)
+        connection.execute(sa.update(_meta).where(_meta.c.key == "schema_version").values(value=str(SCHEMA_VERSION)))
+
+    def write(self, changes: Changes) -> None:
+        if changes.is_empty():
+            return
+        try:
+            with self._engine.begin() as connection:
+                self._put(connection, _meta, ({"key": k, "value": v} for k, v in changes.meta.items()))
+                self._put(connection, _groups, map(_group_row, changes.groups))
+                self._put(connection, _leases, map(asdict, changes.leases))
+                self._put(connection, _members, map(_member_row, changes.members))
+                self._put(connection, _tokens, map(_token_row, changes.tokens))
+                _delete(connection, _groups.c.group_id, changes.groups_dropped)
+                _delete(connection, _leases.c.lease_id, changes.leases_dropped)
+                _append(connection, _events, [asdict(event) for event in changes.events])
+                _append(connection, _samples, [{"fields": json.dumps(asdict(one))} for one in changes.samples])
+                _append(connection, _paid, [{"fields": json.dumps(asdict(one))} for one in changes.paid])
+        except SQLAlchemyError as error:
+            raise self._error(error) from None
+
+    def _put(self, connection: Connection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
+        found = list(rows)
+        if not found:
+            return
+        key = next(iter(table.primary_key.columns))
+        statement = self._insert(table)
+        update = {column.name: statement.excluded[column.name] for column in table.columns if column is not key}
+        connection.execute(statement.on_conflict_do_update(index_elements=[key], set_=update), found)
+
+    def load(self) -> SavedState:
+        try:
+            with self._engine.connect() as connection:
+                rows = {
+                    table.name: [dict(row) for row in connection.execute(sa.select(table)).mappings()]
+                    for table in (_meta, _groups, _leases, _members, _tokens)
+                }
+                events = _newest(connection, _events, EVENTS_LOADED)
+                samples = _newest(connection, _samples, SAMPLES_LOADED)
+                paid = _newest(connection, _paid, EVENTS_LOADED)
+        except SQLAlchemyError as error:
+            raise self._error(error) from None
+        return SavedState(
+            groups=tuple(_group_of(row) for row in rows["groups"]),
+            leases=tuple(_lease_of(row) for row in rows["leases"]),
+            members=tuple(_member_of(row) for row in rows["members"]),
+            tokens=tuple(_token_of(row) for row in rows["tokens"]),
+            events=tuple(LoggedEvent(row["unix_s"], row["kind"], row["text"]) for row in events),
+            samples=tuple(Sample(**json.loads(row["fields"])) for row in samples),
+            paid=tuple(PaidAction(**json.loads(row["fields"])) for row in paid),
+            meta={row["key"]: row["value"] for row in rows["meta"]},
+        )
+
+    def prune(self, events_kept: int, samples_kept: int) -> None:
+        try:
+            with self._engine.begin() as connection:
+                for table, kept in ((_events, events_kept), (_samples, samples_kept)):
+                    last = connection.execute(sa.select(sa.func.max(table.c.id))).scalar() or 0
+                    connection.execute(sa.delete(table).where(table.c.id <= last - kept))
+        except SQLAlchemyError as error:
+            raise self._error(error) from None
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _error(self, error: SQLAlchemyError) -> DiskFull | StateError:
+        text = str(getattr(error, "orig", None) or error).strip()
+        if "disk is full" in text or "No space left" in text or "disk I/O error" in text:
+            return DiskFull(f"{self._where}: expected room for the coordinator's state, got: {text}")
+        return StateError(f"{self._where}: {text}")
+
+
+def _engine_of(url: str) -> Engine:
+    engine = sa.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
+    if engine.dialect.name == "sqlite":
+
+        @sa.event.listens_for(engine, "connect")
+        def _on_connect(connection: Any, _record: Any) -> None:
+            cursor = connection.cursor()
+            for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON"):
+                cursor.execute(f"PRAGMA {pragma}")
+            cursor.close()
+
+    return engine
+
+
+def _delete(connection: Connection, column: sa.Column[Any], keys: list[str]) -> None:
+    if keys:
+        connection.execute(sa.delete(column.table).where(column == sa.bindparam("_key")), [{"_key": k} for k in keys])
+
+
+def _append(connection: Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        connection.execute(sa.insert(table), rows)
+
+
+def _newest(connection: Connection, table: sa.Table, count: int) -> list[dict[str, Any]]:
+    rows = connection.execute(sa.select(table).order_by(table.c.id.desc()).limit(count)).mappings()
+    return [dict(row) for row in rows][::-1]
+
+
+def _group_row(group: OpenGroup) -> dict[str, Any]:
+    return {
+        "group_id": group.spec.group_id, "spec": group_to_message(group.spec).SerializeToString(),
+        "phase": group.phase.value, "since": group.since, "attempts": group.attempts, "refusals": group.refusals,
+        "lease_id": group.lease_id, "not_before": group.not_before, "expected_tokens": group.expected_tokens,
+    }  # fmt: skip
+
+
+def _group_of(row: dict[str, Any]) -> OpenGroup:
+    return OpenGroup(
+        spec=group_from_message(rollout_pb2.GroupSpec.FromString(row["spec"])), phase=Phase(row["phase"]),
+        since=row["since"], attempts=row["attempts"], refusals=row["refusals"],
+        lease_id=LeaseId(row["lease_id"]) if row["lease_id"] else None, not_before=row["not_before"],
+        expected_tokens=row["expected_tokens"],
+    )  # fmt: skip
+
+
+def _lease_of(row: dict[str, Any]) -> Lease:
+    named = {"lease_id": LeaseId(row["lease_id"]), "group_id": GroupId(row["group_id"])}
+    return Lease(**{**row, **named, "worker_id": PeerId(row["worker_id"])})
+
+
+def _member_row(member: Member) -> dict[str, Any]:
+    return {
+        "peer_id": member.peer_id, "hello": hello_to_message(member.hello).SerializeToString(),
+        "heartbeat": heartbeat_to_message(member.heartbeat).SerializeToString(), "joined_at": member.joined_at,
+        "heard_at": member.heard_at, "setting": member.setting.value, "setting_reason": member.setting_reason,
+        "is_wanted": member.is_wanted, "activation_since": member.activation_since, "usd_spent": member.usd_spent,
+        "metered_until": member.metered_until, "liveness": member.last_liveness.value,
+    }  # fmt: skip
+
+
+def _member_of(row: dict[str, Any]) -> Member:
+    hello = coordinator_pb2.WorkerHello.FromString(row["hello"])
+    heartbeat = coordinator_pb2.Heartbeat.FromString(row["heartbeat"])
+    whose = f"saved worker {row['peer_id']}"
+    return Member(
+        peer_id=PeerId(row["peer_id"]), hello=worker_hello_from_message(hello, whose), joined_at=row["joined_at"],
+        heard_at=row["heard_at"], heartbeat=heartbeat_from_message(heartbeat, whose),
+        setting=Setting(row["setting"]), setting_reason=row["setting_reason"], is_wanted=row["is_wanted"],
+        activation_since=row["activation_since"], usd_spent=row["usd_spent"], metered_until=row["metered_until"],
+        last_liveness=Liveness(row["liveness"]),
+    )  # fmt: skip
+
+
+def _token_row(token: Token) -> dict[str, Any]:
+    return {**asdict(token), "peers": json.dumps(sorted(token.peers))}
+
+
+def _token_of(row: dict[str, Any]) -> Token:
+    return Token(**{**row, "peers": {PeerId(peer) for peer in json.loads(row["peers"])}})

@@ -1,0 +1,100 @@
+"""What the coordinator must not forget, as one value, and the changes that keep it so.
+
+Guarantees of a `StateStore`, checked by one contract suite on every implementation: `write` is all or nothing and
+durable against the death of the process when it returns; `load` gives back what was written. Leaves to others: which
+changes to write (runtime/hub).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from echo2.coordinator.lease_events import Lease, OpenGroup
+from echo2.coordinator.membership import Member
+from echo2.coordinator.tokens import Token
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """One line of the event log."""
+
+    unix_s: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One point of the run's curves. `eval_reward` None: not evaluated yet."""
+
+    unix_s: float
+    step: int
+    reward_mean: float
+    eval_reward: float | None
+    utilisation: float
+    predicted_utilisation: float
+    usd_spent: float
+    usd_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaidAction:
+    """Something that costs or saves money was done or asked for, and why."""
+
+    unix_s: float
+    action: str
+    whom: str
+    reason: str
+    usd_per_hour: float
+    usd_spent: float
+
+
+@dataclass(slots=True)
+class Changes:
+    """What to write in one transaction. Removals are carried out after the writes."""
+
+    groups: list[OpenGroup] = field(default_factory=list)
+    groups_dropped: list[str] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    leases_dropped: list[str] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    events: list[LoggedEvent] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    paid: list[PaidAction] = field(default_factory=list)
+    meta: dict[str, str] = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        return not (
+            self.groups or self.groups_dropped or self.leases or self.leases_dropped or self.members or self.tokens
+            or self.events or self.samples or self.paid or self.meta
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Everything that was written; events, samples and paid actions oldest first, the newest of them only."""
+
+    groups: tuple[OpenGroup, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    members: tuple[Member, ...] = ()
+    tokens: tuple[Token, ...] = ()
+    events: tuple[LoggedEvent, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    paid: tuple[PaidAction, ...] = ()
+    meta: dict[str, str] = field(default_factory=dict)
+
+
+class StateStore(Protocol):
+    def load(self) -> SavedState: ...
+
+    def write(self, changes: Changes) -> None:
+        """DiskFull or StateError when it cannot be kept; nothing of it is kept then."""
+        ...
+
+    def prune(self, events_kept: int, samples_kept: int) -> None:
+        """Forgets all but the newest events and samples."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,135 @@
+"""What the learner's journal says happened, and what follows from it after a restart.
+
+Guarantees: replaying a journal from the step of a checkpoint gives every batch drawn since, in order, with the tokens
+and rewards that it was trained on; every admitted rollout that was neither trained nor dropped; and every version
+that may have left the learner. Applying a record twice changes nothing. Leaves to others: bytes and disks
+(runtime/journal), training again (runtime/daemon).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.base.errors import StateError
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import GroupSpec, Rollout
+from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.group import Draw, Group
+from echo2.learner.segment import empty_rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A journal segment begins after `step` steps, `cursor` prompts drawn; `published`: versions still known."""
+
+    run_id: str
+    step: Step
+    cursor: int
+    published: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    draw: Draw
+    spec: GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """`rewards[g][i]`: of rollout i of the g-th group; None where scoring failed."""
+
+    step: Step
+    group_ids: tuple[GroupId, ...]
+    rewards: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Version `version` is about to leave (`fingerprint` empty), or has left."""
+
+    version: Version
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    group_id: GroupId
+
+
+Record = Began | Opened | Finished | Drawn | Published | Dropped
+
+
+@dataclass(slots=True)
+class History:
+    """The records since a checkpoint, put together."""
+
+    cursor: int = 0
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    opened_in: dict[GroupId, Step] = field(default_factory=dict)
+    drawn: dict[Step, Drawn] = field(default_factory=dict)
+    published: dict[Version, str] = field(default_factory=dict)
+    dropped: set[GroupId] = field(default_factory=set)
+
+    def apply(self, record: Record, segment: Step) -> None:
+        """`segment`: the step of the journal's segment in which the record stands."""
+        match record:
+            case Began():
+                self.cursor = max(self.cursor, record.cursor)
+                for version in record.published:
+                    self.published.setdefault(version, "")
+            case Opened():
+                self.cursor = max(self.cursor, record.draw.cursor + 1)
+                self._open(record, segment)
+            case Finished():
+                group = self.groups.get(record.rollout.group_id)
+                if group is not None:
+                    group.rollouts[record.rollout.index] = record.rollout
+            case Drawn():
+                self.drawn[record.step] = record
+            case Published():
+                self.published[record.version] = record.fingerprint or self.published.get(record.version, "")
+            case Dropped():
+                self.dropped.add(record.group_id)
+
+    def _open(self, record: Opened, segment: Step) -> None:
+        spec = record.spec
+        if spec.group_id not in self.groups:
+            rollouts = [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)]
+            self.groups[spec.group_id] = Group(spec, record.draw, rollouts)
+            self.opened_in[spec.group_id] = segment
+
+    def restore(self, batcher: Batcher) -> None:
+        """Puts every group that a later batch may need into `batcher`, which stands at the checkpoint's step."""
+        batcher.published = sorted({*batcher.published, *self.published})
+        trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < batcher.next_step)
+        gone = self.dropped.union(*trained_before)
+        for group_id, group in self.groups.items():
+            if group_id not in gone and not batcher.ledger.is_trained(group_id):
+                batcher.groups[group_id] = group
+
+    def next_batch(self, batcher: Batcher) -> Batch | None:
+        """The batch that was drawn at the batcher's step, drawn again; None when there is no record of one."""
+        record = self.drawn.get(batcher.next_step)
+        if record is None:
+            return None
+        missing = [group_id for group_id in record.group_ids if group_id not in batcher.groups]
+        if missing:
+            raise StateError(
+                f"journal: expected the rollouts of group {missing[0]} before step {record.step} trained on it, "
+                "found none"
+            )
+        return batcher.draw_recorded(record.group_ids, record.rewards)
+
+
+def drawn_of(batch: Batch) -> Drawn:
+    """The record of a batch, enough to draw it again."""
+    rewards = []
+    for group in batch.groups:
+        known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}
+        rewards.append(tuple(known.get(index) for index in range(group.spec.rollout_count)))
+    return Drawn(batch.step, tuple(group.spec.group_id for group in batch.groups), tuple(rewards))

@@ -1,0 +1,316 @@
+"""`echo-learner`: everything of the learner put together and kept alive.
+
+Guarantees: a clean stop leaves a checkpoint, a kill loses nothing that was acknowledged; an error of any part ends the
+run with that error, never silently; the coordinator may go and come back without the training noticing. Waits for: the
+training loop, the coordinator's stream, a failure; whichever comes first. Leaves to others: command line and signals
+(cli).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+import torch
+
+from echo2.base.errors import ConfigError, Unreachable
+from echo2.base.ids import GroupId, PeerId, RunId, Version
+from echo2.base.rollout import GroupSpec
+from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime.tls import (
+    Credentials,
+    bind_server,
+    enrol,
+    load_credentials,
+    load_or_create_identity,
+    new_server,
+    save_credentials,
+    server_credentials,
+)
+from echo2.learner.offers import OfferConfig
+from echo2.learner.runtime.ingest import IngestService
+from echo2.learner.runtime.intake import Intake
+from echo2.learner.runtime.loop import TrainingLoop
+from echo2.learner.runtime.metrics import Sink, open_sinks
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publisher
+from echo2.learner.runtime.record import peak_flops_of
+from echo2.learner.runtime.reports import hello_of, published_message, report_of
+from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.seed import SeedNode
+from echo2.learner.runtime.session import CoordinatorSession
+from echo2.learner.runtime.startup import Prepared, export, prepare
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
+from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_message
+
+ENROL_RETRY_S = 2.0
+STOP_GRACE_S = 0.5
+_log = logging.getLogger("echo2.learner")
+
+
+class FleetBroadcaster(Broadcaster, Protocol):
+    """What the daemon needs of the broadcast beside publishing."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
+
+
+BroadcasterFactory = Callable[[grpc.aio.Server, Credentials, LearnerOptions], FleetBroadcaster]
+"""Makes the broadcast node and registers its service with the learner's server, before that starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How the run stands at the end. `evaluations`: held-out reward by step."""
+
+    steps: int
+    is_finished: bool
+    version: Version
+    fingerprint: str
+    evaluations: dict[int, float]
+    utilisation: float
+    trained_rollouts: int
+    trained_tokens: int
+    dropped_stale_rollouts: int
+    over_stale_tokens: int
+    delta_bytes: int
+    keyframe_bytes: int
+    full_snapshot_bytes: int
+    export_folder: Path | None
+
+
+class LearnerDaemon:
+    """One run of one learner. `run` once; `stop` from the same event loop."""
+
+    def __init__(self, options: LearnerOptions, make_broadcaster: BroadcasterFactory = SeedNode) -> None:
+        self.options = options
+        self._make_broadcaster = make_broadcaster
+        self._stop = asyncio.Event()
+        self._failure: asyncio.Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self.loop: TrainingLoop | None = None
+        self.session: CoordinatorSession | None = None
+        self.address = ""
+        self.starting = "its run folder"
+
+    def stop(self) -> None:
+        """Ends the run after the step in progress; `run` then returns its summary."""
+        self._stop.set()
+        if self.loop is not None:
+            self.loop.stop()
+
+    @property
+    def waits_for(self) -> tuple[str, float]:
+        """What the learner waits for and for how many seconds; empty text when it works."""
+        if self.loop is None:
+            return self.starting, 0.0
+        text, since = self.loop.waiting
+        return (self.loop.intake.waits_for, time.monotonic() - since) if text else ("", 0.0)
+
+    async def run(self) -> RunSummary:
+        """Until the last step, `stop`, or an error."""
+        self._failure = asyncio.get_running_loop().create_future()
+        folder = RunFolder(self.options.folder)
+        try:
+            credentials = await self._credentials()
+            self.starting = "the model and what was recorded to be trained again"
+            prepared = await asyncio.get_running_loop().run_in_executor(
+                self._executor, lambda: prepare(self.options, folder)
+            )
+            return await self._serve(prepared, credentials)
+        finally:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            folder.release()
+
+    # ---- joining
+
+    async def _credentials(self) -> Credentials:
+        folder = self.options.folder / "node"
+        identity = load_or_create_identity(folder)
+        kept = load_credentials(folder, identity)
+        if kept is not None and kept.run_id == self.options.run_id:
+            return kept
+        if not self.options.join_link:
+            raise ConfigError(f"run {self.options.run_id}: expected a join link on the learner's first start, got none")
+        link = JoinLink.parse(self.options.join_link)
+        while not self._stop.is_set():
+            try:
+                credentials = await enrol(link, identity, Role.LEARNER)
+            except Unreachable as error:
+                self.starting = f"the coordinator at {link.address}"
+                _log.info("waiting for the coordinator: %s", error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), ENROL_RETRY_S)
+                continue
+            save_credentials(folder, credentials)
+            return credentials
+        raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+
+    # ---- serving
+
+    async def _serve(self, prepared: Prepared, credentials: Credentials) -> RunSummary:
+        options = self.options
+        server = new_server(
+            options=[
+                ("grpc.max_receive_message_length", REPORT_BYTES_MAX),
+                ("grpc.max_send_message_length", PARTIALS_BYTES_MAX),
+            ]
+        )
+        offers = OfferConfig(options.rollouts_per_step, options.rollouts_per_group, options.staleness_bound)
+        intake = Intake(prepared.batcher, prepared.journal, prepared.prompts, offers, prepared.history.cursor)
+        intake.restore(prepared.history)
+        ingest = IngestService(intake, RunId(options.run_id), credentials.coordinator_peer_id)
+        ingest_pb2_grpc.add_IngestServicer_to_server(ingest, server)
+        broadcaster = self._make_broadcaster(server, credentials, options)
+        publisher = Publisher(
+            broadcaster, prepared.journal, prepared.schedule, prepared.batcher, prepared.fingerprint_key
+        )
+        port = bind_server(server, f"{options.host}:{options.port}", server_credentials(credentials))
+        self.address = options.advertise or f"{options.host}:{port}"
+        sinks = open_sinks(options.folder, options.run_id, options.sinks)
+        loop = TrainingLoop(options, prepared, intake, publisher, sinks, self._executor)
+        loop.facts.peak_flops = _peak_flops(prepared)
+        self.session = CoordinatorSession(
+            credentials,
+            lambda: hello_of(options, prepared, publisher, self.address),
+            self._report,
+            lambda order: self._take_order(order, ingest, broadcaster),
+        )
+        self._connect(loop, ingest, publisher)
+        await server.start()
+        await broadcaster.start()
+        _log.info("learner of run %s listens on %s", options.run_id, self.address)
+        try:
+            return await self._train(loop, publisher)
+        finally:
+            await self._close(loop, server, broadcaster, sinks)
+
+    def _connect(self, loop: TrainingLoop, ingest: IngestService, publisher: Publisher) -> None:
+        """Who tells whom."""
+        self.loop = loop
+        loop.on_step = self._send_report
+        loop.intake.on_offer = self._send_offer
+        loop.intake.on_close = self._send_close
+        publisher.on_published = self._send_published
+        for part in (loop, loop.intake, ingest, publisher):
+            part.on_failure = self._fail
+        if self._stop.is_set():
+            loop.stop()
+
+    async def _train(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
+        assert self.session is not None and self._failure is not None
+        publisher.hold(loop.p.published, loop.p.schedule.newest)
+        await publisher.publish_keyframe()
+        loop.intake.score_what_is_held()
+        loop.intake.settle()
+        session = asyncio.get_running_loop().create_task(self.session.run())
+        training = asyncio.get_running_loop().create_task(loop.run())
+        try:
+            await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            for done in (self._failure, session, training):
+                if done.done():
+                    done.result()
+            summary = await self._finish(loop, publisher)
+            await self._linger(loop)
+            return summary
+        finally:
+            for task in (training, session):
+                task.cancel()
+            await asyncio.gather(training, session, return_exceptions=True)
+
+    async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
+        """Exports the model if the run is complete."""
+        folder: Path | None = None
+        if loop.is_finished:
+            folder = self.options.folder / "model"
+            target = folder
+            await asyncio.to_thread(export, loop.p.model, loop.p.prompts.tokenizer, target)
+        self._send_report()
+        counts, sent = loop.p.batcher.counts, publisher.bytes
+        return RunSummary(
+            loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
+            loop.evaluations, loop.utilisation.overall, counts.trained, counts.trained_tokens, counts.dropped_stale,
+            loop.p.batcher.ledger.over_stale_tokens(), sent.deltas, sent.keyframes, sent.full_snapshots, folder,
+        )  # fmt: skip
+
+    async def _linger(self, loop: TrainingLoop) -> None:
+        """A finished learner serves its last version a while longer, so that every worker can fetch it."""
+        if loop.is_finished and self.options.linger_s > 0:
+            _log.info("finished; serving the last version for up to %.0f s", self.options.linger_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self.options.linger_s)
+
+    async def _close(
+        self, loop: TrainingLoop, server: grpc.aio.Server, broadcaster: FleetBroadcaster, sinks: Sequence[Sink]
+    ) -> None:
+        await loop.intake.close()
+        await broadcaster.stop()
+        await server.stop(STOP_GRACE_S)
+        loop.p.prompts.close()
+        loop.p.journal.close()
+        for sink in sinks:
+            sink.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure of any part ends the run."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    # ---- talking to the coordinator
+
+    def _take_order(
+        self, order: coordinator_pb2.LearnerOrder, ingest: IngestService, broadcaster: FleetBroadcaster
+    ) -> None:
+        assert self.loop is not None, "orders come while the loop runs"
+        match order.WhichOneof("kind"):
+            case "plan":
+                plan = order.plan
+                self.loop.intake.planned_cap_rollouts = plan.in_flight_cap_rollouts or None
+                self.loop.p.schedule.planned_kappa = plan.kappa or None
+                self.loop.facts.predicted_utilisation = plan.predicted_utilisation
+                self.loop.intake.settle()
+            case "broadcast_plan":
+                broadcaster.apply_plan(order.broadcast_plan)
+            case "banned":
+                ingest.banned[PeerId(order.banned.peer_id)] = order.banned.reason
+                _log.warning("worker %s is banned: %s", order.banned.peer_id, order.banned.reason)
+            case _:
+                pass
+
+    def _send(self, message: coordinator_pb2.LearnerMessage) -> None:
+        if self.session is not None:
+            self.session.send(message)
+
+    def _report(self) -> coordinator_pb2.LearnerReport:
+        assert self.loop is not None, "reports are sent while the loop runs"
+        return report_of(self.loop, self.waits_for)
+
+    def _send_report(self) -> None:
+        self._send(coordinator_pb2.LearnerMessage(report=self._report()))
+
+    def _send_offer(self, specs: Sequence[GroupSpec]) -> None:
+        groups = [group_to_message(spec) for spec in specs]
+        self._send(coordinator_pb2.LearnerMessage(offer=coordinator_pb2.OfferGroups(groups=groups)))
+
+    def _send_close(self, group_ids: Sequence[GroupId], reason: str) -> None:
+        close = coordinator_pb2.CloseGroups(group_ids=group_ids, reason=reason)
+        self._send(coordinator_pb2.LearnerMessage(close=close))
+
+    def _send_published(self, artifact: PublishedArtifact) -> None:
+        self._send(coordinator_pb2.LearnerMessage(published=published_message(artifact)))
+
+
+def _peak_flops(prepared: Prepared) -> float:
+    device = prepared.model.device
+    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0

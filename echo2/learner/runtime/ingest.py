@@ -1,0 +1,144 @@
+"""The Ingest service: workers' rollouts over mutual TLS.
+
+Guarantees: a segment is looked at only if its lease's ticket was signed by this run's coordinator for the very peer
+whose certificate opened the connection; reports of a stream are answered in order, one at a time, so a worker's
+unanswered reports are bounded by its stream's flow control; every message is within the limits of wire/rollout.
+Waits for: the next report of each stream, and for the journal before a verdict. Leaves to others: what is done with
+the segments (intake).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, ProtocolError, TrustError
+from echo2.base.ids import LeaseId, PeerId, RunId
+from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
+from echo2.broadcast.runtime.tls import peer_of
+from echo2.learner.runtime.intake import Intake
+from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
+from echo2.wire.rollout import lease_id_from_wire, rollout_to_message, segments_from_report, verdict_to_message
+from echo2.wire.ticket import Ticket, verify_ticket
+
+STREAMS_PER_PEER_MAX = 4
+LEASES_PER_STREAM_MAX = 8192
+_log = logging.getLogger("echo2.learner")
+
+
+class IngestService(ingest_pb2_grpc.IngestServicer):
+    """Serves one run."""
+
+    def __init__(self, intake: Intake, run_id: RunId, coordinator_peer_id: PeerId) -> None:
+        self.intake = intake
+        self.run_id = run_id
+        self.coordinator_peer_id = coordinator_peer_id
+        self.banned: dict[PeerId, str] = {}
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.refused_reports = 0
+        self._streams: Counter[PeerId] = Counter()
+
+    async def Report(
+        self, request_iterator: AsyncIterator[ingest_pb2.RolloutReport], context: Any
+    ) -> AsyncIterator[ingest_pb2.RolloutVerdict]:
+        peer_id = await self._admitted_peer(context)
+        self._streams[peer_id] += 1
+        tickets: dict[LeaseId, Ticket] = {}
+        try:
+            if self._streams[peer_id] > STREAMS_PER_PEER_MAX:
+                raise LimitExceeded(f"{peer_id}: expected at most {STREAMS_PER_PEER_MAX} report streams")
+            async for report in request_iterator:
+                self._check_banned(peer_id)
+                yield await self._answer(report, peer_id, tickets)
+        except EchoError as error:
+            await self._end(context, error, peer_id)
+        finally:
+            self._streams[peer_id] -= 1
+            if not self._streams[peer_id]:
+                del self._streams[peer_id]
+
+    async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
+        peer_id = await self._admitted_peer(context)
+        try:
+            self._check_banned(peer_id)
+            ticket = self._verified(request.ticket, peer_id)
+        except EchoError as error:
+            await self._end(context, error, peer_id)
+            raise
+        held = self.intake.held_rollouts(ticket.group_id, ticket.attempt)
+        if held is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"group {ticket.group_id} is closed or was taken over")
+            raise AssertionError("abort raises")
+        kept = [rollout for rollout in held if rollout.token_ids]
+        return ingest_pb2.GetPartialsReply(rollouts=[rollout_to_message(rollout) for rollout in kept])
+
+    async def _answer(
+        self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]
+    ) -> ingest_pb2.RolloutVerdict:
+        ticket = self._ticket_of(report, peer_id, tickets)
+        segments = segments_from_report(report)
+        own = [segment for segment in segments if segment.group_id == ticket.group_id]
+        verdicts = await self.intake.report(own, ticket.attempt)
+        answered = iter(verdicts)
+        everything = [
+            next(answered) if segment.group_id == ticket.group_id else _foreign(segment, ticket) for segment in segments
+        ]
+        return ingest_pb2.RolloutVerdict(
+            sequence=report.sequence, segments=[verdict_to_message(verdict) for verdict in everything]
+        )
+
+    def _ticket_of(self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]) -> Ticket:
+        if report.HasField("ticket"):
+            ticket = self._verified(report.ticket, peer_id)
+            if len(tickets) >= LEASES_PER_STREAM_MAX:  # the oldest ones ended long ago
+                del tickets[next(iter(tickets))]
+            tickets[ticket.lease_id] = ticket
+            return ticket
+        lease_id = lease_id_from_wire(report.lease_id)
+        if lease_id not in tickets:
+            raise MalformedMessage(
+                f"report {report.sequence} of {peer_id}: expected a ticket with the first report of lease {lease_id}"
+            )
+        return tickets[lease_id]
+
+    def _verified(self, message: Any, peer_id: PeerId) -> Ticket:
+        return verify_ticket(message, self.run_id, self.coordinator_peer_id, peer_id)
+
+    def _check_banned(self, peer_id: PeerId) -> None:
+        if peer_id in self.banned:
+            raise NotAllowed(f"{peer_id} is banned: {self.banned[peer_id]}")
+
+    async def _admitted_peer(self, context: Any) -> PeerId:
+        try:
+            return peer_of(context).peer_id
+        except TrustError as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            raise
+
+    async def _end(self, context: Any, error: EchoError, peer_id: PeerId) -> None:
+        """Ends a call that broke a rule; an error of our own (a full disk) ends the learner too."""
+        if isinstance(error, TrustError | ProtocolError | LimitExceeded):
+            self.refused_reports += 1
+            _log.warning("refused %s: %s", peer_id, error)
+        else:
+            self.on_failure(error)
+        await context.abort(_status_of(error), f"{type(error).__name__}: {error}")
+
+
+def _foreign(segment: RolloutSegment, ticket: Ticket) -> SegmentVerdict:
+    text = f"lease {ticket.lease_id} is of group {ticket.group_id}, not of {segment.group_id}"
+    return SegmentVerdict(segment.group_id, segment.index, Verdict.REFUSED, 0, text)
+
+
+def _status_of(error: EchoError) -> grpc.StatusCode:
+    if isinstance(error, TrustError):
+        return grpc.StatusCode.PERMISSION_DENIED
+    if isinstance(error, ProtocolError):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, LimitExceeded):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    return grpc.StatusCode.INTERNAL

@@ -1,0 +1,206 @@
+"""Groups on their way, with their side effects: offers out, segments in, rewards, the journal, the next batch.
+
+Guarantees: ADMITTED is answered only once the rollout is on the disk; a batch leaves only once its composition is; the
+number of groups in flight follows the plan's cap. Waits for: rewards (bounded by the task's limits) and, in
+`next_batch`, for enough complete groups; woken by the reward that completes one. Everything runs on one event loop.
+Leaves to others: all decisions (learner/batcher, learner/offers), who may report (ingest), telling the coordinator
+(`on_offer`, `on_close`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from echo2.base.errors import EchoError
+from echo2.base.ids import GroupId, Step
+from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.learner.batcher import Batch, Batcher, Closure
+from echo2.learner.group import Draw
+from echo2.learner.history import Began, Dropped, Finished, History, Opened, drawn_of
+from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
+from echo2.learner.runtime.journal import Journal
+from echo2.learner.runtime.prompts import Prompts
+
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(slots=True)
+class RewardSums:
+    """Of the rewards computed since the last step: counts and seconds, for the metrics."""
+
+    scored: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+class Intake:
+    """`cursor`: how many prompts of the run were drawn."""
+
+    def __init__(self, batcher: Batcher, journal: Journal, prompts: Prompts, offers: OfferConfig, cursor: int) -> None:
+        self.batcher = batcher
+        self.journal = journal
+        self.prompts = prompts
+        self.offers = offers
+        self.cursor = cursor
+        self.planned_cap_rollouts: int | None = None
+        self.rewards = RewardSums()
+        self.on_offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
+        self.on_close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.is_offering = True
+        self._is_stopping = False
+        self._opened_in: dict[GroupId, Step] = {}
+        self._retries: deque[Draw] = deque()
+        self._progress = asyncio.Event()
+        self._scoring: set[asyncio.Task[None]] = set()
+
+    # ---- segments in
+
+    async def report(self, segments: Sequence[RolloutSegment], attempt: int) -> tuple[SegmentVerdict, ...]:
+        """Takes the segments of one report of one lease."""
+        verdicts = tuple(self.batcher.receive(segment, attempt) for segment in segments)
+        admitted = [v for v in verdicts if v.verdict is Verdict.ADMITTED]
+        for verdict in admitted:
+            group = self.batcher.groups.get(verdict.group_id)  # gone if a later segment showed it to be stale
+            if group is not None:
+                self.journal.append(Finished(group.rollouts[verdict.index]))
+                self._begin_scoring(group.rollouts[verdict.index])
+        self.settle()
+        if admitted or any(v.verdict is Verdict.DUPLICATE for v in verdicts):
+            # A copy of a rollout whose first acknowledgement was lost is durable only once that one is.
+            await self.journal.commit()
+        return verdicts
+
+    def held_rollouts(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
+        return self.batcher.held_rollouts(group_id, attempt)
+
+    def score_what_is_held(self) -> None:
+        """After a restart: finished rollouts that the journal gave back have no reward yet."""
+        for group in list(self.batcher.groups.values()):
+            for rollout in group.rollouts:
+                if rollout.is_finished and rollout.index not in group.scored:
+                    self._begin_scoring(rollout)
+
+    def _begin_scoring(self, rollout: Rollout) -> None:
+        task = asyncio.get_running_loop().create_task(self._score(rollout))
+        self._scoring.add(task)
+        task.add_done_callback(self._scored)
+
+    async def _score(self, rollout: Rollout) -> None:
+        group = self.batcher.groups.get(rollout.group_id)
+        if group is None:
+            return
+        scored = await self.prompts.score(group.draw.cursor, rollout.token_ids)
+        self.rewards.seconds += scored.seconds
+        if scored.reward is None:
+            self.rewards.failed += 1
+            _log.warning("no reward for rollout %d of %s: %s", rollout.index, rollout.group_id, scored.message)
+        else:
+            self.rewards.scored += 1
+        self.batcher.reward(rollout.group_id, rollout.index, scored.reward.value if scored.reward else None)
+        self.settle()
+        if self.batcher.is_batch_ready:
+            self._progress.set()
+
+    def _scored(self, task: asyncio.Task[None]) -> None:
+        self._scoring.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.on_failure(error)
+
+    # ---- groups out
+
+    def settle(self) -> None:
+        """Passes closures on and offers what the cap allows."""
+        closures = self.batcher.take_closures()
+        for closure in closures:
+            if closure.reason != "complete":
+                self.journal.append(Dropped(closure.group_id))
+            if closure.retry is not None:
+                self._retries.append(closure.retry)
+        for reason in dict.fromkeys(closure.reason for closure in closures):
+            self.on_close(_ids_of(closures, reason), reason)
+        if self.is_offering:
+            self._offer()
+
+    def _offer(self) -> None:
+        wanted = groups_wanted(self.offers, self.planned_cap_rollouts, self.batcher.in_flight_groups)
+        specs = [self._open_next() for _ in range(wanted)]
+        if specs:
+            self.on_offer(specs)
+
+    def _open_next(self) -> GroupSpec:
+        if self._retries:
+            draw = self._retries.popleft()
+        else:
+            draw = self.prompts.draw(self.cursor)
+            self.cursor += 1
+        step = consume_step(self.offers, self.batcher.next_step, self.batcher.in_flight_groups)
+        spec = self.batcher.open_group(draw, step)
+        self.journal.append(Opened(draw, spec))
+        self._opened_in[spec.group_id] = self.journal.segment
+        return spec
+
+    # ---- batches out
+
+    async def next_batch(self) -> Batch | None:
+        """The next batch, its composition on the disk; None once `stop_drawing` was called."""
+        while not self._is_stopping:
+            batch = self.batcher.draw_batch()
+            self.settle()
+            if batch is not None:
+                self.journal.append(drawn_of(batch))
+                await self.journal.commit()
+                return batch
+            self._progress.clear()
+            await self._progress.wait()
+        return None
+
+    def stop_drawing(self) -> None:
+        """Ends `next_batch` where it waits; a batch that was drawn is still handed out."""
+        self._is_stopping = True
+        self._progress.set()
+
+    @property
+    def waits_for(self) -> str:
+        """What a batch still lacks, in words."""
+        ready = sum(group.is_ready for group in self.batcher.groups.values())
+        need = self.offers.groups_per_step
+        sampling = sum(not group.is_sampled for group in self.batcher.groups.values())
+        return (
+            f"rollouts: {ready} of {need} groups complete, {sampling} being sampled, {len(self._scoring)} rewards due"
+        )
+
+    # ---- restarts
+
+    def begin_segment(self, run_id: str) -> Step:
+        """Starts a journal segment at the batcher's step; returns the oldest one that a restart from here needs."""
+        step = self.batcher.next_step
+        live = {group_id: opened for group_id, opened in self._opened_in.items() if group_id in self.batcher.groups}
+        self._opened_in = live
+        self.journal.begin(Began(run_id, step, self.cursor, tuple(self.batcher.published)))
+        return min(live.values(), default=step)
+
+    def restore(self, history: History) -> None:
+        """Takes up what a journal gave back; the batcher has its groups already."""
+        self.cursor = max(self.cursor, history.cursor)
+        self._opened_in = dict(history.opened_in)
+
+    async def close(self) -> None:
+        """Ends scoring; what was admitted stays in the journal."""
+        self.is_offering = False
+        for task in list(self._scoring):
+            task.cancel()
+        await asyncio.gather(*self._scoring, return_exceptions=True)
+        try:
+            await self.journal.commit()
+        except EchoError as error:
+            _log.warning("the journal's end was not synced: %s", error)
+
+
+def _ids_of(closures: Sequence[Closure], reason: str) -> list[GroupId]:
+    return [closure.group_id for closure in closures if closure.reason == reason]

@@ -1,0 +1,234 @@
+"""The training loop: batch, step, publication, evaluation, checkpoint, row; again.
+
+Guarantees: a batch is on the disk before it is trained on; the event loop keeps serving while a step runs, because the
+trainer has a thread of its own; publications and checkpoints are written beside the next steps; time is counted once,
+under the phase that spent it. Waits for: enough complete groups (intake), the trainer's thread, the version or
+checkpoint before the one that is due; `waits_for` says which and since when. Leaves to others: serving (daemon).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from echo2.base.ids import Step, Version
+from echo2.base.rng import derived_seed
+from echo2.learner.batcher import Batch
+from echo2.learner.runtime.checkpoint import batcher_state, take
+from echo2.learner.runtime.evaluate import complete
+from echo2.learner.runtime.intake import Intake
+from echo2.learner.runtime.metrics import Sink
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.publisher import Publisher
+from echo2.learner.runtime.record import RunFacts, StepTimes, state_fields, step_row
+from echo2.learner.runtime.startup import Prepared
+from echo2.learner.runtime.trainer import StepResult
+from echo2.learner.timing import Utilisation
+
+_log = logging.getLogger("echo2.learner")
+T = TypeVar("T")
+
+
+class TrainingLoop:
+    """Owns the trainer's thread. `facts` is what rows say beside their step; the daemon keeps it up to date."""
+
+    def __init__(
+        self,
+        options: LearnerOptions,
+        prepared: Prepared,
+        intake: Intake,
+        publisher: Publisher,
+        sinks: list[Sink],
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self.options = options
+        self.p = prepared
+        self.intake = intake
+        self.publisher = publisher
+        self.sinks = sinks
+        self.executor = executor
+        self.facts = RunFacts(parameter_count=sum(int(m.numel()) for m in prepared.model.masters))
+        self.utilisation = Utilisation()
+        self.last_row: Mapping[str, object] = {}
+        self.evaluations: dict[int, float] = {}
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.waiting: tuple[str, float] = ("", 0.0)
+        self._checkpoint_task: asyncio.Task[None] | None = None
+        self._checkpointed = prepared.checkpoint_step
+        self._is_stopping = False
+
+    @property
+    def step(self) -> int:
+        return self.p.trainer.step_count
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.options.steps
+
+    def stop(self) -> None:
+        """Ends the loop after the step that runs."""
+        self._is_stopping = True
+        self.intake.stop_drawing()
+
+    async def run(self) -> None:
+        """Trains until the last step or `stop`, then leaves a checkpoint behind."""
+        if self.step == 0:
+            await self._evaluate(StepTimes())
+            self._write({"step": 0, "unix_s": time.time(), **self.facts.evaluation})
+        if self.p.schedule.is_due(Step(self.step)):
+            await self._publish(await self._in_trainer(self.p.model.snapshot), StepTimes())
+        while not self.is_finished and not self._is_stopping:
+            await self._one_step()
+        await self.publisher.settled()
+        await self._checkpoint(StepTimes())
+        await self._checkpoint_written()
+
+    async def _one_step(self) -> None:
+        times = StepTimes()
+        began = time.perf_counter()
+        self.waiting = ("rollouts", time.monotonic())
+        batch = await self.intake.next_batch()
+        self.waiting = ("", 0.0)
+        times.wait_s = time.perf_counter() - began
+        if batch is None:
+            return
+        result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch))
+        if snapshot is not None:
+            await self._publish(snapshot, times)
+        self.utilisation.add(times.busy_s(result), times.wait_s)
+        self.facts.evaluation = {}
+        if self._is_evaluation_due():
+            await self._evaluate(times)
+        if self.step % self.options.checkpoint.every_steps == 0:
+            await self._checkpoint(times)
+        if result.is_skipped:
+            self._keep_for_inspection(batch)
+        self._record(batch, result, times)
+
+    def _train(self, batch: Batch) -> tuple[StepResult, dict[str, Tensor] | None, float]:
+        """On the trainer's thread."""
+        result = self.p.trainer.step(batch)
+        began = time.perf_counter()
+        is_due = self.p.schedule.is_due(Step(result.step)) or result.step >= self.options.steps
+        snapshot = self.p.model.snapshot() if is_due else None
+        return result, snapshot, time.perf_counter() - began
+
+    async def _in_trainer(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
+
+    async def _publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
+        times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot)
+
+    # ---- evaluation
+
+    def _is_evaluation_due(self) -> bool:
+        every = self.options.evaluation.every_steps
+        return self.options.evaluation.prompts > 0 and (self.step % every == 0 or self.is_finished)
+
+    async def _evaluate(self, times: StepTimes) -> None:
+        """Samples held-out prompts and scores them; the time counts neither as busy nor as waiting."""
+        given = self.options.evaluation
+        if given.prompts == 0:
+            return
+        began = time.perf_counter()
+        instances = self.p.prompts.held_out(given.prompts)
+        prompts = [self.p.prompts.tokens_of(instance) for instance in instances]
+        seed = derived_seed(self.options.seed, "evaluation", self.step)
+        sampling = replace(self.p.prompts.sampling, seed=seed)
+        done = await self._in_trainer(lambda: complete(self.p.model, prompts, sampling, given.greedy, seed))
+        rewards: list[float] = []
+        parts: dict[str, list[float]] = {}
+        with (self.p.folder.path / "samples.jsonl").open("a", encoding="utf-8") as samples:
+            for number, (instance, tokens) in enumerate(zip(instances, done.token_ids, strict=True)):
+                scored = await self.p.prompts.score_instance(instance.index, tokens)
+                rewards.append(scored.reward.value if scored.reward else 0.0)
+                for name, value in (scored.reward.parts if scored.reward else {}).items():
+                    parts.setdefault(name, []).append(value)
+                if number < given.examples_kept:
+                    prompt, completion = self.p.prompts.text_of(prompts[number]), self.p.prompts.text_of(tokens)
+                    example = {"step": self.step, "prompt": prompt, "completion": completion, "reward": rewards[-1]}
+                    samples.write(json.dumps(example) + "\n")
+        times.evaluation_s = time.perf_counter() - began
+        mean = statistics.fmean(rewards)
+        self.evaluations[self.step] = mean
+        self.facts.evaluation = {"eval/reward": mean} | {
+            f"eval/{name}": sum(values) / len(rewards) for name, values in parts.items()
+        }
+        _log.info("step %d: held-out reward %.3f over %d prompts", self.step, mean, len(rewards))
+
+    # ---- checkpoints
+
+    async def _checkpoint(self, times: StepTimes) -> None:
+        """Copies the state between two steps; the writing goes on beside the next ones."""
+        if self._checkpointed == self.step:
+            return
+        began = time.perf_counter()
+        await self._checkpoint_written()
+        await self.publisher.settled()
+        assert self.intake.batcher.next_step == self.step, "checkpoints are taken between two steps"
+        journal_from = self.intake.begin_segment(self.options.run_id)
+        state = {"journal_from": journal_from, "batcher": batcher_state(self.intake.batcher)}
+        tensors, version = self.publisher.newest_tensors, self.publisher.newest_version
+        checkpoint = await self._in_trainer(lambda: take(self.p.trainer, tensors, version, state))
+        self._checkpointed = Step(self.step)
+        self._checkpoint_task = asyncio.get_running_loop().create_task(
+            self._write_checkpoint(lambda: self.p.store.save(checkpoint))
+        )
+        times.checkpoint_s = time.perf_counter() - began
+
+    async def _write_checkpoint(self, save: Callable[[], Step]) -> None:
+        self.p.journal.forget_before(await asyncio.to_thread(save))
+
+    async def _checkpoint_written(self) -> None:
+        """A checkpoint that could not be written ends the run: it would be lost with the next kill."""
+        if self._checkpoint_task is not None:
+            task, self._checkpoint_task = self._checkpoint_task, None
+            await task
+
+    # ---- rows
+
+    def _record(self, batch: Batch, result: StepResult, times: StepTimes) -> None:
+        row = step_row(batch, result, times, self.facts)
+        row |= state_fields(self.intake.batcher, self.publisher, self.p.schedule, self.utilisation)
+        rewards = self.intake.rewards
+        row |= {"rewards/failed": rewards.failed, "rewards/score_s": rewards.seconds}
+        self._write(row)
+        _log.info(
+            "step %d: reward %.3f, lag %.1f, %.2f s busy, %.2f s waiting, version %d",
+            result.step, row["reward/mean"], row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
+        )  # fmt: skip
+        self.on_step()
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        self.last_row = row
+        for sink in self.sinks:
+            sink.write(row)
+
+    def _keep_for_inspection(self, batch: Batch) -> None:
+        """A batch whose loss or gradient was not finite, as text."""
+        folder = self.p.folder.path / "not_finite"
+        folder.mkdir(exist_ok=True)
+        if len(list(folder.iterdir())) >= 16:
+            return
+        groups = [
+            {
+                "group_id": group.spec.group_id,
+                "prompt_token_ids": group.spec.prompt_token_ids,
+                "rewards": group.rewards,
+                "rollouts": [
+                    {"index": r.index, "token_ids": r.token_ids, "logprobs": r.logprobs} for r in group.rollouts
+                ],
+            }
+            for group in batch.groups
+        ]
+        (folder / f"step-{batch.step:08d}.json").write_text(json.dumps({"step": batch.step, "groups": groups}))

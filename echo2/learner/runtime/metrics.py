@@ -1,0 +1,108 @@
+"""metrics.jsonl, one row a step, and the optional sinks beside it.
+
+Guarantees: a row is one line, written whole; after a restart a step that has its row gets no second one. Names: the
+table in docs/learner.md, which a test holds against the rows. Leaves to others: computing the values (record).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from echo2.base.errors import ConfigError
+
+_log = logging.getLogger("echo2.learner")
+Row = Mapping[str, object]
+
+
+class Sink(Protocol):
+    """Takes rows as they come."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Appends to a file; `last_step` is that of the last whole row found in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.last_step = _mend(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        step = row["step"]
+        assert isinstance(step, int), "a row says its step"
+        if step <= self.last_step:
+            return
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self.last_step = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _mend(path: Path) -> int:
+    """Cuts a torn last line off; returns the last step written, -1 for none."""
+    if not path.exists():
+        return -1
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) != len(data):
+        path.write_bytes(whole)
+    lines = whole.splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else -1
+
+
+class TensorBoard:
+    """Scalars under the row's own names."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(f"sink tensorboard: expected the package tensorboard, got: {error}") from None
+        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """The W&B package, in whatever mode its environment variables ask for."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        try:
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise ConfigError(f"sink wandb: expected the package wandb, got: {error}") from None
+        self._run: Any = wandb.init(project="echo2", name=run_id, id=run_id, resume="allow", dir=str(folder))
+
+    def write(self, row: Row) -> None:
+        self._run.log({k: v for k, v in row.items() if isinstance(v, int | float)}, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
+    """metrics.jsonl first, then those asked for by name."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    for name in names:
+        match name:
+            case "tensorboard":
+                sinks.append(TensorBoard(folder / "tensorboard"))
+            case "wandb":
+                sinks.append(WeightsAndBiases(folder, run_id))
+            case _:
+                raise ConfigError(f"sink: expected tensorboard or wandb, got {name!r}")
+    return sinks

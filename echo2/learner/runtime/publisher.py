@@ -1,0 +1,175 @@
+"""Versions out: encoded off the critical path, while the next step trains.
+
+Guarantees: versions leave one at a time and in order; that a version may have left is on the disk before its first
+byte does, so that a restart makes the same one again; deltas are taken from the last published weights, which nothing
+changes in place. Waits for: the encoder's thread, never for the network. Leaves to others: when (learner/publication),
+the codec (broadcast/delta), chunks, signatures and transport (broadcast/runtime).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from echo2.base.ids import Version
+from echo2.broadcast.delta import DeltaHeader, Encoding, HostWeights, Setting, encode_delta, encode_keyframe
+from echo2.learner.batcher import Batcher
+from echo2.learner.history import Published
+from echo2.learner.publication import PublicationSchedule
+from echo2.learner.runtime.journal import Journal
+
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedArtifact:
+    """What left: `parent` None for a keyframe. `fingerprint` in hex, 16 digits."""
+
+    version: Version
+    parent: Version | None
+    artifact_bytes: int
+    full_snapshot_bytes: int
+    encode_s: float
+    fingerprint: str
+
+
+class Broadcaster(Protocol):
+    """Takes an artifact's frames as they are encoded and moves them to the fleet."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Chunk bytes that left this machine."""
+        ...
+
+    async def publish(
+        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
+    ) -> int:
+        """Returns the artifact's size in bytes once it is sealed; draws the frames in a thread.
+
+        A keyframe is fetched by those who need it, a delta is pushed to all. One that is sealed already, because an
+        earlier process of this run published it, may be left as it is: then no frame is drawn.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class ByteCounts:
+    """Since the run's folder was begun, of this process."""
+
+    deltas: int = 0
+    keyframes: int = 0
+    full_snapshots: int = 0  # what whole snapshots of the same versions would have been
+    versions: int = 0
+
+
+class Publisher:
+    """`newest` holds the weights of the version published last."""
+
+    def __init__(
+        self, broadcaster: Broadcaster, journal: Journal, schedule: PublicationSchedule, batcher: Batcher, key: int
+    ) -> None:
+        self.broadcaster = broadcaster
+        self.journal = journal
+        self.schedule = schedule
+        self.batcher = batcher
+        self.key = key
+        self.setting = Setting.FAST
+        self.newest: HostWeights | None = None
+        self.newest_tensors: Mapping[str, Tensor] = {}
+        self.newest_fingerprint = 0
+        self.bytes = ByteCounts()
+        self.last: PublishedArtifact | None = None
+        self.on_published: Callable[[PublishedArtifact], None] = lambda artifact: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def newest_version(self) -> Version:
+        """The version published last; one on its way out does not count yet."""
+        assert self.newest is not None and self.newest.version is not None, "hold comes first"
+        return self.newest.version
+
+    def hold(self, tensors: Mapping[str, Tensor], version: Version) -> str:
+        """Takes `tensors` as the newest published weights without sending; returns their fingerprint in hex."""
+        self.newest_tensors = tensors
+        self.newest = HostWeights.from_tensors(dict(tensors), version, self.key, copy=False)
+        self.newest_fingerprint = self.newest.fingerprint()
+        return f"{self.newest_fingerprint:016x}"
+
+    async def publish_keyframe(self) -> None:
+        """Sends the newest weights whole: at the start, after a restart, and when the chain behind it is heavy."""
+        assert self.newest is not None and self.newest.version is not None, "hold comes first"
+        header = DeltaHeader(target_version=self.newest.version, fingerprint_key=self.key)
+        artifact = await self._send(encode_keyframe(self.newest, header), self.newest, None)
+        self.bytes.keyframes += artifact.artifact_bytes
+        self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
+
+    async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
+        """Publishes `version` beside the next step. Returns the seconds that it waited for the version before."""
+        began = time.perf_counter()
+        await self.settled()
+        waited_s = time.perf_counter() - began
+        self.batcher.publish(version)
+        self.schedule.begin(version)
+        self._task = asyncio.get_running_loop().create_task(self._publish(version, tensors))
+        self._task.add_done_callback(self._done)
+        return waited_s
+
+    async def settled(self) -> None:
+        """Returns once no version is on its way out."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.on_failure(error)
+
+    async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        parent = self.newest
+        assert parent is not None and parent.version is not None, "the base version was published before"
+        self.journal.append(Published(version, ""))
+        await self.journal.commit()
+        target = HostWeights.from_tensors(dict(tensors), version, self.key, copy=False)
+        header = DeltaHeader(
+            target_version=version,
+            parent_version=parent.version,
+            parent_fingerprint=self.newest_fingerprint,
+            fingerprint_key=self.key,
+            setting=self.setting,
+        )
+        encoding = encode_delta(parent, target, header)
+        artifact = await self._send(encoding, target, parent.version)
+        self.newest, self.newest_tensors, self.newest_fingerprint = target, tensors, int(artifact.fingerprint, 16)
+        self.journal.append(Published(version, artifact.fingerprint))
+        self.bytes.deltas += artifact.artifact_bytes
+        self.bytes.full_snapshots += artifact.full_snapshot_bytes
+        self.bytes.versions += 1
+        self.schedule.delta_published(version, artifact.artifact_bytes)
+        if self.schedule.is_keyframe_due:
+            await self.publish_keyframe()
+
+    async def _send(self, encoding: Encoding, target: HostWeights, parent: Version | None) -> PublishedArtifact:
+        assert target.version is not None, "what is sent has a version"
+        began = time.perf_counter()
+        full_bytes = sum(t.numel() * t.element_size() for t in self.newest_tensors.values())
+        size = await self.broadcaster.publish(target.version, parent, encoding, full_bytes)
+        # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
+        found = encoding.fingerprint if encoding.stats.encoded_bytes else target.fingerprint()
+        artifact = PublishedArtifact(
+            target.version, parent, size, full_bytes, time.perf_counter() - began, f"{found:016x}"
+        )
+        self.last = artifact
+        self.on_published(artifact)
+        kind = "keyframe" if parent is None else f"delta from {parent}"
+        _log.info(
+            "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",
+            target.version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
+        )  # fmt: skip
+        return artifact

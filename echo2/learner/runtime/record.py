@@ -1,0 +1,172 @@
+"""The row of one step: what metrics.jsonl, the report to the coordinator and the sinks say of it.
+
+Names and meanings stand in docs/learner.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.loss import LossMetrics
+from echo2.learner.publication import PublicationSchedule
+from echo2.learner.runtime.publisher import Publisher
+from echo2.learner.runtime.trainer import StepResult
+from echo2.learner.timing import Utilisation
+from echo2.staleness.rule import lag_of
+
+PEAK_FLOPS_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bf16 peaks by a part of the device's name, from their makers' data sheets."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of one step beside the trainer's own phases."""
+
+    wait_s: float = 0.0
+    diff_s: float = 0.0
+    publish_wait_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+
+    def busy_s(self, result: StepResult) -> float:
+        return sum(result.phases_s.values()) + self.diff_s + self.publish_wait_s
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """What a row says beside its step."""
+
+    predicted_utilisation: float = 0.0
+    rewards_failed: int = 0
+    parameter_count: int = 0
+    peak_flops: float = 0.0
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+def reward_fields(batch: Batch) -> dict[str, float]:
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    equal = sum(max(group.rewards) - min(group.rewards) < 1e-12 for group in batch.groups)
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/equal_group_fraction": equal / len(batch.groups),
+    }
+
+
+def lag_fields(batch: Batch) -> dict[str, object]:
+    """`lag/histogram`[k]: tokens of this step that were k versions old; `lag/mean` and `lag/max` are of rollouts."""
+    tokens: Counter[int] = Counter()
+    oldest: list[int] = []
+    mixed = 0
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            for span in rollout.version_spans:
+                tokens[lag_of(batch.step, span.version)] += span.count
+            if rollout.oldest_version is not None:
+                oldest.append(lag_of(batch.step, rollout.oldest_version))
+            mixed += len(rollout.version_spans) > 1
+    return {
+        "lag/mean": statistics.fmean(oldest) if oldest else 0.0,
+        "lag/max": max(oldest, default=0),
+        "lag/histogram": [tokens.get(lag, 0) for lag in range(max(tokens, default=0) + 1)],
+        "rollouts/mixed_versions": mixed,
+    }
+
+
+def loss_fields(metrics: LossMetrics) -> dict[str, float]:
+    return {
+        "loss": metrics.loss,
+        "policy/entropy": metrics.entropy,
+        "ratio/mean": metrics.ratio_mean,
+        "ratio/max": metrics.ratio_max,
+        "ratio/ess": metrics.ratio_ess,
+        "ratio/rollout_ess": metrics.rollout_ratio_ess,
+        "clip_fraction": metrics.clip_low_fraction + metrics.clip_high_fraction,
+        "clip_fraction/low": metrics.clip_low_fraction,
+        "clip_fraction/high": metrics.clip_high_fraction,
+        "correction/weight_mean": metrics.correction_weight_mean,
+        "correction/altered_fraction": metrics.correction_altered_fraction,
+        "kl": metrics.kl_behaviour,
+        "kl/reference": metrics.kl_reference,
+    }
+
+
+def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, float]:
+    busy_s = times.busy_s(result)
+    fields = {f"phase/{name}_s": seconds for name, seconds in result.phases_s.items()}
+    fields |= {
+        "phase/wait_s": times.wait_s,
+        "phase/diff_s": times.diff_s,
+        "phase/publish_wait_s": times.publish_wait_s,
+        "phase/checkpoint_s": times.checkpoint_s,
+        "phase/evaluation_s": times.evaluation_s,
+        "step_s": busy_s,
+        "tokens_per_s": result.sampled_tokens / busy_s if busy_s > 0 else 0.0,
+        "positions_per_s": result.positions / busy_s if busy_s > 0 else 0.0,
+    }
+    if facts.peak_flops > 0 and busy_s > 0:
+        fields["mfu"] = 6.0 * facts.parameter_count * result.positions / busy_s / facts.peak_flops
+    return fields
+
+
+def state_fields(
+    batcher: Batcher, publisher: Publisher, schedule: PublicationSchedule, utilisation: Utilisation
+) -> dict[str, object]:
+    counts, sent = batcher.counts, publisher.bytes
+    return {
+        "utilisation": utilisation.window,
+        "utilisation/overall": utilisation.overall,
+        "version": schedule.newest,
+        "kappa": schedule.kappa,
+        "encode_s": publisher.last.encode_s if publisher.last else 0.0,
+        "bytes/deltas": sent.deltas,
+        "bytes/keyframes": sent.keyframes,
+        "bytes/full_snapshots": sent.full_snapshots,
+        "rollouts/buffered": batcher.buffered_rollouts,
+        "rollouts/open": batcher.open_rollouts,
+        "rollouts/trained": counts.trained,
+        "rollouts/admitted": counts.admitted,
+        "rollouts/dropped_stale": counts.dropped_stale,
+        "rollouts/duplicate": counts.duplicate,
+        "rollouts/refused": counts.refused,
+        "rollouts/dropped_equal_rewards": counts.dropped_equal_rewards,
+        "rollouts/dropped_reward_failed": counts.dropped_reward_failed,
+        "tokens/trained": counts.trained_tokens,
+        "tokens/over_stale": batcher.ledger.over_stale_tokens(),
+    }
+
+
+def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, object]:
+    """Everything about the step itself; `state_fields` adds where the run stands."""
+    completions = [len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts]
+    return {
+        "step": result.step,
+        "unix_s": time.time(),
+        **reward_fields(batch),
+        **loss_fields(result.metrics),
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "is_skipped": result.is_skipped,
+        "rollouts": batch.rollout_count,
+        "groups": len(batch.groups),
+        "tokens": result.sampled_tokens,
+        "positions": result.positions,
+        "completion_tokens/mean": statistics.fmean(completions),
+        "completion_tokens/max": max(completions),
+        **lag_fields(batch),
+        **time_fields(result, times, facts),
+        "utilisation/predicted": facts.predicted_utilisation,
+        **facts.evaluation,
+    }
+
+
+def peak_flops_of(device_name: str) -> float:
+    """0 where the device's peak is not known."""
+    return next((peak for part, peak in PEAK_FLOPS_BF16.items() if part in device_name), 0.0)

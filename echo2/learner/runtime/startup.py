@@ -1,0 +1,179 @@
+"""From a run folder to a learner that stands exactly where it stood.
+
+Guarantees: after a kill the weights are those of an uninterrupted run: the last checkpoint is loaded and every batch
+that was recorded since is trained on again, in order; where a version was published on the way, its fingerprint must
+be the one recorded, or the start ends with `FingerprintMismatch`. Leaves to others: sockets and the fleet (daemon).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import FingerprintMismatch, StateError
+from echo2.base.ids import Step, Version
+from echo2.base.rng import derived_seed
+from echo2.broadcast.delta import fingerprint
+from echo2.learner.batcher import Batcher, BatcherConfig
+from echo2.learner.history import Began, History
+from echo2.learner.publication import PublicationConfig, PublicationSchedule
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, put_back_batcher
+from echo2.learner.runtime.journal import Journal, has_journal, read_journal
+from echo2.learner.runtime.model import PolicyModel, pick_device
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.trainer import Trainer
+from echo2.staleness.ledger import Ledger
+
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Everything that does not need the network. `published`: weights of the newest published version."""
+
+    folder: RunFolder
+    model: PolicyModel
+    trainer: Trainer
+    prompts: Prompts
+    batcher: Batcher
+    journal: Journal
+    history: History
+    store: CheckpointStore
+    schedule: PublicationSchedule
+    published: Mapping[str, Tensor]
+    fingerprint_key: int
+    trained_again: int
+    checkpoint_step: Step | None
+
+
+def prepare(options: LearnerOptions, folder: RunFolder) -> Prepared:
+    """Loads, resumes, trains again what was recorded. Runs on the trainer's thread."""
+    torch.set_num_threads(options.trainer.threads)
+    torch.manual_seed(derived_seed(options.seed, "trainer"))
+    device = pick_device(options.trainer.device)
+    model = PolicyModel(options.trainer.model_path, options.trainer.weights_dtype, device, options.sampling.temperature)
+    prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
+    folder.check_identity(_identity_of(options, model))
+    trainer = Trainer(model, options.trainer, options.steps)
+    bound = options.staleness_bound
+    config = BatcherConfig(
+        bound,
+        options.rollouts_per_step,
+        options.rollouts_per_group,
+        model.vocabulary_size,
+        drops_equal_rewards=options.drops_equal_rewards,
+    )
+    store = CheckpointStore(folder.path / "checkpoints", options.checkpoint)
+    prepared = Prepared(
+        folder=folder,
+        model=model,
+        trainer=trainer,
+        prompts=prompts,
+        batcher=Batcher(config, Ledger(bound)),
+        journal=Journal(folder.path / "journal"),
+        history=History(),
+        store=store,
+        schedule=PublicationSchedule(PublicationConfig(bound, options.kappa, chain_max=options.keyframe_chain_max)),
+        published=model.snapshot(),
+        fingerprint_key=derived_seed(0, "fingerprint", options.run_id),
+        trained_again=0,
+        checkpoint_step=None,
+    )
+    _resume(prepared, options, store.load_newest())
+    return prepared
+
+
+def _identity_of(options: LearnerOptions, model: PolicyModel) -> dict[str, object]:
+    """What must not change within a run: the journal would not give the same weights again."""
+    return {
+        "run_id": options.run_id,
+        "model_digest": model.digest(),
+        "base_fingerprint": f"{fingerprint(model.snapshot(), 0):016x}",
+        "weights_dtype": options.trainer.weights_dtype,
+        "task": options.task.name,
+        "task_args": dict(options.task.args),
+        "seed": options.seed,
+        "rollouts_per_step": options.rollouts_per_step,
+        "rollouts_per_group": options.rollouts_per_group,
+        "staleness_bound": options.staleness_bound,
+        "held_out_prompts": options.evaluation.prompts,
+    }
+
+
+def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint | None) -> None:
+    journal_from = Step(0)
+    if checkpoint is not None:
+        put_back(checkpoint, prepared.trainer)
+        put_back_batcher(checkpoint.state["batcher"], checkpoint.step, prepared.batcher)
+        prepared.published = checkpoint.published
+        prepared.schedule.newest = checkpoint.published_version
+        prepared.checkpoint_step = checkpoint.step
+        journal_from = Step(int(checkpoint.state["journal_from"]))
+    elif not has_journal(prepared.journal.folder):
+        prepared.journal.begin(Began(options.run_id, Step(0), 0, (Version(0),)))
+        return
+    records, newest_segment = read_journal(prepared.journal.folder, journal_from)
+    for segment, record in records:
+        if isinstance(record, Began) and record.run_id != options.run_id:
+            raise StateError(f"journal {prepared.journal.folder}: expected run {options.run_id}, got {record.run_id}")
+        prepared.history.apply(record, segment)
+    prepared.history.restore(prepared.batcher)
+    prepared.journal.go_on(newest_segment)
+    _train_again(prepared)
+    _log.info(
+        "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
+        prepared.trainer.step_count,
+        "none" if checkpoint is None else checkpoint.step,
+        prepared.trained_again,
+        prepared.batcher.buffered_rollouts,
+    )
+
+
+def _train_again(prepared: Prepared) -> None:
+    trainer, history = prepared.trainer, prepared.history
+    while (batch := history.next_batch(prepared.batcher)) is not None:
+        trainer.step(batch)
+        prepared.trained_again += 1
+        version = Version(trainer.step_count)
+        if version not in history.published:
+            continue
+        prepared.published = prepared.model.snapshot()
+        prepared.schedule.newest = version
+        recorded = history.published[version]
+        found = f"{fingerprint(prepared.published, prepared.fingerprint_key):016x}"
+        if recorded and recorded != found:
+            raise FingerprintMismatch(
+                f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} "
+                "after training on the recorded batches again (another machine, thread count or library version?)"
+            )
+    prepared.batcher.take_closures()  # the coordinator learns what is open from the hello
+    prepared.batcher.drop_stale()
+
+
+def export(model: PolicyModel, tokenizer: object, folder: Path) -> None:
+    """The policy as a Hugging Face folder, in the dtype in which it was published."""
+    partial = folder.with_name(folder.name + ".partial")
+    state = {name: tensor.contiguous() for name, tensor in model.snapshot().items()}
+    model.hf_model.save_pretrained(partial, state_dict={**model.hf_model.state_dict(), **state})
+    tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
+    if folder.exists():
+        previous = folder.with_name(folder.name + ".previous")
+        _remove(previous)
+        folder.rename(previous)
+        partial.rename(folder)
+        _remove(previous)
+        return
+    partial.rename(folder)
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

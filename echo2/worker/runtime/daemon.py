@@ -1,0 +1,281 @@
+"""The worker process: joins, receives weights, generates what it is given leases for, reports, and leaves in order.
+
+`WorkerDaemon(options).run()` works until it is stopped, refused, or its engine fails; `stop(reason)` drains: partial
+rollouts are handed back within `limits.drain_s`. Guarantees: whatever it waits for is in the log, the heartbeat and
+`echo-worker status`; the end of any part ends the whole with that part's error. Waits for the coordinator, the
+learner's whereabouts, weights, tokens, a stop. Leaves to others: decisions (worker/), each stream (its own module).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from echo2.base.clock import SystemClock
+from echo2.base.errors import DiskFull, EchoError, ResourceError, VersionMismatch
+from echo2.base.ids import LeaseId, PeerId, Version
+from echo2.base.rng import derived_rng
+from echo2.broadcast.identity import JoinLink
+from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.broadcast.runtime.tls import Credentials, bind_server, new_server, server_credentials
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.worker import duties, swap
+from echo2.worker.assignments import Assignments
+from echo2.worker.backoff import Backoff
+from echo2.worker.engine import Engine, TokenChunk
+from echo2.worker.options import WorkerOptions
+from echo2.worker.runtime import machine as machine_check
+from echo2.worker.runtime.addresses import advertised_addresses
+from echo2.worker.runtime.control import Answer, ControlServer
+from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.join import join
+from echo2.worker.runtime.make_engine import make_engine, parse_model_config
+from echo2.worker.runtime.orders import Orders
+from echo2.worker.runtime.receiving import Receiving
+from echo2.worker.runtime.reporting import Reporting
+from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
+from echo2.worker.runtime.telling import Telling
+from echo2.worker.runtime.token_gate import TokenGate
+from echo2.worker.runtime.waits import Waits
+from echo2.worker.runtime.weights import WeightKeeper, WeightsHooks
+from echo2.worker.swap import SwapMachine
+from echo2.worker.telemetry import RateWindow
+
+PUMP_PAUSE_S = 0.005
+"""Between two looks for tokens: those of several steps then travel through the machine together."""
+LEAVE_S = 0.5
+_log = logging.getLogger("echo2.worker")
+
+
+class WorkerDaemon:
+    """One worker. Make it on the loop that runs it."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.options = options
+        self.waits = Waits(SystemClock())
+        self._clock = SystemClock()
+        self._link = JoinLink.parse(options.join_link)
+        self._stop_reason: str | None = None
+        self._ending = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._model_came = asyncio.Event()
+        self._whereabouts: coordinator_pb2.LearnerWhereabouts | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.desk = Desk(Assignments(options.limits, options.report_interval_s), self._clock, RateWindow())
+        self._gate = TokenGate(self._sampled, self._spoiled)
+        self._engine: Engine | None = None
+        self._keeper: WeightKeeper | None = None
+
+    # -- life
+
+    def stop(self, reason: str) -> None:
+        """Asks for a drain and a clean end."""
+        if self._stop_reason is None:
+            _log.info("stopping: %s", reason)
+            self._stop_reason = reason
+            self._ending.set()
+
+    async def run(self) -> None:
+        """Works until stopped. Raises the `EchoError` that ended it otherwise."""
+        self._prepare_folder()
+        control = ControlServer(self.options.folder, self._answer)
+        await control.start()
+        try:
+            self._machine = await asyncio.to_thread(machine_check.look, self.options.folder)
+            self._choice = machine_check.chosen_engine(self.options.engine, self._machine)
+            _log.info("this machine: %s; engine: %s", self._machine.describe(), self._choice.value)
+            joining = asyncio.create_task(join(self._link, self.options.folder, self.waits, self._backoff("enrol")))
+            credentials = await self._unless_stopped(joining)
+            if credentials is not None:
+                await self._work(credentials)
+        finally:
+            self.desk.close()
+            await control.stop()
+
+    async def _work(self, credentials: Credentials) -> None:
+        node = BroadcastNode(credentials, self._node_options())
+        server = new_server()
+        node.add_to_server(server)
+        listen = f"{self.options.listen_host}:{self.options.listen_port}"
+        port = bind_server(server, listen, server_credentials(credentials))
+        await server.start()
+        try:
+            await node.start()
+            self._assemble(credentials, node, port)
+            self._start(self.session.run(), "session")
+            self._start(self.reporting.run(), "reporting")
+            self._start(self._generate(node), "generation")
+            await self._until_the_end()
+        finally:
+            await self._close(node, server)
+
+    async def _until_the_end(self) -> None:
+        """Returns after a drain that was asked for; raises what ended a part."""
+        await self._ending.wait()
+        if self._failure is not None:
+            raise self._failure
+        await self._drain(self._stop_reason or "stopped")
+
+    async def _drain(self, reason: str) -> None:
+        begun = self._clock.now()
+        within_s = self.options.limits.drain_s
+        held = len(self.desk.machine.lease_ids)
+        self.desk.send(duties.Drain(within_s, reason))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.desk.drained.wait(), within_s + LEAVE_S)
+        if held:
+            took_s = self._clock.now() - begun
+            _log.info(
+                "handed back %d leases in %.2f s; %d tokens were not delivered", held, took_s, self.desk.unheld_tokens
+            )
+        self.session.leave(reason)
+        await self.session.flush(LEAVE_S)
+
+    async def _close(self, node: BroadcastNode, server: grpc.aio.Server) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._engine is not None:
+            with contextlib.suppress(EchoError):
+                await self._engine.stop()
+        await node.stop()
+        await server.stop(0)
+
+    # -- parts
+
+    def _prepare_folder(self) -> None:
+        try:
+            self.options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            kind = DiskFull if error.errno == 28 else ResourceError
+            raise kind(f"{self.options.folder}: expected to make this worker's folder, got {error.strerror}") from None
+
+    def _node_options(self) -> NodeOptions:
+        link = self.options.link
+        return NodeOptions(
+            folder=self.options.folder / "chunks",
+            store_bytes=self.options.store_bytes,
+            uplink_limit_bytes_per_s=self.options.uplink_limit_bytes_per_s,
+            shape=LinkShape(link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s),
+            seed=self.options.seed,
+        )
+
+    def _backoff(self, name: str) -> Backoff:
+        rng = derived_rng(self.options.seed, "worker", self.options.name, name)
+        return Backoff(rng, longest_s=self.options.limits.reconnect_s_max)
+
+    def _assemble(self, credentials: Credentials, node: BroadcastNode, port: int) -> None:
+        connect_s = self.options.limits.connect_s
+        self.reporting = Reporting(credentials, self.desk, self.waits, self._backoff("learner"), connect_s)
+        self.telling = Telling(
+            self.options, self.desk, self.waits, node, self.reporting,
+            advertised_addresses(self.options, self._link, port), credentials.run_id,
+            (self._machine.gpu_text, self._choice),
+        )  # fmt: skip
+        orders = Orders(self.desk, self.reporting, node, self._learner_is_at, credentials.peer_id, self._clock)
+        hooks = SessionHooks(
+            hello=self.telling.hello,
+            heartbeat=lambda: self.telling.heartbeat(self._engine, self._keeper),
+            welcomed=orders.welcomed,
+            lost=lambda: self.desk.send(duties.CoordinatorLost()),
+            ordered=orders.ordered,
+        )
+        self.session = CoordinatorSession(credentials, hooks, self.waits, self._backoff("coordinator"), connect_s)
+        orders.refuse = self.session.end_lease
+        self.desk.learner = self.reporting
+        self.desk.coordinator = self.session
+        self.waits.begin("learner", "the learner to join the run")
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        task.add_done_callback(self._part_ended)
+
+    def _part_ended(self, task: asyncio.Task[None]) -> None:
+        """No part ends before the whole does, but by a failure."""
+        if not task.cancelled() and not self._ending.is_set():
+            self._failure = task.exception() or AssertionError(f"{task.get_name()} ended without a reason")
+            self._ending.set()
+
+    async def _unless_stopped(self, task: asyncio.Task[Credentials]) -> Credentials | None:
+        stopped = asyncio.create_task(self._ending.wait())
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None
+
+    # -- the learner and its model
+
+    def _learner_is_at(self, whereabouts: coordinator_pb2.LearnerWhereabouts) -> None:
+        known = self._whereabouts
+        if known is not None and known.model_digest != whereabouts.model_digest:
+            raise VersionMismatch(
+                f"the learner's model: expected {known.model_name} (digest {known.model_digest[:16]}), it now trains "
+                f"{whereabouts.model_name} ({whereabouts.model_digest[:16]}); start this worker anew"
+            )
+        self._whereabouts = whereabouts
+        self._model_came.set()
+
+    async def _generate(self, node: BroadcastNode) -> None:
+        """Once the model is known: an engine, weights for it, and its tokens to the desk."""
+        await self._model_came.wait()
+        whereabouts = self._whereabouts
+        assert whereabouts is not None, "it came"
+        config = parse_model_config(whereabouts.model_config_json)
+        node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
+        engine = await asyncio.to_thread(make_engine, self._choice, config, self.options)
+        await engine.start()
+        self._engine = self.desk.engine = engine
+        hooks = WeightsHooks(live=self._live, start_over=lambda version, _: receiving.start_over(version))
+        machine = SwapMachine(self.options.swap_mode)
+        self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks)
+        receiving = Receiving(node, self._keeper, self.waits)
+        self._start(receiving.run(), "weights")
+        await self._pump(engine)
+
+    async def _pump(self, engine: Engine) -> None:
+        while chunks := await engine.next_chunks():
+            self._gate.take(chunks)
+            await asyncio.sleep(PUMP_PAUSE_S)
+
+    def _sampled(self, chunks: tuple[TokenChunk, ...]) -> None:
+        self.desk.rates.sampled(sum(len(chunk.token_ids) for chunk in chunks), self._clock.now())
+        self.desk.send(duties.Sampled(chunks))
+
+    def _spoiled(self, lease_id: LeaseId) -> None:
+        self.desk.send(duties.Revoked(lease_id, "its tokens were sampled by weights of no version"))
+
+    def _live(self, live: swap.GoLive) -> None:
+        assert self._engine is not None, "weights are live on an engine"
+        _log.info(
+            "version %d is live: generation stood still for %.0f ms, %.0f ms after it was here",
+            live.version, 1e3 * live.stood_still_s, 1e3 * live.apply_s,
+        )  # fmt: skip
+        self.desk.send(duties.Live(Version(live.version), self._engine.slot_count))
+        self.session.heartbeat_soon()
+
+    # -- the owner's commands
+
+    async def _answer(self, command: str) -> Answer:
+        if command in ("drain", "leave"):
+            self.stop(f"asked to {command}")
+            return {"text": "handing back what is held, then leaving"}
+        if not hasattr(self, "telling"):
+            return {"waits_for": self.waits.longest()[0]}
+        return self.telling.status(self._engine, self._keeper)
+
+    @property
+    def folder(self) -> Path:
+        return self.options.folder

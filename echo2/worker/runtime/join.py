@@ -1,0 +1,70 @@
+"""First contact: an identity and credentials for the run that a join link names.
+
+Guarantees: identity and credentials are kept in the folder, so a restart needs no token; a folder that belongs to
+another run is refused; an unreachable coordinator is tried for ever with jittered pauses; a wrong token, peer or
+protocol version ends the join at once. Waits for the coordinator to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from echo2.base.errors import ResourceError, StateError, TrustError, Unreachable
+from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime.tls import (
+    Credentials,
+    enrol,
+    load_credentials,
+    load_or_create_identity,
+    save_credentials,
+)
+from echo2.worker.backoff import Backoff
+from echo2.worker.runtime.waits import Waits
+
+RENEW_BEFORE_S = 3 * 86400.0
+_log = logging.getLogger("echo2.worker")
+
+
+async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> Credentials:
+    """Credentials for the run; enrols when there are none or they end soon."""
+    try:
+        identity = load_or_create_identity(folder)
+    except OSError as error:
+        raise ResourceError(f"{folder}: expected a folder to keep the identity in, got {error}") from None
+    kept = _kept(folder, link)
+    if kept is not None:
+        return kept
+    while True:
+        try:
+            credentials = await enrol(link, identity, Role.WORKER)
+        except Unreachable as error:
+            waits.begin("coordinator", f"the coordinator at {link.address} to enrol ({error})")
+            await asyncio.sleep(backoff.next_pause_s())
+            continue
+        backoff.succeeded()
+        waits.end("coordinator")
+        save_credentials(folder, credentials)
+        _log.info("enrolled in run %s as %s", credentials.run_id, credentials.peer_id)
+        return credentials
+
+
+def _kept(folder: Path, link: JoinLink) -> Credentials | None:
+    """What an earlier run of this worker kept, if it still serves this link."""
+    try:
+        credentials = load_credentials(folder, load_or_create_identity(folder))
+    except TrustError as error:
+        _log.info("enrolling anew: %s", error)
+        return None
+    if credentials is None:
+        return None
+    if credentials.coordinator_peer_id != link.peer_id:
+        raise StateError(
+            f"{folder}: it belongs to run {credentials.run_id} of coordinator {credentials.coordinator_peer_id}, the "
+            f"link names {link.peer_id}; give this run a folder of its own"
+        )
+    if credentials.certificate.not_after_unix_s < time.time() + RENEW_BEFORE_S:
+        return None
+    return credentials

@@ -1,0 +1,94 @@
+"""What the coordinator orders, parsed and passed on to whom it concerns.
+
+Guarantees: a grant that is malformed or not for this worker is refused by name and harms nothing else. Leaves to
+others: the stream (session), the leases (assignments).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from echo2.base.clock import Clock
+from echo2.base.errors import MalformedMessage, ProtocolError
+from echo2.base.ids import LeaseId, PeerId
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.wire import broadcast as broadcast_wire
+from echo2.wire import rollout as wire
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.worker import duties
+from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.reporting import LearnerAddress, Reporting
+
+_log = logging.getLogger("echo2.worker")
+
+
+class Orders:
+    """`refuse` is the session's way to end a lease."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        reporting: Reporting,
+        node: BroadcastNode,
+        learner_is_at: Callable[[coordinator_pb2.LearnerWhereabouts], None],
+        me: PeerId,
+        clock: Clock,
+    ) -> None:
+        self._desk = desk
+        self._reporting = reporting
+        self._node = node
+        self._learner_is_at = learner_is_at
+        self._me = me
+        self._clock = clock
+        self.refuse: Callable[[LeaseId, duties.EndReason, str], None] | None = None
+
+    def welcomed(self, welcome: coordinator_pb2.WorkerWelcome) -> None:
+        _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
+        if welcome.HasField("learner"):
+            self._learner(welcome.learner)
+        self._desk.send(duties.CoordinatorCame(welcome.report_interval_s))
+
+    def ordered(self, order: coordinator_pb2.WorkerOrder) -> None:
+        match order.WhichOneof("kind"):
+            case "lease_grant":
+                self._granted(order.lease_grant)
+            case "lease_revoke":
+                lease_id = wire.lease_id_from_wire(order.lease_revoke.lease_id)
+                self._desk.send(duties.Revoked(lease_id, order.lease_revoke.reason[:2000]))
+            case "activation":
+                is_active = order.activation.is_active
+                _log.info("%s: %s", "active" if is_active else "on standby", order.activation.reason[:500])
+                self._desk.send(duties.Activated(is_active))
+            case "broadcast_plan":
+                self._node.set_plan(broadcast_wire.plan_from_message(order.broadcast_plan))
+            case "learner":
+                self._learner(order.learner)
+            case kind:
+                raise ProtocolError(f"the coordinator: expected an order, got {kind or 'one of an unknown kind'}")
+
+    def _learner(self, whereabouts: coordinator_pb2.LearnerWhereabouts) -> None:
+        self._learner_is_at(whereabouts)
+        peer_id = PeerId(whereabouts.peer_id)
+        self._node.set_publisher(peer_id, whereabouts.address)
+        self._reporting.move_to(LearnerAddress(peer_id, whereabouts.address))
+
+    def _granted(self, grant: coordinator_pb2.LeaseGrant) -> None:
+        ticket = grant.ticket
+        lease_id = wire.lease_id_from_wire(ticket.lease_id)
+        try:
+            group = wire.group_from_message(grant.group)
+            if ticket.group_id != group.group_id or ticket.worker_peer_id != self._me:
+                raise MalformedMessage(
+                    f"ticket of lease {lease_id}: expected group {group.group_id} and worker {self._me}, got "
+                    f"{ticket.group_id[:128]} and {ticket.worker_peer_id[:128]}"
+                )
+        except MalformedMessage as error:
+            _log.warning("refusing lease %s: %s", lease_id, error)
+            assert self.refuse is not None, "orders come by the session"
+            self.refuse(lease_id, duties.EndReason.REFUSED, str(error))
+            return
+        self._reporting.keep_ticket(ticket)
+        deadline = self._clock.now() + ticket.deadline_unix_s - time.time()
+        self._desk.send(duties.Granted(lease_id, group, deadline, grant.is_continuation))

@@ -1,0 +1,132 @@
+"""What the worker says of itself: hello and heartbeat to the coordinator, status to its owner.
+
+Guarantees: every figure is counted or measured here or in the part that it is about. Leaves to others: sending.
+"""
+
+from __future__ import annotations
+
+from echo2.base.clock import SystemClock
+from echo2.base.ids import RunId
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.worker.engine import Engine
+from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.control import Answer
+from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.make_engine import slots_of
+from echo2.worker.runtime.reporting import Reporting
+from echo2.worker.runtime.waits import Waits
+from echo2.worker.runtime.weights import WeightKeeper
+
+
+class Telling:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        desk: Desk,
+        waits: Waits,
+        node: BroadcastNode,
+        reporting: Reporting,
+        addresses: list[str],
+        run_id: RunId,
+        engine: tuple[str, EngineChoice],
+    ) -> None:
+        self._options = options
+        self._desk = desk
+        self._waits = waits
+        self._node = node
+        self._reporting = reporting
+        self._addresses = addresses
+        self._run_id = run_id
+        self._gpu, self._choice = engine
+        self._clock = SystemClock()
+
+    def hello(self) -> coordinator_pb2.WorkerHello:
+        return coordinator_pb2.WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name=self._options.name,
+            run_id=self._run_id,
+            addresses=self._addresses,
+            price_usd_per_hour=self._options.price_usd_per_hour,
+            is_spot=self._options.is_spot,
+            gpu=self._gpu,
+            engine=self._choice.value,
+            slot_count=slots_of(self._options),
+            link=self._link(),
+            held_leases=self._held_leases(),
+        )
+
+    def _held_leases(self) -> list[coordinator_pb2.HeldLease]:
+        held = []
+        for lease_id in self._desk.machine.lease_ids:
+            ticket = self._reporting.ticket_of(lease_id)
+            if ticket is not None:
+                held.append(
+                    coordinator_pb2.HeldLease(lease_id=lease_id, group_id=ticket.group_id, attempt=ticket.attempt)
+                )
+        return held
+
+    def _link(self) -> coordinator_pb2.Link:
+        """Declared by the emulation or the limit, else as measured; 0: not known."""
+        link = self._options.link
+        measured = self._node.stats().uplink_bytes_per_s
+        return coordinator_pb2.Link(
+            uplink_bytes_per_s=link.uplink_bytes_per_s or self._options.uplink_limit_bytes_per_s or measured,
+            downlink_bytes_per_s=link.downlink_bytes_per_s,
+            rtt_s=link.rtt_s,
+        )
+
+    def heartbeat(self, engine: Engine | None, keeper: WeightKeeper | None) -> coordinator_pb2.Heartbeat:
+        rates, window = self._desk.rates.rates(self._clock.now()), self._desk.rates
+        node = self._node.stats()
+        waits_for, waits_s = self._waits.longest()
+        live = keeper.machine.live if keeper else None
+        stats = engine.stats() if engine else None
+        return coordinator_pb2.Heartbeat(
+            version=live or 0,
+            has_version=live is not None,
+            running_sequences=stats.running_sequences if stats else 0,
+            waiting_sequences=stats.waiting_sequences if stats else 0,
+            sampled_tokens=window.sampled_tokens,
+            finished_rollouts=window.finished_rollouts,
+            rollouts_per_s=rates.rollouts_per_s,
+            tokens_per_s=rates.tokens_per_s,
+            rollout_s_mean=rates.rollout_s_mean,
+            rollout_s_p95=rates.rollout_s_p95,
+            swap_s=keeper.swap_s if keeper else 0.0,
+            apply_s=keeper.apply_s if keeper else 0.0,
+            link=self._link(),
+            sent_chunk_bytes=node.sent_chunk_bytes,
+            received_chunk_bytes=node.received_chunk_bytes,
+            newest_chunk_count=node.newest_chunk_count,
+            newest_chunks_held=node.newest_chunks_held,
+            newest_version_in_flight=node.newest_version_in_flight,
+            waits_for=waits_for or (node.waits_for if live is None else ""),
+            waits_since_s=waits_s,
+            fingerprint=keeper.live_fingerprint if keeper else "",
+        )
+
+    def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> Answer:
+        """For `echo-worker status`."""
+        beat = self.heartbeat(engine, keeper)
+        return {
+            "run": self._run_id,
+            "name": self._options.name,
+            "engine": self._choice.value,
+            "version": beat.version if beat.has_version else None,
+            "weights": keeper.machine.state if keeper else "no engine yet",
+            "fingerprint": beat.fingerprint,
+            "leases": len(self._desk.machine.lease_ids),
+            "running": beat.running_sequences,
+            "waiting": beat.waiting_sequences,
+            "sampled_tokens": beat.sampled_tokens,
+            "finished_rollouts": beat.finished_rollouts,
+            "tokens_per_s": round(beat.tokens_per_s, 1),
+            "rollouts_per_s": round(beat.rollouts_per_s, 3),
+            "tokens_not_reported": self._desk.machine.unheld_tokens,
+            "newest_version_in_flight": beat.newest_version_in_flight,
+            "chunks": f"{beat.newest_chunks_held} of {beat.newest_chunk_count or '?'}",
+            "waits_for": beat.waits_for,
+            "waits_since_s": round(beat.waits_since_s, 1),
+        }

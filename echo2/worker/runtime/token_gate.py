@@ -1,0 +1,73 @@
+"""Between the engine and the desk: tokens of weights that are not proven yet wait here.
+
+Guarantees: tokens of the version on hold reach the desk after its proof or never; of a sequence that lost tokens
+nothing later passes but its end, as an abort, and its lease is handed back. What waits is bounded by the engine's own
+outbox and the time of one fingerprint. Leaves to others: the proof (runtime/weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from echo2.base.ids import LeaseId, Version
+from echo2.base.rollout import FinishReason
+from echo2.worker.engine import TokenChunk
+
+
+@dataclass(slots=True)
+class TokenGate:
+    """`passed` gets chunks in order; `spoiled` gets the leases whose tokens were thrown away."""
+
+    passed: Callable[[tuple[TokenChunk, ...]], None]
+    spoiled: Callable[[LeaseId], None]
+    _unproven: Version | None = None
+    _held: list[TokenChunk] = field(default_factory=list)
+    _held_requests: set[str] = field(default_factory=set)
+    _spoiled_requests: set[str] = field(default_factory=set)
+
+    def hold(self, version: Version) -> None:
+        self._unproven = version
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        self._held_requests.clear()
+        self._unproven = None
+        if held:
+            self.passed(tuple(held))
+
+    def discard(self) -> None:
+        """What is held was sampled by no version."""
+        held, self._held = self._held, []
+        self._held_requests.clear()
+        self._unproven = None
+        self._spoiled_requests |= {chunk.request_id for chunk in held}
+        ends = self._without_spoiled(held)
+        for lease_id in sorted({chunk.request_id.rpartition("/")[0] for chunk in held}):
+            self.spoiled(LeaseId(lease_id))
+        if ends:
+            self.passed(tuple(ends))
+
+    def take(self, chunks: Sequence[TokenChunk]) -> None:
+        """Chunks as the engine gives them."""
+        passing = []
+        for chunk in self._without_spoiled(chunks) if self._spoiled_requests else chunks:
+            if self._unproven is not None and (
+                chunk.version == self._unproven or chunk.request_id in self._held_requests
+            ):
+                self._held.append(chunk)
+                self._held_requests.add(chunk.request_id)
+            else:
+                passing.append(chunk)
+        if passing:
+            self.passed(tuple(passing))
+
+    def _without_spoiled(self, chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
+        kept = []
+        for chunk in chunks:
+            if chunk.request_id not in self._spoiled_requests:
+                kept.append(chunk)
+            elif chunk.finish_reason is not FinishReason.UNFINISHED:
+                self._spoiled_requests.discard(chunk.request_id)
+                kept.append(TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED))
+        return kept

@@ -1,0 +1,180 @@
+"""Weights on their way from the broadcast to the engine: decodes while receiving, swaps, checks, commits.
+
+Guarantees: what SwapMachine decides is carried out in order, one artifact at a time; decoding and hashing run in one
+thread of their own, so the loop stays free; the token gate holds what unproven weights sample. Waits for the
+next artifact, its chunks, the engine. Leaves to others: decisions (worker/swap), fetching (broadcast node).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from echo2.base.clock import Clock
+from echo2.base.errors import EchoError, EngineError, IntegrityError
+from echo2.base.ids import Version
+from echo2.broadcast.delta import Decoder, FrameReader, HostWeights, StagedDelta
+from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.worker import swap
+from echo2.worker.engine import Engine
+from echo2.worker.runtime.token_gate import TokenGate
+from echo2.worker.swap import SwapMachine
+
+_log = logging.getLogger("echo2.worker")
+_T = TypeVar("_T")
+
+
+class HostSnapshot:
+    """All of the host's weights as a staged version. Read it before the next commit."""
+
+    def __init__(self, host: HostWeights) -> None:
+        assert host.version is not None, "a host without weights has no version"
+        self._host = host
+        self._version = host.version
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    @property
+    def parent(self) -> Version | None:
+        return None
+
+    def updates(self) -> Iterator[TensorUpdate]:
+        assert self._host.version == self._version, "the host moved on"
+        for spec in self._host.table.specs:
+            yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self._host.bits(spec.name))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHooks:
+    """What others are told, on the loop's thread."""
+
+    live: Callable[[swap.GoLive], None]
+    start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch anew, from this version on
+
+
+class WeightKeeper:
+    """One per worker. Its methods are called in turn by whoever reads the broadcast's deliveries."""
+
+    def __init__(
+        self, engine: Engine, machine: SwapMachine, gate: TokenGate, clock: Clock, hooks: WeightsHooks
+    ) -> None:
+        self.machine = machine
+        self.host = HostWeights.empty()
+        self.live_fingerprint = ""
+        self.swap_s = 0.0
+        self.apply_s = 0.0
+        self._engine = engine
+        self._gate = gate
+        self._clock = clock
+        self._hooks = hooks
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
+        self._decoder: Decoder | None = None
+        self._reader = FrameReader()
+        self._staged: StagedDelta | None = None
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def began(self, version: Version, parent: Version | None) -> None:
+        await self._send(swap.Began(version, parent))
+
+    async def chunk(self, payload: bytes) -> None:
+        """The next bytes of the artifact under way; they are decoded before this returns."""
+        if self._decoder is None:
+            return  # it failed before; what follows is not wanted
+        try:
+            await self._in_thread(lambda: self._feed(payload))
+        except EchoError as error:
+            await self._send(swap.DecodeFailed(str(error)))
+
+    async def ended(self, more_is_here: bool) -> None:
+        """All of the artifact came. Returns when the version is live, committed or given up."""
+        decoder = self._decoder
+        if decoder is None:
+            return
+        try:
+            self._staged = await self._in_thread(decoder.finish)
+        except EchoError as error:
+            await self._send(swap.DecodeFailed(str(error)))
+            return
+        await self._send(swap.Decoded(self._staged.version, more_is_here))
+
+    async def dropped(self) -> None:
+        await self._send(swap.Dropped())
+
+    # -- carrying out
+
+    async def _send(self, first: swap.Event) -> None:
+        event: swap.Event | None = first
+        while event is not None:
+            outcome: swap.Event | None = None
+            for action in self.machine.handle(event, self._clock.now()):
+                outcome = await self._carry_out(action) or outcome
+            event = outcome
+
+    async def _carry_out(self, action: swap.Action) -> swap.Event | None:
+        match action:
+            case swap.StartDecoder():
+                self._decoder, self._reader, self._staged = Decoder(self.host), FrameReader(), None
+            case swap.DropDecoder():
+                self._decoder = self._staged = None
+            case swap.Swap():
+                return await self._swap(action)
+            case swap.Check(version):
+                return await self._check(version)
+            case swap.Commit():
+                staged = self._staged
+                assert staged is not None, "what is committed was decoded"
+                await self._in_thread(lambda: self.host.commit(staged))
+                self._decoder = None
+            case swap.HoldTokens(version):
+                self._gate.hold(version)
+            case swap.ReleaseTokens():
+                self._gate.release()
+            case swap.DiscardTokens():
+                self._gate.discard()
+            case swap.GoLive():
+                self._staged = None
+                self.live_fingerprint = f"{self.host.fingerprint():016x}"
+                self.swap_s, self.apply_s = action.stood_still_s, action.apply_s
+                self._hooks.live(action)
+            case swap.StartOver(version, reason):
+                _log.warning("a version was bad, fetching it another way: %s", reason)
+                if version is None:  # what the host holds is not trusted; the engine keeps what was proven
+                    self.host = HostWeights.empty()
+                self._hooks.start_over(version, reason)
+            case swap.GiveUp(reason):
+                raise IntegrityError(reason)
+        return None
+
+    async def _swap(self, action: swap.Swap) -> swap.Event:
+        staged: StagedVersion | None = self._staged if action.source is swap.Source.DELTA else HostSnapshot(self.host)
+        assert staged is not None, "what is swapped in was decoded"
+        try:
+            stood_still_s = await self._engine.swap(staged, action.mode)
+        except EngineError as error:
+            _log.warning("the engine kept version %s: %s", self._engine.version, error)
+            return swap.SwapFailed(str(error))
+        return swap.Swapped(action.version, stood_still_s)
+
+    async def _check(self, version: Version) -> swap.Event:
+        """The engine computes its own fingerprint from its live weights; the host's is the learner's."""
+        found = await self._engine.fingerprint(self.host.key)
+        expected = await self._in_thread(self.host.fingerprint)
+        if found != expected:
+            _log.error("version %d: expected fingerprint %016x of the engine, got %016x", version, expected, found)
+        return swap.Checked(version, found == expected)
+
+    def _feed(self, payload: bytes) -> None:
+        assert self._decoder is not None, "only chunks of an artifact under way are fed"
+        for frame in self._reader.feed(payload):
+            self._decoder.feed(frame)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,0 +1,323 @@
+"""From artifacts that arrive to the version that is live: decode, verify, swap, check, commit, as one machine.
+
+One door, `SwapMachine.handle(event, now) -> list[Action]`. Artifacts come one after the other, each on top of the one
+before (the broadcast chooses the path). Guarantees: a version goes live only if its bits were verified on the host and
+the engine's own fingerprint agrees, else no token sampled since is kept and the engine is repaired from the host copy;
+versions that are overtaken while more is already here are committed to the host and not put on the engine, at most
+`SKIPS_MAX` in a row; after `FAILURES_MAX` failures in a row the machine gives up with the last reason. Leaves to
+others: fetching (broadcast), decoding (delta), where the bits go (engine).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from echo2.base.ids import Version
+from echo2.worker.engine import SwapMode
+
+SKIPS_MAX = 8
+FAILURES_MAX = 5
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The first chunk of an artifact is here. `parent` None: a keyframe."""
+
+    version: Version
+    parent: Version | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The artifact that was under way will not be completed: another path is cheaper now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """All of it is decoded and has the fingerprint that its publisher signed."""
+
+    version: Version
+    more_is_here: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    """It does not decode, or not to its fingerprint."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """The engine has the version; generation stood still for `stood_still_s`."""
+
+    version: Version
+    stood_still_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwapFailed:
+    """The engine kept its old version."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Whether the engine's fingerprint is that of the version."""
+
+    version: Version
+    is_equal: bool
+
+
+Event = Began | Dropped | Decoded | DecodeFailed | Swapped | SwapFailed | Checked
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecoder:
+    """Decode what comes on top of the host's version."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropDecoder:
+    """Throw away what was decoded."""
+
+
+class Source(enum.Enum):
+    """Where the engine gets the bits from."""
+
+    DELTA = "delta"  # what was decoded, on top of the engine's version
+    HOST = "host"  # all of the host's weights, after the commit
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    version: Version
+    source: Source
+    mode: SwapMode
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Compare the engine's fingerprint with the version's."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The host moves to the decoded version."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class HoldTokens:
+    """Keep what the engine samples as `version` until `ReleaseTokens` or `DiscardTokens`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTokens:
+    """They were sampled by the version that they claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardTokens:
+    """They were sampled by weights of no version; the rollouts they belong to are handed back."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoLive:
+    """The version is live and proven."""
+
+    version: Version
+    stood_still_s: float
+    apply_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """The artifact was bad: forget it and fetch anew what leads on from `version` (None: a keyframe)."""
+
+    version: Version | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No version could be put live, several times in a row."""
+
+    reason: str
+
+
+Action = (
+    StartDecoder
+    | DropDecoder
+    | Swap
+    | Check
+    | Commit
+    | HoldTokens
+    | ReleaseTokens
+    | DiscardTokens
+    | GoLive
+    | StartOver
+    | GiveUp
+)
+
+# ---- the machine
+
+
+class _State(enum.Enum):
+    IDLE = "waits for a version"
+    DECODING = "receives and decodes"
+    SWAPPING = "swaps"
+    CHECKING = "checks the engine's weights"
+    BROKEN = "gave up"
+
+
+@dataclass(slots=True)
+class SwapMachine:
+    """`host`: the version committed on the host; `live`: the engine's, None until the first is proven."""
+
+    mode: SwapMode
+    host: Version | None = None
+    live: Version | None = None
+    _state: _State = _State.IDLE
+    _began: Began | None = None
+    _source: Source = Source.DELTA
+    _skips: int = 0
+    _failures: int = 0
+    _decoded_at: float = 0.0
+    _stood_still_s: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """In words, for the status."""
+        return self._state.value
+
+    @property
+    def is_idle(self) -> bool:
+        return self._state is _State.IDLE
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        return list(self._on(event, now))
+
+    def _on(self, event: Event, now: float) -> Iterator[Action]:
+        match event:
+            case Began():
+                yield from self._begin(event)
+            case Dropped():
+                if self._state is _State.DECODING:
+                    self._state = _State.IDLE
+                    yield DropDecoder()
+            case Decoded(version, more_is_here):
+                yield from self._decoded(version, more_is_here, now)
+            case DecodeFailed(message):
+                if self._state is _State.DECODING:
+                    yield DropDecoder()
+                    yield from self._failed(message)
+            case Swapped(version, stood_still_s):
+                yield from self._swapped(version, stood_still_s)
+            case SwapFailed(message):
+                yield from self._swap_failed(message)
+            case Checked(version, is_equal):
+                yield from self._checked(version, is_equal, now)
+
+    def _begin(self, began: Began) -> Iterator[Action]:
+        assert self._state in (_State.IDLE, _State.BROKEN), f"an artifact began while the worker {self.state}"
+        if self._state is _State.BROKEN:
+            return
+        self._state = _State.DECODING
+        self._began = began
+        yield StartDecoder()
+
+    def _decoded(self, version: Version, more_is_here: bool, now: float) -> Iterator[Action]:
+        if self._state is not _State.DECODING or self._began is None:
+            return
+        assert self._began.version == version, f"version {self._began.version} began, {version} was decoded"
+        self._decoded_at = now
+        fits = self._began.parent is None or self._began.parent == self.live
+        if more_is_here and self._skips < SKIPS_MAX and self.live is not None:
+            self._skips += 1
+            self._state = _State.IDLE
+            yield from self._commit(version)
+            return
+        self._skips = 0
+        self._state = _State.SWAPPING
+        self._source = Source.DELTA if fits else Source.HOST
+        if self._source is Source.HOST:
+            yield from self._commit(version)
+        yield HoldTokens(version)
+        yield Swap(version, self._source, self.mode)
+
+    def _commit(self, version: Version) -> Iterator[Action]:
+        self.host = version
+        yield Commit(version)
+
+    def _swapped(self, version: Version, stood_still_s: float) -> Iterator[Action]:
+        if self._state is _State.SWAPPING:
+            self._state = _State.CHECKING
+            self._stood_still_s = stood_still_s
+            if self.host != version:
+                yield from self._commit(version)
+            yield Check(version)
+
+    def _swap_failed(self, message: str) -> Iterator[Action]:
+        if self._state is not _State.SWAPPING or self._began is None:
+            return
+        self._failures += 1
+        if self._failures >= FAILURES_MAX:
+            yield from self._broken(message)
+            return
+        # The bits are good (the host verified them): put all of them on the engine instead.
+        version = self._began.version
+        if self.host != version:
+            yield from self._commit(version)
+        self._source = Source.HOST
+        yield Swap(version, Source.HOST, self.mode)
+
+    def _checked(self, version: Version, is_equal: bool, now: float) -> Iterator[Action]:
+        if self._state is not _State.CHECKING:
+            return
+        if is_equal:
+            self._state = _State.IDLE
+            self._failures = 0
+            self.live = version
+            yield ReleaseTokens()
+            yield GoLive(version, self._stood_still_s, now - self._decoded_at)
+            return
+        message = f"the engine's weights differ from version {version} after the swap"
+        self._failures += 1
+        yield DiscardTokens()
+        if self._failures >= FAILURES_MAX:
+            yield from self._broken(message)
+            return
+        self._state = _State.SWAPPING
+        self._source = Source.HOST
+        yield HoldTokens(version)
+        yield Swap(version, Source.HOST, self.mode)
+
+    def _failed(self, message: str) -> Iterator[Action]:
+        self._failures += 1
+        if self._failures >= FAILURES_MAX:
+            yield from self._broken(message)
+            return
+        self._state = _State.IDLE
+        # Once may be a bad copy. A delta that fails again says nothing of which side is wrong: a keyframe is sure.
+        if self._failures > 1:
+            self.host = None
+        yield StartOver(self.host, message)
+
+    def _broken(self, message: str) -> Iterator[Action]:
+        self._state = _State.BROKEN
+        yield DiscardTokens()
+        yield GiveUp(f"no version could be put live, {self._failures} times in a row; the last time: {message}")

@@ -1,0 +1,127 @@
+"""A learner's and some workers' broadcast nodes on loopback, with real gRPC, TLS, disks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from echo2.base.ids import RunId
+from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
+from echo2.broadcast.topology import BroadcastPlan, NodeLink
+from echo2.broadcast.trees import plan
+
+RUN = RunId("a-run")
+
+
+@dataclass
+class Member:
+    node: BroadcastNode
+    server: grpc.aio.Server
+    address: str
+    credentials: tls.Credentials
+
+
+class Fleet:
+    """`members[0]` is the learner."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+        self.members: list[Member] = []
+        self._epoch = 0
+
+    def credentials(self, role: Role) -> tls.Credentials:
+        identity, key = Identity.generate(), TlsKey.generate()
+        certificate = self.authority.issue(certificate_request(identity, key), role, time.time())
+        return tls.Credentials(
+            identity, key.to_pem(), certificate, self.authority.certificate_pem, RUN,
+            self.authority.identity.peer_id, "nowhere:1",
+        )  # fmt: skip
+
+    async def start(self, credentials: tls.Credentials, options: NodeOptions, port: int = 0) -> Member:
+        node, server = BroadcastNode(credentials, options), tls.new_server()
+        node.add_to_server(server)
+        bound = tls.bind_server(server, f"127.0.0.1:{port}", tls.server_credentials(credentials))
+        await server.start()
+        await node.start()
+        return Member(node, server, f"127.0.0.1:{bound}", credentials)
+
+    async def add(self, options: NodeOptions | None = None) -> Member:
+        number = len(self.members)
+        role = Role.LEARNER if number == 0 else Role.WORKER
+        folder = self.folder / f"node{number}"
+        member = await self.start(self.credentials(role), options or NodeOptions(folder, chunk_bytes=16 << 10))
+        self.members.append(member)
+        if number:
+            learner = self.members[0]
+            member.node.set_publisher(learner.node.peer_id, learner.address)
+        return member
+
+    def plan(self, members: list[Member] | None = None) -> BroadcastPlan:
+        """Sends the plan of these members to all."""
+        self._epoch += 1
+        links = [
+            NodeLink(m.node.peer_id, f"n{i}", (m.address,), 25e6, 50e6, 0.001)
+            for i, m in enumerate(members or self.members)
+        ]
+        made = plan(links, self._epoch)
+        for member in self.members:
+            member.node.set_plan(made)
+        return made
+
+    async def stop(self, member: Member) -> None:
+        await member.node.stop()
+        await member.server.stop(0)
+
+
+@asynccontextmanager
+async def fleet(
+    folder: Path, workers: int, options: Callable[[int], NodeOptions] | None = None
+) -> AsyncIterator[Fleet]:
+    made = Fleet(folder)
+    try:
+        for number in range(workers + 1):
+            await made.add(options(number) if options else None)
+        made.plan()
+        await until(lambda: all(len(m.node.stats().links) == workers for m in made.members), "all are connected")
+        yield made
+    finally:
+        for member in made.members:
+            await made.stop(member)
+
+
+async def until(holds: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
+    """Waits for a fact about real processes and sockets; fails naming it."""
+    end = asyncio.get_running_loop().time() + limit_s
+    while not holds():
+        assert asyncio.get_running_loop().time() < end, f"not within {limit_s} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def blocks_of(node: BroadcastNode, artifact: ArtifactId, limit_s: float = 30.0) -> list[bytes]:
+    """The blocks handed out until `artifact` is sealed, those of dropped artifacts left out."""
+    blocks: list[bytes] = []
+    async with asyncio.timeout(limit_s):
+        async for step in node.progress():
+            match step:
+                case ArtifactBegun() | ArtifactDropped():
+                    blocks = []
+                case BlockArrived():
+                    blocks.append(step.payload)
+                case ArtifactSealed() if step.artifact == artifact:
+                    return blocks
+    raise AssertionError(f"the node stopped before {artifact}")
+
+
+async def gathered(*work: Awaitable[list[bytes]]) -> list[list[bytes]]:
+    return list(await asyncio.gather(*work))

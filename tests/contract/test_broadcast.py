@@ -1,0 +1,105 @@
+"""Broadcast nodes over real gRPC, TLS and disks: every worker gets the very blocks that were published."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+from echo2.base.ids import Version
+from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.runtime.node import NodeOptions
+from echo2.broadcast.runtime.shaper import LinkShape
+from tests.contract.fleet import blocks_of, fleet, gathered, until
+
+KEYFRAME = ArtifactId(Version(0))
+
+
+def _blocks(seed: int, *sizes: int) -> list[bytes]:
+    return [random.Random(seed + i).randbytes(size) for i, size in enumerate(sizes)]
+
+
+def test_every_worker_gets_the_blocks_in_order_and_relays(tmp_path: Path) -> None:
+    async def scene() -> None:
+        blocks = _blocks(1, 500_000, 1, 0, 16 << 10, 700_000)
+        async with fleet(tmp_path, 3) as f:
+            learner, *workers = (m.node for m in f.members)
+            reading = gathered(*(blocks_of(w, KEYFRAME) for w in workers))
+            sent = await learner.publish(KEYFRAME, iter(blocks), lambda: "print", 1 << 20)
+            assert sent.total_bytes == sum(map(len, blocks))
+            assert await reading == [blocks] * 3
+            assert learner.stats().sent_chunk_bytes < 2.5 * sent.total_bytes, "workers did not relay"
+            assert sum(w.stats().sent_chunk_bytes for w in workers) > 0
+
+    asyncio.run(scene())
+
+
+def test_deltas_follow_and_late_joiner_takes_the_cheapest_way(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 2) as f:
+            learner, first, _ = (m.node for m in f.members)
+            await learner.publish(KEYFRAME, iter(_blocks(2, 200_000)), lambda: "0", 200_000)
+            for v in (1, 2):
+                delta = ArtifactId(Version(v), Version(v - 1))
+                await learner.publish(delta, iter(_blocks(v, 3_000)), lambda: "d", 200_000)
+            last = ArtifactId(Version(2), Version(1))
+            assert await blocks_of(first, last) == _blocks(2, 3_000)
+            keyframe = ArtifactId(Version(2))  # for newcomers: nobody fetches it by the plan
+            await learner.publish(keyframe, iter(_blocks(9, 100_000)), lambda: "2", 200_000, is_pushed=False)
+            newcomer = await f.add()
+            assert await blocks_of(newcomer.node, keyframe) == _blocks(9, 100_000)
+            assert keyframe not in first.stats().received_by_artifact
+
+    asyncio.run(scene())
+
+
+def test_chunks_survive_a_restart_of_worker_and_learner(tmp_path: Path) -> None:
+    async def scene() -> None:
+        blocks = _blocks(3, 300_000)
+        async with fleet(tmp_path, 2) as f:
+            learner, worker, other = f.members
+            await learner.node.publish(KEYFRAME, iter(blocks), lambda: "p", 300_000)
+            await blocks_of(worker.node, KEYFRAME)
+            await blocks_of(other.node, KEYFRAME)
+            for number, member in enumerate(f.members):
+                await f.stop(member)
+                options, port = NodeOptions(tmp_path / f"node{number}"), int(member.address.rsplit(":", 1)[1])
+                f.members[number] = await f.start(member.credentials, options, port)
+            learner, worker, other = f.members
+            f.plan()
+            assert await blocks_of(worker.node, KEYFRAME) == blocks
+            assert worker.node.stats().received_chunk_bytes == 0
+            again = await learner.node.publish(KEYFRAME, iter([b"never read"]), lambda: "x", 1)
+            assert again.total_bytes == 300_000
+
+    asyncio.run(scene())
+
+
+def test_worker_that_never_got_a_plan_still_follows_the_learner(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 0) as f:
+            worker = await f.add()
+            learner = f.members[0].node
+            await until(lambda: len(learner.stats().links) == 1, "the worker dialled")
+            await learner.publish(KEYFRAME, iter(_blocks(4, 50_000)), lambda: "p", 50_000)
+            assert await blocks_of(worker.node, KEYFRAME) == _blocks(4, 50_000)
+
+    asyncio.run(scene())
+
+
+def test_shaped_uplink_takes_the_time_that_its_rate_gives(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            shape = LinkShape(uplink_bytes_per_s=1e6, rtt_s=0.05) if number == 0 else LinkShape()
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, shape=shape)
+
+        async with fleet(tmp_path, 2, options) as f:
+            learner, *workers = (m.node for m in f.members)
+            begun = asyncio.get_running_loop().time()
+            reading = gathered(*(blocks_of(w, KEYFRAME) for w in workers))
+            await learner.publish(KEYFRAME, iter(_blocks(5, 1_000_000)), lambda: "p", 1_000_000)
+            await reading
+            took = asyncio.get_running_loop().time() - begun
+            assert 1.0 <= took < 2.0, f"1 MB to two workers at 1 MB/s took {took:.2f} s: relayed once it takes about 1"
+
+    asyncio.run(scene())

@@ -1,0 +1,277 @@
+"""The coordinator as a process sees it, over real gRPC on loopback: joining, leasing, refusing, and coming back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError
+from echo2.base.ids import RunId
+from echo2.broadcast.identity import Identity, JoinLink, Role
+from echo2.broadcast.runtime import tls
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.ticket import verify_ticket
+
+RUN = RunId("a-run")
+WAIT_S = 10.0
+
+
+def options(folder: Path, **more: Any) -> CoordinatorOptions:
+    base = CoordinatorOptions(
+        RUN, folder, enrol_port=0, port=0, dashboard_port=0, heartbeat_interval_s=0.2, suspect_after_s=1.0,
+        gone_after_s=2.0, lease_timeout_s=20.0,
+    )  # fmt: skip
+    return replace(base, **more)
+
+
+@asynccontextmanager
+async def running(chosen: CoordinatorOptions) -> AsyncIterator[CoordinatorDaemon]:
+    daemon = CoordinatorDaemon(chosen)
+    task = asyncio.create_task(daemon.run())
+    started = asyncio.create_task(daemon.started.wait())
+    await asyncio.wait((task, started), timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        started.cancel()
+        task.result()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+        await asyncio.wait_for(task, WAIT_S)
+
+
+class Node:
+    """A worker or learner that says what the test wants said."""
+
+    def __init__(self, credentials: tls.Credentials) -> None:
+        self.credentials = credentials
+        self.channel = tls.open_channel(credentials.coordinator_address, credentials.coordinator_peer_id, credentials)
+        self.call: Any = None
+
+    @classmethod
+    async def join(cls, daemon: CoordinatorDaemon, role: Role, identity: Identity | None = None) -> Node:
+        link = JoinLink.parse(daemon.links[role.value])
+        return cls(await tls.enrol(link, identity or Identity.generate(), role))
+
+    async def hello(self, **fields: Any) -> Any:
+        stub = coordinator_pb2_grpc.CoordinatorStub(self.channel)
+        if self.credentials.role is Role.WORKER:
+            self.call = stub.WorkerSession()
+            base = {"protocol_version": 1, "run_id": RUN, "name": "w", "slot_count": 16, "price_usd_per_hour": 1.0}
+            await self.call.write(pb.WorkerMessage(hello=pb.WorkerHello(**{**base, **fields})))
+        else:
+            self.call = stub.LearnerSession()
+            base = {
+                "protocol_version": 1, "run_id": RUN, "address": "127.0.0.1:9", "model_name": "tiny",
+                "model_digest": "d" * 64, "staleness_bound": 4, "rollouts_per_step": 16, "rollouts_per_group": 8,
+            }  # fmt: skip
+            await self.call.write(pb.LearnerMessage(hello=pb.LearnerHello(**{**base, **fields})))
+        return await self.read()
+
+    async def read(self) -> Any:
+        return await asyncio.wait_for(self.call.read(), WAIT_S)
+
+    async def until(self, kind: str) -> Any:
+        """Reads orders up to the first of `kind`."""
+        for _ in range(100):
+            order = await self.read()
+            assert order is not grpc.aio.EOF, f"the stream ended before a {kind}"
+            if order.WhichOneof("kind") == kind:
+                return getattr(order, kind)
+        raise AssertionError(f"no {kind} among 100 orders")
+
+    async def say(self, **kind: Any) -> None:
+        message = pb.WorkerMessage if self.credentials.role is Role.WORKER else pb.LearnerMessage
+        await self.call.write(message(**kind))
+
+    async def close(self) -> None:
+        if self.call is not None:
+            self.call.cancel()
+        await self.channel.close()
+
+
+def group(name: str, consume_step: int = 0) -> rollout_pb2.GroupSpec:
+    sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=8)
+    return rollout_pb2.GroupSpec(
+        group_id=name, prompt_token_ids=[1, 2, 3], rollout_count=8, sampling=sampling, consume_step=consume_step
+    )
+
+
+def play(scene: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_learner_can_check(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            assert (await learner.hello()).WhichOneof("kind") == "welcome"
+            welcome = await worker.hello()
+            assert welcome.welcome.learner.address == "127.0.0.1:9"
+            assert (await worker.until("activation")).is_active
+            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
+            grant = await worker.until("lease_grant")
+            assert grant.group == group("g1")
+            assert not grant.is_continuation
+            ticket = verify_ticket(
+                grant.ticket, RUN, learner.credentials.coordinator_peer_id, worker.credentials.peer_id
+            )
+            assert (ticket.group_id, ticket.attempt) == ("g1", 1)
+            plan = await worker.until("broadcast_plan")
+            assert [node.peer_id for node in plan.nodes] == [learner.credentials.peer_id, worker.credentials.peer_id]
+            await learner.say(close=pb.CloseGroups(group_ids=["g1"], reason="stale"))
+            assert (await worker.until("lease_revoke")).lease_id == ticket.lease_id
+            for node in (learner, worker):
+                await node.close()
+
+    play(scene)
+
+
+def test_a_lost_workers_group_goes_on_at_another_as_a_continuation(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner = await Node.join(daemon, Role.LEARNER)
+            first, second = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[group("g1")])
+            await first.hello()
+            await first.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            assert (await first.until("lease_grant")).ticket.attempt == 1
+            await first.close()
+            await second.hello()
+            beats = asyncio.create_task(beat(second))
+            await second.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            grant = await second.until("lease_grant")
+            assert (grant.group.group_id, grant.ticket.attempt, grant.is_continuation) == ("g1", 2, True)
+            beats.cancel()
+            for node in (learner, second):
+                await node.close()
+
+    async def beat(node: Node) -> None:
+        while True:
+            await node.say(heartbeat=pb.Heartbeat())
+            await asyncio.sleep(0.2)
+
+    play(scene)
+
+
+def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens_where_it_did(tmp_path: Path) -> None:
+    async def scene() -> None:
+        identity = Identity.generate()
+        async with running(options(tmp_path)) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER, identity)
+            await learner.hello(open_groups=[group("g1"), group("g2")])
+            await worker.hello()
+            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            ticket = (await worker.until("lease_grant")).ticket
+            await worker.close()
+            await learner.close()
+            links, address = daemon.links, daemon.services_address
+        async with running(options(tmp_path)) as daemon:
+            assert (daemon.links, daemon.services_address) == (links, address)
+            worker = Node(worker.credentials)
+            held = pb.HeldLease(lease_id=ticket.lease_id, group_id=ticket.group_id, attempt=ticket.attempt)
+            await worker.hello(held_leases=[held])
+            renewed = await worker.until("lease_grant")
+            assert (renewed.ticket.lease_id, renewed.ticket.attempt) == (ticket.lease_id, 1)
+            assert renewed.ticket.deadline_unix_s > ticket.deadline_unix_s
+            await worker.close()
+
+    play(scene)
+
+
+def test_refusals_name_what_was_expected_what_came_and_whose(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            link = JoinLink.parse(daemon.links["worker"])
+            with pytest.raises(BadToken, match="expected one of this run"):
+                await tls.enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
+            with pytest.raises(NotAllowed, match="it is for the role worker"):
+                await tls.enrol(link, Identity.generate(), Role.LEARNER)
+            worker = await Node.join(daemon, Role.WORKER)
+            refusal = (await worker.hello(protocol_version=7)).refusal
+            assert refusal.code == "VersionMismatch"
+            assert "expected protocol version 1, got 7" in refusal.message
+            refusal = (await worker.hello(run_id="other")).refusal
+            assert (refusal.code, "got 'other'" in refusal.message) == ("VersionMismatch", True)
+            learner = await Node.join(daemon, Role.LEARNER)
+            await learner.hello()
+            await learner.close()
+            learner = Node(learner.credentials)
+            refusal = (await learner.hello(model_digest="e" * 64)).refusal
+            assert (refusal.code, "dddd" in refusal.message, "eeee" in refusal.message) == (
+                "VersionMismatch",
+                True,
+                True,
+            )
+            refusal = (await learner.hello(staleness_bound=6)).refusal
+            assert (refusal.code, "S = 4" in refusal.message) == ("VersionMismatch", True)
+            refusal = (await worker.hello(model_digest="e" * 64)).refusal
+            assert refusal.code == "VersionMismatch"
+            assert daemon.hub is not None and not daemon.hub.membership.members
+            await worker.hello()
+            daemon.hub.set_worker(worker.credentials.peer_id, daemon.hub.membership.members[
+                worker.credentials.peer_id].setting.BANNED, "sent garbage")  # fmt: skip
+            assert (await worker.until("refusal")).code == "NotAllowed"
+            refusal = (await worker.hello()).refusal
+            assert (refusal.code, "sent garbage" in refusal.message) == ("NotAllowed", True)
+            with pytest.raises(NotAllowed, match="banned"):
+                await tls.enrol(link, worker.credentials.identity, Role.WORKER)
+            for node in (learner, worker):
+                await node.close()
+
+    play(scene)
+
+
+def test_a_busy_port_and_a_folder_in_use_are_named_before_anything_runs(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path / "a")) as daemon:
+            port = int(daemon.services_address.rpartition(":")[2])
+            with pytest.raises(PortBusy, match=str(port)):
+                await CoordinatorDaemon(options(tmp_path / "b", port=port)).run()
+            with pytest.raises(StateError, match="runs a coordinator in it"):
+                await CoordinatorDaemon(options(tmp_path / "a")).run()
+        with pytest.raises(StateError, match="'a-run'"):
+            await CoordinatorDaemon(options(tmp_path / "a", run_id=RunId("b-run"))).run()
+
+    play(scene)
+
+
+def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            operator = await Node.join(daemon, Role.OPERATOR)
+            stub = coordinator_pb2_grpc.OperatorStub(operator.channel)
+            made = await stub.CreateToken(pb.CreateTokenRequest(role="worker", lifetime_s=60, use_limit=1, label="one"))
+            link = JoinLink.parse(made.join_link)
+            first = Identity.generate()
+            await tls.enrol(link, first, Role.WORKER)
+            await tls.enrol(link, first, Role.WORKER)
+            with pytest.raises(BadToken, match="used 1 of 1 times"):
+                await tls.enrol(link, Identity.generate(), Role.WORKER)
+            await stub.RevokeToken(pb.RevokeTokenRequest(token_id=made.token_id))
+            with pytest.raises(BadToken, match="revoked"):
+                await tls.enrol(link, first, Role.WORKER)
+            listed = {token.token_id: token for token in (await stub.ListTokens(pb.ListTokensRequest())).tokens}
+            assert (listed[made.token_id].is_revoked, listed[made.token_id].use_count) == (True, 1)
+            status = await stub.GetStatus(pb.GetStatusRequest())
+            assert "the coordinator waits for the learner to connect" in [wait.what for wait in status.waits]
+            worker = await Node.join(daemon, Role.WORKER)
+            with pytest.raises(grpc.aio.AioRpcError, match="expected the role operator"):
+                await coordinator_pb2_grpc.OperatorStub(worker.channel).GetStatus(pb.GetStatusRequest())
+            for node in (operator, worker):
+                await node.close()
+        for path in (tmp_path / "links").iterdir():
+            assert path.stat().st_mode & 0o077 == 0
+
+    play(scene)

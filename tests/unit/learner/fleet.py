@@ -1,0 +1,229 @@
+"""A small fleet in the test's own process: a coordinator that hands every group out, workers that sample at random.
+
+All of it talks real gRPC over mutual TLS with the learner under test; only the policy of the workers is made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from echo2.base.ids import GroupId, LeaseId, RunId, Version
+from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
+from echo2.broadcast.delta import Decoder, Encoding, FrameReader, HostWeights, join_frames
+from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.runtime.tls import (
+    Credentials,
+    bind_server,
+    coordinator_credentials,
+    load_or_create_identity,
+    new_server,
+    open_channel,
+    save_credentials,
+    server_credentials,
+)
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
+from echo2.wire.rollout import group_from_message, segment_to_message, verdicts_from_message
+from echo2.wire.ticket import Ticket, sign_ticket
+
+RUN = RunId("test-run")
+
+
+def new_authority() -> RunAuthority:
+    return RunAuthority.create(Identity.generate(), RUN, time.time())
+
+
+def issue(authority: RunAuthority, identity: Identity, role: Role, coordinator_address: str) -> Credentials:
+    key = TlsKey.generate()
+    certificate = authority.issue(certificate_request(identity, key), role, time.time())
+    return Credentials(
+        identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id,
+        authority.identity.peer_id, coordinator_address,
+    )  # fmt: skip
+
+
+class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
+    """Welcomes the learner, sends one plan, keeps what it is told."""
+
+    def __init__(self, authority: RunAuthority, plan: coordinator_pb2.PlanUpdate | None = None) -> None:
+        self.authority = authority
+        self.plan = plan
+        self.groups: dict[GroupId, GroupSpec] = {}
+        self.waiting: asyncio.Queue[GroupSpec] = asyncio.Queue()
+        self.offered: set[GroupId] = set()
+        self.hellos: list[coordinator_pb2.LearnerHello] = []
+        self.reports: list[coordinator_pb2.LearnerReport] = []
+        self.published: list[coordinator_pb2.VersionPublished] = []
+        self.closed: list[tuple[GroupId, str]] = []
+        self.newest = Version(0)
+        self.server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self, port: int = 0) -> None:
+        self.server = new_server()
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self.server)
+        credentials = server_credentials(coordinator_credentials(self.authority, "127.0.0.1:0"))
+        self.address = f"127.0.0.1:{bind_server(self.server, f'127.0.0.1:{port}', credentials)}"
+        await self.server.start()
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.stop(0)
+
+    async def LearnerSession(
+        self, request_iterator: AsyncIterator[coordinator_pb2.LearnerMessage], context: Any
+    ) -> AsyncIterator[coordinator_pb2.LearnerOrder]:
+        yield coordinator_pb2.LearnerOrder(welcome=coordinator_pb2.LearnerWelcome(run_id=RUN, heartbeat_interval_s=0.2))
+        if self.plan is not None:
+            yield coordinator_pb2.LearnerOrder(plan=self.plan)
+        async for message in request_iterator:
+            self._take(message)
+
+    def _take(self, message: coordinator_pb2.LearnerMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "hello":
+                self.hellos.append(message.hello)
+                self._offer(message.hello.open_groups)
+            case "offer":
+                self._offer(message.offer.groups)
+            case "close":
+                self.closed += [(GroupId(name), message.close.reason) for name in message.close.group_ids]
+            case "published":
+                self.published.append(message.published)
+                self.newest = max(self.newest, Version(message.published.version))
+            case "report":
+                self.reports.append(message.report)
+
+    def _offer(self, groups: Any) -> None:
+        for group in groups:
+            spec = group_from_message(group)
+            if spec.group_id not in self.offered:
+                self.offered.add(spec.group_id)
+                self.groups[spec.group_id] = spec
+                self.waiting.put_nowait(spec)
+
+
+@dataclass
+class FollowerBroadcaster:
+    """Applies every artifact to a copy of the weights, as a worker would, and checks the fingerprint."""
+
+    host: HostWeights = field(default_factory=HostWeights.empty)
+    versions: list[tuple[int, int | None]] = field(default_factory=list)
+    sent_bytes: int = 0
+
+    async def publish(
+        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
+    ) -> int:
+        data = await asyncio.to_thread(lambda: join_frames(encoding))
+        self.sent_bytes += len(data)
+        self.versions.append((version, parent))
+        if self.host.version is None or parent is not None or version > self.host.version:
+            if self.host.version is None:
+                self.host = HostWeights.empty()
+            decoder = Decoder(self.host)
+            for frame in FrameReader().feed(data):
+                decoder.feed(frame)
+            self.host.commit(decoder.finish())
+        return len(data)
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
+
+
+class RandomWorker:
+    """Takes groups off the coordinator's queue and reports uniformly random digits, in two pieces a rollout."""
+
+    def __init__(self, coordinator: Coordinator, learner_address: str, learner: Identity, vocabulary: int) -> None:
+        self.coordinator = coordinator
+        self.identity = Identity.generate()
+        self.credentials = issue(coordinator.authority, self.identity, Role.WORKER, coordinator.address)
+        self.learner_address = learner_address
+        self.learner = learner
+        self.vocabulary = vocabulary
+        self.rng = random.Random(7)
+        self.verdicts: list[SegmentVerdict] = []
+        self.lag = 0
+
+    def ticket(self, group_id: GroupId, attempt: int = 1, run_id: RunId = RUN) -> Any:
+        ticket = Ticket(LeaseId(f"l-{group_id}-{attempt}"), group_id, self.identity.peer_id, attempt, 2e9, run_id)
+        return sign_ticket(ticket, self.coordinator.authority.identity)
+
+    def segments(self, spec: GroupSpec, version: Version) -> list[RolloutSegment]:
+        logprob = -math.log(self.vocabulary)
+        pieces = []
+        for index in range(spec.rollout_count):
+            tokens = [self.rng.randrange(3, self.vocabulary) for _ in range(self.rng.randrange(1, 5))] + [1]
+            cut = len(tokens) // 2
+            for offset, part in ((0, tokens[:cut]), (cut, tokens[cut:])):
+                if part:
+                    finish = FinishReason.STOP if part[-1] == 1 else FinishReason.UNFINISHED
+                    spans = (VersionSpan(version, len(part)),)
+                    logprobs = (logprob,) * len(part)
+                    pieces.append(
+                        RolloutSegment(spec.group_id, index, offset, tuple(part), logprobs, logprobs, spans, finish)
+                    )
+        return pieces
+
+    async def run(self) -> None:
+        options = [("grpc.max_receive_message_length", 8 << 20)]
+        async with open_channel(self.learner_address, self.learner.peer_id, self.credentials, options) as channel:
+            stub = ingest_pb2_grpc.IngestStub(channel)
+            stream = stub.Report()
+            sequence = 0
+            while True:
+                spec = await self.coordinator.waiting.get()
+                # The staleness rule paces a worker: it does not begin what would be too old when its turn comes.
+                version = max(v for v in self._known() if v <= max(0, self.coordinator.newest - self.lag))
+                report = ingest_pb2.RolloutReport(
+                    sequence=sequence,
+                    ticket=self.ticket(spec.group_id),
+                    segments=[segment_to_message(segment) for segment in self.segments(spec, version)],
+                )
+                await stream.write(report)
+                answer = await stream.read()
+                assert answer.sequence == sequence
+                self.verdicts += verdicts_from_message(answer)
+                sequence += 1
+
+    def _known(self) -> list[int]:
+        return [0, *(published.version for published in self.coordinator.published)]
+
+
+def prepare_node(folder: Path, authority: RunAuthority, coordinator_address: str) -> Identity:
+    """Credentials of the run in the learner's folder, as enrolment would leave them."""
+    identity = load_or_create_identity(folder / "node")
+    save_credentials(folder / "node", issue(authority, identity, Role.LEARNER, coordinator_address))
+    return identity
+
+
+def options_for(folder: Path, model: Path, **changes: Any) -> LearnerOptions:
+    from echo2.base.rollout import SamplingParams
+    from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, TaskOptions, TrainerOptions
+
+    given: dict[str, Any] = {
+        "folder": folder,
+        "run_id": RUN,
+        "steps": 6,
+        "rollouts_per_step": 8,
+        "rollouts_per_group": 4,
+        "staleness_bound": 2,
+        "trainer": TrainerOptions(str(model), device="cpu", lr=1e-3),
+        "task": TaskOptions("sort_digits", {"digit_count": 3}),
+        "sampling": SamplingParams(max_new_tokens=6),
+        "evaluation": EvaluationOptions(prompts=4, every_steps=3),
+        "checkpoint": CheckpointOptions(every_steps=2, free_bytes_min=1 << 20),
+        "linger_s": 0.0,
+    }
+    return LearnerOptions(**{**given, **changes})

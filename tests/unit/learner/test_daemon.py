@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from echo2.base.errors import EchoError, FingerprintMismatch, StateError
+from echo2.broadcast.delta import fingerprint
+from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.startup import Prepared, prepare
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from tests.unit.learner.fleet import (
+    Coordinator,
+    FollowerBroadcaster,
+    RandomWorker,
+    new_authority,
+    options_for,
+    prepare_node,
+)
+from tests.unit.learner.tiny import make_tiny_model
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Run:
+    """One learner with its coordinator and workers."""
+
+    def __init__(self, options: LearnerOptions, plan: coordinator_pb2.PlanUpdate | None = None) -> None:
+        self.options = options
+        self.authority = new_authority()
+        self.coordinator = Coordinator(self.authority, plan)
+        self.follower = FollowerBroadcaster()
+        self.daemon = LearnerDaemon(options, lambda server, credentials, options: self.follower)
+        self.workers: list[RandomWorker] = []
+        self.at_step: dict[int, Any] = {}
+
+    async def finish(self, worker_count: int = 2, lag: int = 0) -> RunSummary:
+        await self.coordinator.start()
+        learner = prepare_node(self.options.folder, self.authority, self.coordinator.address)
+        running = asyncio.get_running_loop().create_task(self.daemon.run())
+        while not self.daemon.address and not running.done():
+            await asyncio.sleep(0.01)
+        if not running.done():
+            assert self.daemon.loop is not None
+            original = self.daemon.loop.on_step
+            self.daemon.loop.on_step = lambda: (original(), self._stepped())[0]
+        tasks = []
+        for _ in range(worker_count):
+            worker = RandomWorker(self.coordinator, self.daemon.address, learner, 60)
+            worker.lag = lag
+            self.workers.append(worker)
+            tasks.append(asyncio.get_running_loop().create_task(worker.run()))
+        try:
+            return await asyncio.wait_for(running, 60)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.coordinator.stop()
+
+    def _stepped(self) -> None:
+        assert self.daemon.loop is not None
+        action = self.at_step.get(self.daemon.loop.step)
+        if action is not None:
+            action()
+
+
+def go(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4, 8])
+def test_a_run_trains_to_its_end_and_never_above_the_bound(model_path: Path, tmp_path: Path, bound: int) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=bound))
+    summary = go(run.finish())
+    assert summary.is_finished and summary.steps == 6 and summary.over_stale_tokens == 0
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(7))
+    assert all(row["lag/max"] <= bound for row in rows[1:])
+    assert summary.trained_rollouts == 6 * 8
+    assert summary.version == 6, "the last step is always published"
+    assert f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
+
+
+def test_the_exported_model_is_what_was_published(model_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = Run(options_for(tmp_path / "run", model_path, steps=3))
+    summary = go(run.finish())
+    assert summary.export_folder is not None
+    model = AutoModelForCausalLM.from_pretrained(summary.export_folder, dtype=torch.bfloat16)
+    assert AutoTokenizer.from_pretrained(summary.export_folder).encode("12>") is not None
+    key = run.follower.host.key
+    assert f"{fingerprint(dict(model.named_parameters()), key):016x}" == summary.fingerprint
+
+
+def test_the_coordinator_hears_offers_closures_versions_and_reports(model_path: Path, tmp_path: Path) -> None:
+    plan = coordinator_pb2.PlanUpdate(kappa=2, in_flight_cap_rollouts=16, predicted_utilisation=0.5)
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, steps=5), plan)
+    go(run.finish())
+    coordinator = run.coordinator
+    (hello,) = coordinator.hellos
+    assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
+    assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
+    assert [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
+    assert sum(reason == "complete" for _, reason in coordinator.closed) == 10
+    assert coordinator.reports[-1].is_finished and coordinator.reports[-1].step == 5
+    assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
+
+
+def test_rollouts_that_are_too_old_are_dropped_and_their_prompts_offered_again(
+    model_path: Path, tmp_path: Path
+) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1, kappa=1, steps=5))
+    summary = go(run.finish(lag=1))
+    assert summary.is_finished and summary.over_stale_tokens == 0
+
+
+def crash_image(run: Run, target: Path) -> dict[str, Any]:
+    """What a kill would leave on the disk at this very instant, and the weights that are lost with the process."""
+    assert run.daemon.loop is not None
+    shutil.copytree(run.options.folder, target, ignore=shutil.ignore_patterns("learner.lock", "*.partial"))
+    loop = run.daemon.loop
+    return {"step": loop.step, "masters": [master.clone() for master in loop.p.model.masters]}
+
+
+def prepared_from(options: LearnerOptions) -> Prepared:
+    folder = RunFolder(options.folder)
+    try:
+        return prepare(options, folder)
+    finally:
+        folder.release()
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, tmp_path: Path, at: int) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=2))
+    image: dict[str, Any] = {}
+    run.at_step[at] = lambda: image.update(crash_image(run, tmp_path / "crashed"))
+    go(run.finish())
+    again = prepared_from(options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=2))
+    assert again.trainer.step_count == image["step"] == at
+    for ours, theirs in zip(again.model.masters, image["masters"], strict=True):
+        assert torch.equal(ours, theirs)
+    trained = again.batcher.ledger.trained
+    assert len(trained) == 2 * at and not set(trained) & set(again.batcher.groups)
+
+
+def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=2))
+    run.at_step[3] = lambda: crash_image(run, tmp_path / "crashed")
+    go(run.finish())
+    second = Run(options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=2))
+    summary = go(second.finish())
+    assert summary.is_finished and summary.over_stale_tokens == 0 and summary.trained_rollouts == 6 * 8
+    assert [row["step"] for row in rows_of(tmp_path / "crashed")] == list(range(7))
+    assert f"{second.follower.host.fingerprint():016x}" == summary.fingerprint
+
+
+def test_a_stopped_run_leaves_a_checkpoint_and_goes_on(model_path: Path, tmp_path: Path) -> None:
+    options = options_for(tmp_path / "run", model_path, steps=20)
+    run = Run(options)
+    run.at_step[3] = run.daemon.stop
+    first = go(run.finish())
+    assert not first.is_finished and first.steps == 3 and first.export_folder is None
+    again = prepared_from(options)
+    assert again.trained_again == 0 and again.trainer.step_count == 3
+    again.prompts.close()
+
+
+def test_a_version_that_comes_out_differently_is_found(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=1))
+    run.at_step[3] = lambda: crash_image(run, tmp_path / "crashed")
+    go(run.finish())
+    shutil.rmtree(tmp_path / "crashed" / "checkpoints" / "step-00000002")
+    options = options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=1)
+    changed = LearnerOptions(
+        **{
+            **{name: getattr(options, name) for name in options.__dataclass_fields__},
+            "trainer": type(options.trainer)(str(model_path), device="cpu", lr=2e-3),
+        }
+    )
+    with pytest.raises(FingerprintMismatch, match=r"version \d+: expected the fingerprint"):
+        prepared_from(changed)
+
+
+def test_a_second_learner_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "run")
+    with pytest.raises(StateError, match="another learner"):
+        RunFolder(tmp_path / "run")
+    first.release()
+    RunFolder(tmp_path / "run").release()
+
+
+def test_another_batch_shape_or_model_is_refused(model_path: Path, tmp_path: Path) -> None:
+    prepared_from(options_for(tmp_path / "run", model_path))
+    with pytest.raises(StateError, match="rollouts_per_step"):
+        prepared_from(options_for(tmp_path / "run", model_path, rollouts_per_step=16))
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    with pytest.raises(StateError, match="base_fingerprint"):
+        prepared_from(options_for(tmp_path / "run", other))
+
+
+def test_without_a_join_link_the_first_start_says_so(model_path: Path, tmp_path: Path) -> None:
+    daemon = LearnerDaemon(options_for(tmp_path / "run", model_path), lambda s, c, o: FollowerBroadcaster())
+    with pytest.raises(EchoError, match="join link"):
+        go(daemon.run())

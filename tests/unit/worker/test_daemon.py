@@ -1,0 +1,213 @@
+"""The whole worker, in process, against a small real run: enrolment, broadcast, embedded engine, reports, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from echo2.base.errors import BadToken, NotAllowed, StateError
+from echo2.base.ids import GroupId
+from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.worker.options import EngineChoice, WorkerLimits, WorkerOptions
+from echo2.worker.runtime.control import ask
+from echo2.worker.runtime.daemon import WorkerDaemon
+from tests.contract.engine_rig import make_versions, tiny_config
+from tests.unit.worker.peers import SmallRun
+
+CONFIG = tiny_config("qwen3")
+LIMITS = WorkerLimits(reconnect_s_max=0.3)
+
+
+def options(run: SmallRun, folder: Path, **more: object) -> WorkerOptions:
+    fields: dict[str, object] = {
+        "join_link": run.link(),
+        "folder": folder,
+        "name": "w1",
+        "engine": EngineChoice.EMBEDDED,
+        "slot_count": 8,
+        "listen_host": "127.0.0.1",
+        "limits": LIMITS,
+        "price_usd_per_hour": 0.5,
+    }
+    return WorkerOptions(**(fields | more))  # type: ignore[arg-type]
+
+
+def group(name: str, count: int = 4, tokens_max: int = 24, prompt: tuple[int, ...] = (5, 6, 7)) -> GroupSpec:
+    return GroupSpec(GroupId(name), prompt, count, SamplingParams(max_new_tokens=tokens_max, seed=3), 0)
+
+
+@asynccontextmanager
+async def working(run: SmallRun, folder: Path, **more: object) -> AsyncIterator[WorkerDaemon]:
+    """A daemon that runs for the block and is drained after it."""
+    daemon = WorkerDaemon(options(run, folder, **more))
+    task = asyncio.create_task(daemon.run())
+    try:
+        yield daemon
+        daemon.stop("the test ends")
+        await asyncio.wait_for(task, 20)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def prepared(run: SmallRun) -> list[torch.nn.Module]:
+    """The learner has joined and published version 0."""
+    run.model_config_json = json.dumps(CONFIG).encode()
+    run.coordinator.learner = run.whereabouts
+    models = make_versions(CONFIG)
+    await run.publish(0, models[0])
+    return models
+
+
+def judged(models: list[torch.nn.Module], prompt: tuple[int, ...], rollout: Rollout) -> float:
+    """The largest difference between the rollout's raw log-probabilities and the versions' own, token by token."""
+    tokens = torch.tensor([[*prompt, *rollout.token_ids]])
+    versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
+    worst = 0.0
+    with torch.no_grad():
+        by_version = {v: models[v](tokens).logits[0].log_softmax(-1) for v in set(versions)}
+    for i, (token, version) in enumerate(zip(rollout.token_ids, versions, strict=True)):
+        expected = by_version[version][len(prompt) + i - 1, token].item()
+        worst = max(worst, abs(expected - rollout.raw_logprobs[i]))
+    return worst
+
+
+async def until(is_so: Callable[[], object], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+def test_a_worker_joins_gets_weights_generates_and_delivers_whole_groups(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group(f"g{i}") for i in range(4)]
+            begun = time.monotonic()
+            async with working(run, tmp_path / "w") as daemon:
+                await run.learner.until(lambda it: it.reports)
+                assert time.monotonic() - begun < 10.0, "join to first token"
+                await run.learner.until(lambda it: len(it.finished) == 16)
+                await run.coordinator.until(lambda it: len(it.ended) == 4)
+                assert {e.reason for e in run.coordinator.ended} == {coordinator_pb2.LeaseEnded.REASON_FINISHED}
+                await run.coordinator.until(lambda it: it.heartbeats[-1].finished_rollouts == 16)
+                beat = run.coordinator.heartbeats[-1]
+                assert run.published is not None
+                assert (beat.version, beat.fingerprint) == (0, f"{run.published.fingerprint():016x}")
+                assert beat.tokens_per_s > 0
+                status = await ask(daemon.folder, "status")
+                assert (status["version"], status["finished_rollouts"]) == (0, 16)
+            assert run.coordinator.leavings == ["the test ends"]
+            hello = run.coordinator.hellos[0]
+            assert (hello.name, hello.price_usd_per_hour, hello.slot_count, hello.engine) == ("w1", 0.5, 8, "embedded")
+            for key, rollout in run.learner.finished.items():
+                assert judged(models, (5, 6, 7), rollout) < 1e-4, key
+
+    asyncio.run(scene())
+
+
+def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_them(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]  # work until the version is here
+            async with working(run, tmp_path / "w", slowdown=4.0) as daemon:
+                await run.learner.until(lambda it: len(it.held) == 4)
+                fingerprint = await run.publish(1, models[1])
+                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+                run.coordinator.groups.clear()
+                assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
+                await until(lambda: not daemon.desk.machine.lease_ids)
+            mixed = [r for r in run.learner.finished.values() if len(r.version_spans) == 2]
+            assert mixed, "some rollout spans both versions"
+            for rollout in run.learner.finished.values():
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_a_drain_hands_partials_back_within_two_seconds_and_another_worker_goes_on(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group("g1", 4, 200)]
+            run.coordinator.report_interval_s = 60.0  # nothing but the drain reports
+            async with working(run, tmp_path / "w1", slowdown=6.0) as daemon:
+                await until(lambda: daemon.desk.rates.sampled_tokens > 40)
+                assert not run.learner.held
+                begun = time.monotonic()
+                daemon.stop("preempted")
+                await run.coordinator.until(lambda it: it.ended)
+                assert time.monotonic() - begun < 2.0
+                assert daemon.desk.unheld_tokens == 0
+            assert run.coordinator.ended[0].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+            sampled = daemon.desk.rates.sampled_tokens
+            assert sum(len(run.learner.rollout_of(key).token_ids) for key in run.learner.held) == sampled
+            partials = {key: run.learner.rollout_of(key).token_ids for key in run.learner.held}
+            run.coordinator.groups = [group("g1", 4, 200)]
+            run.coordinator.continues = {"g1"}
+            async with working(run, tmp_path / "w2") as second:
+                await run.learner.until(lambda it: len(it.finished) == 4)
+            assert second.desk.rates.sampled_tokens == 4 * 200 - sampled
+            for key, rollout in run.learner.finished.items():
+                assert rollout.token_ids[: len(partials[key])] == partials[key]
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_generation_goes_on_while_coordinator_and_learner_are_away(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            run.coordinator.groups = [group("g1", 4, 200)]
+            async with working(run, tmp_path / "w", slowdown=4.0) as daemon:
+                await run.learner.until(lambda it: it.held)
+                await run.stop("coordinator")
+                await run.stop("learner")
+                await until(lambda: daemon.desk.rates.finished_rollouts == 4)
+                assert not run.learner.finished
+                await run.start_learner()
+                await run.learner.until(lambda it: len(it.finished) == 4)
+                await run.start_coordinator()
+                await run.coordinator.until(lambda it: len(it.hellos) == 2)
+                run.coordinator.groups = [group("g2", 2, 8)]
+                await run.learner.until(lambda it: len(it.finished) == 6)
+
+    asyncio.run(scene())
+
+
+def test_a_restart_keeps_identity_and_needs_no_token(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            async with working(run, tmp_path / "w"):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            run.coordinator.heartbeats.clear()
+            async with working(run, tmp_path / "w", join_link=run.link("spent")):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+
+    asyncio.run(scene())
+
+
+def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            with pytest.raises(BadToken, match="expected one that is known"):
+                await WorkerDaemon(options(run, tmp_path / "w", join_link=run.link("bad"))).run()
+            run.coordinator.refusal = coordinator_pb2.Refusal(code="NotAllowed", message="this worker is banned")
+            with pytest.raises(NotAllowed, match="banned"):
+                await WorkerDaemon(options(run, tmp_path / "w")).run()
+        async with SmallRun(tmp_path / "other") as other:
+            with pytest.raises(StateError, match="give this run a folder of its own"):
+                await WorkerDaemon(options(other, tmp_path / "w")).run()
+
+    asyncio.run(scene())
