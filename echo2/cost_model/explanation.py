@@ -40,7 +40,7 @@ def in_flight_cap(evaluation: Evaluation, rollouts_per_group: int) -> int:
     batch, steps = point.rollouts_per_step, evaluation.point.train_s
     flow = batch * (1 + point.rollout_s / steps) * IN_FLIGHT_HEADROOM
     fresh = batch * (point.staleness_bound + 1 - point.kappa - point.broadcast_s / steps)
-    cap = max(batch + rollouts_per_group, min(flow, fresh))
+    cap = max(batch + rollouts_per_group, min(flow, batch * (point.staleness_bound + 1)))
     return math.ceil(cap / rollouts_per_group) * rollouts_per_group
 
 
