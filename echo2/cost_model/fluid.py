@@ -19,8 +19,10 @@ from echo2.cost_model.columns import Floats
 
 CELLS_PER_STEP = 24
 STEPS = 48
+TAIL_SHARE = 0.95
+LONGEST_TAILS = 3.0
 CELLS_OF_TAIL_MAX = 4096
-TRANSFER_JITTER = (0.97, 1.0, 1.03)
+TRANSFER_JITTER = (0.94, 0.97, 1.0, 1.03, 1.06)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,25 @@ class FluidOutcome:
     steps: int
 
 
-def log_normal_quantiles(mean_s: float, tail_s: float, tail_share: float = 0.95, points: int = 200) -> Floats:
-    """Quantiles of the log-normal with this mean and this `tail_share` quantile (narrowest that fits; cut at 4 sigma).
+def log_normal_quantiles(mean_s: float, tail_s: float, longest_s: float = math.inf, points: int = 200) -> Floats:
+    """Quantiles of the log-normal with this mean and 95th percentile (narrowest that fits), cut at `longest_s`.
+
+    Where the longest is not known it is taken to be `LONGEST_TAILS` tails.
 
     ln tail = ln mean - sigma^2/2 + z*sigma; where the tail is below the mean's reach the distribution is a point.
     """
-    z = _normal_quantile(np.array([tail_share]))[0]
+    z = NormalDist().inv_cdf(TAIL_SHARE)
     ratio = math.log(max(tail_s, mean_s * (1 + 1e-9)) / mean_s)
     inside = z * z - 2 * ratio
     sigma = float(z - math.sqrt(inside)) if inside > 0 else float(z)
     shares = (np.arange(points) + 0.5) / points
-    quantiles: Floats = mean_s * np.exp(-sigma * sigma / 2 + sigma * np.clip(_normal_quantile(shares), -4, 4))
-    return quantiles
+    quantiles: Floats = mean_s * np.exp(-sigma * sigma / 2 + sigma * _normal_quantile(shares))
+    return np.minimum(quantiles, longest_of(tail_s, longest_s))
+
+
+def longest_of(tail_s: float, longest_s: float) -> float:
+    """The longest rollout to reckon with; where it is not known, `LONGEST_TAILS` tails."""
+    return max(longest_s, tail_s) if math.isfinite(longest_s) else LONGEST_TAILS * tail_s
 
 
 def _normal_quantile(shares: Floats) -> Floats:
@@ -63,7 +72,7 @@ def _normal_quantile(shares: Floats) -> Floats:
 
 
 def predict(inputs: FluidInputs, steps: int = STEPS) -> FluidOutcome:
-    """Runs the fluid for `steps` steps (or ten times as long when it starves) and measures the later half.
+    """Runs the fluid for `steps` steps (or four times as long when it starves) and measures the later half.
 
     Where a transfer outlasts the period, which version the links take next hangs on a hair: the mean of slightly
     faster and slower transfers stands for the chance in it.
@@ -131,7 +140,7 @@ class _Run:
         point = inputs.point
         cell_s = min(point.train_s, max(float(inputs.rollout_s[-1]), point.train_s / 4)) / CELLS_PER_STEP
         tail_cells = min(math.ceil(float(inputs.rollout_s[-1]) / cell_s) + 2, CELLS_OF_TAIL_MAX)
-        cells = math.ceil(steps * point.train_s / cell_s) * 10
+        cells = math.ceil(steps * point.train_s / cell_s) * 4
         slot_kernel = _kernel(inputs.rollout_s, cell_s, tail_cells)
         cumulative = np.minimum(np.cumsum(slot_kernel), 1.0) ** inputs.rollouts_per_group
         group_kernel = np.diff(cumulative, prepend=0.0)

@@ -27,6 +27,7 @@ from echo2.sim.fleet_scenario import FleetScenario, WorkerTruth
 from echo2.staleness.ledger import Ledger
 from echo2.staleness.rule import is_admissible, may_begin
 
+NO_VERSION = Version(-1)
 Planner = Callable[["FleetSim", str], Plan]
 
 
@@ -57,7 +58,7 @@ class SimWorker:
     truth: WorkerTruth
     index: int
     price: float
-    version: Version = Version(-1)
+    version: Version = NO_VERSION
     is_wanted: bool = False
     is_active: bool = False
     is_lost: bool = False
@@ -222,7 +223,7 @@ class FleetSim:
 
     def _found(self, worker: SimWorker) -> None:
         worker.is_lost = False
-        worker.version = Version(-1)
+        worker.version = NO_VERSION
         self.replan(f"{worker.truth.name} can be had again")
 
     def _change_price(self, gpu: str, factor: float) -> None:

@@ -31,6 +31,7 @@ def estimate_of(truth: WorkerTruth, lengths: Lengths) -> WorkerEstimate:
         link=truth.link,
         rollout_s_mean=mean_tokens / truth.sequence_tokens_per_s,
         rollout_s_tail=lengths.at(TAIL_SHARE) / truth.sequence_tokens_per_s,
+        rollout_s_max=lengths.at(1.0) / truth.sequence_tokens_per_s,
         tokens_per_s=truth.slots * truth.sequence_tokens_per_s,
         join_s=truth.join_s,
         hazard_per_hour=truth.hazard_per_hour,
