@@ -24,8 +24,8 @@ class SortDigits:
 
     The share gives a beginner something to climb, the other half makes the whole worth more than its parts: a start
     that repeats the prompt's digits in any order earns about 0.13 with five digits. A completion of another length is
-    worth 0; blanks, which some tokenizers put between characters, do not count. The part `exact` logs the all-or-nothing
-    score.
+    worth 0; blanks, which some tokenizers put between characters, do not count. The part `exact` logs the
+    all-or-nothing score.
     """
 
     digit_count: int = 5
