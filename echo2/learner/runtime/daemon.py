@@ -53,6 +53,7 @@ from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_me
 
 ENROL_RETRY_S = 2.0
 STOP_GRACE_S = 0.5
+REMIND_AFTER_S = 30.0
 _log = logging.getLogger("echo2.learner")
 
 
@@ -216,6 +217,7 @@ class LearnerDaemon:
         loop.intake.settle()
         session = asyncio.get_running_loop().create_task(self.session.run())
         training = asyncio.get_running_loop().create_task(loop.run())
+        reminding = asyncio.get_running_loop().create_task(self._remind(loop))
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             for done in (self._failure, session, training):
@@ -225,9 +227,21 @@ class LearnerDaemon:
             await self._linger(loop)
             return summary
         finally:
-            for task in (training, session):
+            await self.session.leave("finished" if loop.is_finished else "stopped")
+            for task in (training, session, reminding):
                 task.cancel()
-            await asyncio.gather(training, session, return_exceptions=True)
+            await asyncio.gather(training, session, reminding, return_exceptions=True)
+
+    async def _remind(self, loop: TrainingLoop) -> None:
+        """A batch that does not fill for long: every group that lacks rollouts is offered again.
+
+        The coordinator knows most of them and lets those be; one that it took for produced goes to a worker again.
+        """
+        while True:
+            await asyncio.sleep(REMIND_AFTER_S)
+            if self.waits_for[1] > REMIND_AFTER_S:
+                _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
+                self._send_offer(loop.p.batcher.incomplete_specs())
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
         """Exports the model if the run is complete."""

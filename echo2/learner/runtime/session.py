@@ -67,6 +67,15 @@ class CoordinatorSession:
             _log.warning("coordinator takes no messages: opening the stream again")
             self._outbox = None
 
+    async def leave(self, reason: str, timeout_s: float = 1.0) -> None:
+        """Says goodbye behind everything queued; gives up after `timeout_s`."""
+        outbox = self._outbox
+        if outbox is None:
+            return
+        self.send(coordinator_pb2.LearnerMessage(leaving=coordinator_pb2.LearnerLeaving(reason=reason)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(outbox.join(), timeout_s)
+
     @property
     def waits_for(self) -> str:
         """Empty while connected."""
@@ -85,8 +94,8 @@ class CoordinatorSession:
                 reason = "the coordinator ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-            except TimeoutError:
-                reason = "silence"
+            except asyncio.InvalidStateError:
+                reason = "the stream ended before the hello was taken"
             except (ProtocolError, ValueError) as error:
                 if isinstance(error, VersionMismatch):
                     raise
@@ -117,7 +126,8 @@ class CoordinatorSession:
                 await self._receive_all(stream)
             finally:
                 sender.cancel()
-                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                # A write on a stream that has ended raises InvalidStateError; the reader tells why it ended.
+                with contextlib.suppress(asyncio.CancelledError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
                     await sender
                 stream.cancel()
 
@@ -146,6 +156,8 @@ class CoordinatorSession:
             try:
                 message = await asyncio.wait_for(outbox.get(), self.heartbeat_interval_s)
             except TimeoutError:
-                message = coordinator_pb2.LearnerMessage(report=self._report())
+                await stream.write(coordinator_pb2.LearnerMessage(report=self._report()))
+                continue
             await stream.write(message)
+            outbox.task_done()
         stream.cancel()

@@ -202,6 +202,32 @@ def test_a_version_that_comes_out_differently_is_found(model_path: Path, tmp_pat
         prepared_from(changed)
 
 
+def test_the_coordinator_may_go_and_come_back(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, steps=8))
+
+    async def scene() -> RunSummary:
+        finishing = asyncio.get_running_loop().create_task(run.finish())
+        port = 0
+
+        def go_away() -> None:
+            nonlocal port
+            port = int(run.coordinator.address.rpartition(":")[2])
+            asyncio.get_running_loop().create_task(come_back())
+
+        async def come_back() -> None:
+            await run.coordinator.stop()
+            await run.coordinator.start(port)
+
+        run.at_step[2] = go_away
+        return await finishing
+
+    summary = go(scene())
+    assert summary.is_finished and len(run.coordinator.hellos) == 2
+    assert run.coordinator.hellos[1].step >= 2
+    names = {spec.group_id for spec in run.coordinator.groups.values()}
+    assert {group.group_id for group in run.coordinator.hellos[1].open_groups} <= names
+
+
 def test_a_second_learner_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "run")
     with pytest.raises(StateError, match="another learner"):

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
+from echo2.base.rollout import Verdict
+from echo2.broadcast.identity import Identity, Role
+from echo2.broadcast.runtime.tls import bind_server, new_server, open_channel, server_credentials
+from echo2.learner.batcher import Batcher, BatcherConfig
+from echo2.learner.history import Began
+from echo2.learner.offers import OfferConfig
+from echo2.learner.runtime.ingest import STREAMS_PER_PEER_MAX, IngestService
+from echo2.learner.runtime.intake import Intake
+from echo2.learner.runtime.journal import Journal, read_journal
+from echo2.learner.runtime.prompts import Prompts
+from echo2.staleness.ledger import Ledger
+from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
+from echo2.wire.rollout import rollouts_from_partials, segment_to_message, verdicts_from_message
+from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, issue, new_authority, options_for
+from tests.unit.learner.tiny import make_tiny_model
+
+
+class Stage:
+    """The Ingest service alone, with one worker that may misbehave."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.authority = new_authority()
+        self.coordinator = Coordinator(self.authority)
+        self.learner = Identity.generate()
+        options = options_for(folder, model)
+        prompts = Prompts(options, 79, (1,))
+        self.batcher = Batcher(BatcherConfig(2, 8, 4, 79), Ledger(2))
+        self.journal = Journal(folder / "journal")
+        self.journal.begin(Began(RUN, Step(0), 0, (Version(0),)))
+        self.intake = Intake(self.batcher, self.journal, prompts, OfferConfig(8, 4, 2), 0)
+        self.intake.settle()
+        self.service = IngestService(self.intake, RunId(RUN), self.authority.identity.peer_id)
+        self.group_id = next(iter(self.batcher.groups))
+
+    async def play(self, scene: Callable[[RandomWorker, ingest_pb2_grpc.IngestStub], Awaitable[None]]) -> None:
+        server = new_server()
+        ingest_pb2_grpc.add_IngestServicer_to_server(self.service, server)
+        credentials = issue(self.authority, self.learner, Role.LEARNER, "127.0.0.1:1")
+        port = bind_server(server, "127.0.0.1:0", server_credentials(credentials))
+        await server.start()
+        worker = RandomWorker(self.coordinator, f"127.0.0.1:{port}", self.learner, 60)
+        try:
+            async with open_channel(worker.learner_address, self.learner.peer_id, worker.credentials) as channel:
+                await asyncio.wait_for(scene(worker, ingest_pb2_grpc.IngestStub(channel)), 20)
+        finally:
+            await self.intake.close()
+            await server.stop(0)
+            self.journal.close()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, model_path: Path) -> Stage:
+    return Stage(tmp_path, model_path)
+
+
+def report_of(stage: Stage, worker: RandomWorker, **changes: object) -> ingest_pb2.RolloutReport:
+    segments = worker.segments(stage.batcher.groups[stage.group_id].spec, Version(0))
+    given = {
+        "sequence": 1,
+        "ticket": worker.ticket(stage.group_id),
+        "segments": [segment_to_message(s) for s in segments],
+    }
+    return ingest_pb2.RolloutReport(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_an_admitted_rollout_is_on_the_disk_before_the_verdict(stage: Stage) -> None:
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        stream = stub.Report()
+        await stream.write(report_of(stage, worker))
+        verdicts = verdicts_from_message(await stream.read())
+        admitted = {v.index for v in verdicts if v.verdict is Verdict.ADMITTED}
+        records, _ = read_journal(stage.journal.folder, Step(0))
+        kept = {record.rollout.index for _, record in records if hasattr(record, "rollout")}
+        assert admitted == kept == {0, 1, 2, 3}
+
+    asyncio.run(stage.play(scene))
+
+
+def test_the_ticket_is_asked_for_once_a_lease_and_stream(stage: Stage) -> None:
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        stream = stub.Report()
+        report = report_of(stage, worker)
+        await stream.write(report)
+        await stream.read()
+        again = ingest_pb2.RolloutReport(sequence=2, lease_id=report.ticket.lease_id, segments=report.segments[-1:])
+        await stream.write(again)
+        assert verdicts_from_message(await stream.read())[0].verdict is Verdict.DUPLICATE
+        await refused(stub, ingest_pb2.RolloutReport(sequence=1, lease_id="other"), grpc.StatusCode.INVALID_ARGUMENT)
+
+    asyncio.run(stage.play(scene))
+
+
+async def refused(stub: ingest_pb2_grpc.IngestStub, report: ingest_pb2.RolloutReport, code: grpc.StatusCode) -> None:
+    stream = stub.Report()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.write(report)
+        assert await stream.read() is grpc.aio.EOF
+        raise AssertionError(f"no error; {await stream.code()}")
+    assert caught.value.code() is code, caught.value.details()
+
+
+def test_another_workers_ticket_a_forged_one_and_another_runs_are_refused(stage: Stage) -> None:
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        stranger = RandomWorker(stage.coordinator, worker.learner_address, stage.learner, 60)
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        await refused(stub, report_of(stage, worker, ticket=stranger.ticket(stage.group_id)), denied)
+        forged = worker.ticket(stage.group_id)
+        forged.attempt = 7
+        await refused(stub, report_of(stage, worker, ticket=forged), denied)
+        await refused(stub, report_of(stage, worker, ticket=worker.ticket(stage.group_id, run_id=RunId("x"))), denied)
+        stage.service.banned[PeerId(worker.identity.peer_id)] = "its log-probabilities are made up"
+        await refused(stub, report_of(stage, worker), denied)
+        assert stage.batcher.counts.admitted == 0 and stage.service.refused_reports == 4
+
+    asyncio.run(stage.play(scene))
+
+
+def test_segments_of_another_group_than_the_leases_are_refused(stage: Stage) -> None:
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        other = list(stage.batcher.groups)[1]
+        stream = stub.Report()
+        await stream.write(report_of(stage, worker, ticket=worker.ticket(other)))
+        verdicts = verdicts_from_message(await stream.read())
+        assert {v.verdict for v in verdicts} == {Verdict.REFUSED} and "is of group" in verdicts[0].message
+
+    asyncio.run(stage.play(scene))
+
+
+def test_who_continues_a_group_gets_its_tokens_and_the_one_before_is_closed_out(stage: Stage) -> None:
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        stream = stub.Report()
+        report = report_of(stage, worker)
+        await stream.write(ingest_pb2.RolloutReport(sequence=1, ticket=report.ticket, segments=report.segments[:2]))
+        await stream.read()
+        held = rollouts_from_partials(
+            await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=worker.ticket(stage.group_id, attempt=2)))
+        )
+        assert len(held) == 1 and held[0].index == 0 and held[0].is_finished
+        await stream.write(
+            ingest_pb2.RolloutReport(sequence=2, lease_id=report.ticket.lease_id, segments=report.segments[2:3])
+        )
+        assert verdicts_from_message(await stream.read())[0].verdict is Verdict.CLOSED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=worker.ticket(GroupId("g99"))))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(stage.play(scene))
+
+
+def test_more_streams_than_the_limit_are_refused(stage: Stage) -> None:
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        streams = [stub.Report() for _ in range(STREAMS_PER_PEER_MAX)]
+        for stream in streams:
+            await stream.write(report_of(stage, worker))
+            await stream.read()
+        await refused(stub, report_of(stage, worker), grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    asyncio.run(stage.play(scene))

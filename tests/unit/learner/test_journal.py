@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.base.errors import DiskFull, StateError
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.group import Draw
+from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, Published, Record
+from echo2.learner.runtime.journal import Journal, read_journal
+
+SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
+
+
+def opened(cursor: int) -> Opened:
+    spec = GroupSpec(GroupId(f"g{cursor:08d}"), (5, 6), 2, SAMPLING, 0)
+    return Opened(Draw(cursor, 0, (5, 6), SAMPLING), spec)
+
+
+def finished(cursor: int, index: int) -> Finished:
+    spans = (VersionSpan(Version(3), 2),)
+    return Finished(
+        Rollout(GroupId(f"g{cursor:08d}"), index, (4, 1), (-0.5, -0.25), (-0.5, -0.25), spans, FinishReason.STOP)
+    )
+
+
+RECORDS: list[Record] = [
+    Began("run", Step(0), 0, (Version(0),)),
+    opened(0),
+    opened(1),
+    finished(0, 0),
+    finished(0, 1),
+    Drawn(Step(0), (GroupId("g00000000"),), ((0.5, None),)),
+    Published(Version(4), ""),
+    Published(Version(4), "00ff"),
+    Dropped(GroupId("g00000001")),
+]
+
+
+def written(folder: Path) -> Path:
+    journal = Journal(folder)
+    first = RECORDS[0]
+    assert isinstance(first, Began)
+    journal.begin(first)
+    for record in RECORDS[1:]:
+        journal.append(record)
+    asyncio.run(journal.commit())
+    journal.close()
+    return folder / "segment-00000000.log"
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    written(tmp_path)
+    records, newest = read_journal(tmp_path, Step(0))
+    assert [record for _, record in records] == RECORDS and newest == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(1, 400))
+def test_a_torn_end_is_cut_off_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    path = written(folder)
+    os.truncate(path, max(0, path.stat().st_size - cut))
+    records, newest = read_journal(folder, Step(0))
+    kept = [record for _, record in records]
+    assert kept == RECORDS[: len(kept)] and len(kept) < len(RECORDS)
+    journal = Journal(folder)
+    journal.go_on(newest)
+    journal.append(RECORDS[-1])
+    journal.close()
+    assert [record for _, record in read_journal(folder, Step(0))[0]] == [*kept, RECORDS[-1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_never_gives_a_false_record(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    path = written(folder)
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+    records = [record for _, record in read_journal(folder, Step(0))[0]]
+    assert records == RECORDS[: len(records)] and len(records) < len(RECORDS)
+
+
+def test_a_broken_record_before_the_last_segment_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    journal = Journal(tmp_path)
+    journal.begin(Began("run", Step(2), 5, (Version(0), Version(2))))
+    journal.close()
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(StateError, match="broken record"):
+        read_journal(tmp_path, Step(0))
+    assert read_journal(tmp_path, Step(2))[1] == 2
+    with pytest.raises(StateError, match="segment of step 1"):
+        read_journal(tmp_path, Step(1))
+
+
+def test_history_holds_what_was_neither_trained_nor_dropped(tmp_path: Path) -> None:
+    written(tmp_path)
+    history = History()
+    for segment, record in read_journal(tmp_path, Step(0))[0]:
+        history.apply(record, segment)
+    assert history.cursor == 2 and history.published == {0: "", 4: "00ff"}
+    assert history.drawn[Step(0)].rewards == ((0.5, None),) and history.dropped == {"g00000001"}
+    assert history.groups[GroupId("g00000000")].rollouts[1].is_finished
+
+
+def test_commits_at_the_same_time_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    first = RECORDS[0]
+    assert isinstance(first, Began)
+    journal.begin(first)
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), real(file))[1])
+
+    async def many() -> None:
+        async def one(cursor: int) -> None:
+            journal.append(opened(cursor))
+            await journal.commit()
+
+        await asyncio.gather(*(one(cursor) for cursor in range(50)))
+
+    asyncio.run(many())
+    journal.close()
+    assert 1 <= len(synced) <= 3
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    first = RECORDS[0]
+    assert isinstance(first, Began)
+    journal.begin(first)
+
+    def full(file: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(DiskFull, match="journal"):
+        journal.append(opened(0))
+    journal.close()
