@@ -70,7 +70,7 @@ class LearnerSection(Section):
     weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
     grad_clip: Annotated[Positive, Field(description="Largest global gradient norm.")] = 1.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "mc_grpo", "vcpo", "batch_std"],
+        Literal["grpo", "dr_grpo", "batch_std", "rloo", "mc_grpo", "vcpo"],
         Field(description="Baseline and scale of group advantages (docs/algorithms.md)."),
     ] = "grpo"
     objective: Annotated[

@@ -75,7 +75,7 @@ class WorkerDaemon:
 
     # -- life
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str = "asked to") -> None:
         """Asks for a drain and a clean end."""
         if self._stop_reason is None:
             _log.info("stopping: %s", reason)

@@ -1,0 +1,116 @@
+"""Runs the demo's processes and watches over them.
+
+Guarantees: whatever happens, no process of the demo outlives it; a process that dies by itself ends the demo with its
+last words. Waits for: the coordinator's links (20 s), then the learner's end; woken every half second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from echo2.base.errors import EchoError, StateError, Unreachable
+from echo2.cli.demo.plan import commands, executable
+
+LINKS_WITHIN_S = 20.0
+STOP_WITHIN_S = 10.0
+LAST_WORDS_LINES = 8
+
+
+class ChildFailed(EchoError):
+    """A process of the demo ended with an error."""
+
+
+class Children:
+    """The demo's processes by name, each with its log file."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.run_folder = run_folder
+        self.commands = commands(run_folder)
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        (run_folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    async def start(self, name: str) -> None:
+        """Starts one; its output goes to logs/NAME.log."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        with self.log_path(name).open("ab") as log:
+            self.processes[name] = await asyncio.create_subprocess_exec(
+                *executable(self.commands[name]), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def log_path(self, name: str) -> Path:
+        return self.run_folder / "logs" / f"{name}.log"
+
+    def is_running(self, name: str) -> bool:
+        process = self.processes.get(name)
+        return process is not None and process.returncode is None
+
+    def raise_if_failed(self) -> None:
+        """A process that ended with an error ends the demo; one killed by a signal from outside may be restarted."""
+        for name, process in self.processes.items():
+            if process.returncode is not None and process.returncode > 0:
+                raise ChildFailed(f"{name} ended with code {process.returncode}: {self.last_words(name)}")
+
+    def last_words(self, name: str) -> str:
+        lines = self.log_path(name).read_text(errors="replace").splitlines()[-LAST_WORDS_LINES:]
+        errors = [line for line in lines if line.startswith("error:")]
+        return (errors or lines or ["no output"])[-1]
+
+    async def stop(self, name: str) -> int | None:
+        """SIGTERM, then SIGKILL after a while. The exit code."""
+        process = self.processes[name]
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+            except TimeoutError:
+                self._kill(process)
+                await process.wait()
+        return process.returncode
+
+    async def stop_all(self) -> None:
+        """Workers first, the coordinator last, so that goodbyes are heard."""
+        names = list(self.processes)
+        workers = [name for name in names if name not in ("coordinator", "learner")]
+        await asyncio.gather(*(self.stop(name) for name in workers))
+        for name in ("learner", "coordinator"):
+            if name in self.processes:
+                await self.stop(name)
+
+    def kill_all(self) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                self._kill(process)
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    async def wait_for_links(self) -> None:
+        """Until the coordinator has written its join links."""
+        links = self.run_folder / "links"
+        deadline = time.monotonic() + LINKS_WITHIN_S
+        while not all((links / f"{role}.link").exists() for role in ("worker", "learner", "operator")):
+            self.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    f"coordinator: expected join links in {links} within {LINKS_WITHIN_S:.0f} s, got none; "
+                    f"its last words: {self.last_words('coordinator')}"
+                )
+            await asyncio.sleep(0.05)
+
+
+def prepare_run_folder(folder: Path) -> None:
+    """Makes a fresh run folder; refuses one that holds a run, so that nothing is overwritten."""
+    if (folder / "run.toml").exists():
+        raise StateError(f"run folder {folder}: expected an empty folder for a new demo, found a run; choose --name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"run folder {folder}: cannot be made: {error}") from None

@@ -1,0 +1,138 @@
+"""The demo's base model: a small Qwen3 with a character-level tokenizer, taught the answer format and nothing else.
+
+Guarantees: the folder is complete or absent (it is made beside and renamed), in Hugging Face layout, and a pure function
+of the arguments, so it is cached under a name that holds their digest. Run as a module so that only this process
+pays for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PAD, END = "<pad>", "<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecipe:
+    """What decides the base model. `digits` belongs to the task."""
+
+    digits: int = 5
+    hidden_size: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    intermediate_size: int = 192
+    context_tokens: int = 64
+    warmup_steps: int = 120
+    batch: int = 64
+    lr: float = 3e-3
+    seed: int = 0
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def cached_model_folder(cache: Path, recipe: ModelRecipe) -> Path:
+    return cache / f"sort-digits-{recipe.digest()}"
+
+
+def make_model(folder: Path, recipe: ModelRecipe) -> None:
+    """Writes the model folder; a no-op where it exists."""
+    if (folder / "config.json").exists():
+        return
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tokenizer = _save_tokenizer(partial)
+    _train_format(partial, recipe, tokenizer)
+    try:
+        partial.rename(folder)
+    except OSError:  # another demo made it at the same time; both are equal
+        shutil.rmtree(partial)
+
+
+def _save_tokenizer(folder: Path):  # type: ignore[no-untyped-def]
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from echo2.tasks.sort_digits import ALPHABET
+
+    vocabulary = {text: number for number, text in enumerate([PAD, END, *ALPHABET])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=PAD)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _train_format(folder: Path, recipe: ModelRecipe, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """A short supervised run whose answers are the prompt's digits in random order: the form and nothing more."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from echo2.tasks.sort_digits import SortDigits, format_only_target
+    from echo2.tasks.task import prompt_text
+
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(recipe.seed)
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.hidden_size // recipe.heads, max_position_embeddings=recipe.context_tokens,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, attention_dropout=0.0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).float()
+    task = SortDigits(recipe.digits)
+    rng = random.Random(recipe.seed)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    for _ in range(recipe.warmup_steps):
+        texts = []
+        for _ in range(recipe.batch):
+            instance = task.sample(rng.randrange(task.size))
+            texts.append((prompt_text(instance.prompt), format_only_target(instance, rng)))
+        ids, labels = _batch(texts, tokenizer)  # type: ignore[no-untyped-call]
+        loss = model(input_ids=ids, labels=labels, attention_mask=(ids != tokenizer.pad_token_id).long()).loss
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def _batch(texts, tokenizer):  # type: ignore[no-untyped-def]
+    import torch
+
+    rows = []
+    for prompt, answer in texts:
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append((prompt_ids + answer_ids, [-100] * len(prompt_ids) + answer_ids))
+    width = max(len(ids) for ids, _ in rows)
+    pad = tokenizer.pad_token_id
+    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows])
+    labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
+    return ids, labels
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m echo2.cli.demo.model", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipe", default="{}", help="JSON object of ModelRecipe fields")
+    arguments = parser.parse_args()
+    make_model(arguments.folder, ModelRecipe(**json.loads(arguments.recipe)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What the demo runs: the config, the processes and their commands. Pure; `launch` carries it out."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo2.cli.demo.model import ModelRecipe
+from echo2.config.load import load_config
+from echo2.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DemoWorker:
+    """One emulated rented machine."""
+
+    name: str
+    price_usd_per_hour: float
+    is_spot: bool
+    slowdown: float
+    uplink: str
+    downlink: str
+    rtt: str
+
+
+WORKERS = (
+    DemoWorker("berlin", 0.40, False, 1.0, "16mbit/s", "48mbit/s", "30ms"),
+    DemoWorker("oregon", 0.22, True, 1.6, "8mbit/s", "32mbit/s", "90ms"),
+    DemoWorker("mumbai", 0.15, True, 2.4, "6mbit/s", "24mbit/s", "140ms"),
+)
+# Enrolment, services, page, learner; others are taken where these are busy.
+PORTS = (8418, 8419, 8420, 8421)
+LEARNER_LINK = {"emulated_uplink": "12mbit/s", "emulated_downlink": "100mbit/s", "emulated_rtt": "20ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What `echo2 demo` was asked for."""
+
+    name: str
+    seed: int = 0
+    steps: int = 160
+    staleness_bound: int = 4
+    engine: str = "embedded"
+    overrides: dict[str, str] = field(default_factory=dict)
+
+
+def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, ports: tuple[int, ...]) -> RunConfig:
+    """The resolved config of the demo: preset `local` and what learns. `ports`: enrolment, services, page, learner."""
+    dotted = {
+        "run.name": options.name,
+        "run.seed": str(options.seed),
+        "model.path": str(model_folder),
+        "task.name": "sort_digits",
+        "task.args": f"{{digit_count = {recipe.digits}}}",
+        "task.eval_prompts": "128",
+        "task.eval_every_steps": "20",
+        "sampling.max_new_tokens": str(recipe.digits + 2),
+        "staleness.bound": str(options.staleness_bound),
+        "learner.steps": str(options.steps),
+        "learner.prompts_per_step": "24",
+        "learner.rollouts_per_prompt": "8",
+        "learner.lr": "1e-3",
+        "learner.correction": "behaviour",
+        "learner.checkpoint_every_steps": "10",
+        "worker.engine": options.engine,
+        "coordinator.enrol_port": str(ports[0]),
+        "coordinator.port": str(ports[1]),
+        "coordinator.dashboard_port": str(ports[2]),
+        "learner.port": str(ports[3]),
+        **{f"broadcast.{name}": value for name, value in LEARNER_LINK.items()},
+    }
+    return load_config((), "local", dotted | options.overrides)
+
+
+def commands(run_folder: Path) -> dict[str, list[str]]:
+    """The commands by process name, as a person would type them."""
+    config = str(run_folder / "run.toml")
+    links = run_folder / "links"
+    found = {
+        "coordinator": ["echo-coordinator", "--config", config],
+        "learner": ["echo-learner", "join", f"@{links / 'learner.link'}", "--config", config],
+    }
+    for worker in WORKERS:
+        found[worker.name] = [
+            "echo-worker", "join", f"@{links / 'worker.link'}", "--config", config, "--name", worker.name,
+            "--worker.price_usd_per_hour", str(worker.price_usd_per_hour), "--worker.is_spot", str(worker.is_spot).lower(),
+            "--worker.slowdown", str(worker.slowdown), "--worker.emulated_uplink", worker.uplink,
+            "--worker.emulated_downlink", worker.downlink, "--worker.emulated_rtt", worker.rtt,
+        ]  # fmt: skip
+    return found
+
+
+def executable(command: list[str]) -> list[str]:
+    """The same command, run by this interpreter whatever PATH says."""
+    module = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}[command[0]]
+    return [sys.executable, "-m", f"echo2.cli.{module}", *command[1:]]
+
+
+def shown(command: list[str]) -> str:
+    return shlex.join(command)

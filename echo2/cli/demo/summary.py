@@ -1,0 +1,157 @@
+"""The end of a demo: what happened, as text, JSON and plots; and what should not have happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo2.base.units import format_bytes
+from echo2.config.run import RunConfig
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+
+SAMPLES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`problems` is empty when every promise was kept."""
+
+    text: str
+    problems: tuple[str, ...]
+
+
+def write_summary(run_folder: Path, config: RunConfig, status: coordinator_pb2.RunStatus, elapsed_s: float) -> Summary:
+    """Writes summary.json, metrics.jsonl, samples.jsonl and plots into the run folder."""
+    rows = _rows(run_folder / "learner" / "metrics.jsonl")
+    samples = _rows(run_folder / "learner" / "samples.jsonl")
+    steps = [row for row in rows if "reward/mean" in row]
+    evaluations = [(int(row["step"]), float(row["eval/reward"])) for row in rows if "eval/reward" in row]
+    problems = _problems(status, config)
+    facts = _facts(status, steps, evaluations, elapsed_s)
+    (run_folder / "summary.json").write_text(json.dumps(facts | {"problems": problems}, indent=1) + "\n")
+    _plot(run_folder / "plots", steps, evaluations, config)
+    text = _text(run_folder, facts, samples, problems)
+    return Summary(text, tuple(problems))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _facts(
+    status: coordinator_pb2.RunStatus,
+    steps: Sequence[dict[str, Any]],
+    evaluations: Sequence[tuple[int, float]],
+    elapsed_s: float,
+) -> dict[str, Any]:
+    learner, plan = status.learner, status.plan
+    return {
+        "elapsed_s": round(elapsed_s, 1),
+        "steps": learner.step,
+        "held_out_reward_first": evaluations[0][1] if evaluations else None,
+        "held_out_reward_last": evaluations[-1][1] if evaluations else None,
+        "reward_last_10_steps": sum(row["reward/mean"] for row in steps[-10:]) / max(1, len(steps[-10:])),
+        "trained_rollouts": learner.trained_rollouts,
+        "trained_tokens": learner.trained_tokens,
+        "tokens_over_bound": learner.over_stale_tokens_trained,
+        "dropped_stale_rollouts": learner.dropped_stale_rollouts,
+        "duplicate_rollouts": learner.duplicate_rollouts,
+        "lag_histogram": list(learner.lag_histogram),
+        "utilisation_measured": round(status.measured_utilisation or learner.utilisation, 4),
+        "utilisation_predicted": round(plan.predicted_utilisation, 4),
+        "published_bytes": status.artifact_bytes_published,
+        "full_snapshot_bytes": status.full_bytes_published,
+        "usd_spent": round(status.usd_spent, 6),
+        "versions_equal": {
+            worker.name: worker.heartbeat.fingerprint == learner.fingerprint for worker in status.workers
+        },
+        "fingerprint": learner.fingerprint,
+    }
+
+
+def _problems(status: coordinator_pb2.RunStatus, config: RunConfig) -> list[str]:
+    learner = status.learner
+    problems = []
+    if learner.step < config.learner.steps:
+        problems.append(f"expected {config.learner.steps} steps, got {learner.step}")
+    if learner.over_stale_tokens_trained:
+        problems.append(f"expected 0 tokens trained above S, got {learner.over_stale_tokens_trained}")
+    for worker in status.workers:
+        if worker.state == "alive" and worker.heartbeat.fingerprint != learner.fingerprint:
+            problems.append(
+                f"worker {worker.name}: expected final weights {learner.fingerprint}, got "
+                f"{worker.heartbeat.fingerprint or 'none'} (version {worker.heartbeat.version})"
+            )
+    return problems
+
+
+def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, Any]], problems: Sequence[str]) -> str:
+    share = facts["published_bytes"] / facts["full_snapshot_bytes"] if facts["full_snapshot_bytes"] else 0.0
+    first, last = facts["held_out_reward_first"], facts["held_out_reward_last"]
+    equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
+    lines = [
+        "",
+        f"held-out reward        {_number(first)} -> {_number(last)} in {facts['steps']} steps, {facts['elapsed_s']:.0f} s",
+        f"tokens trained above S {facts['tokens_over_bound']} of {facts['trained_tokens']}; "
+        f"rollouts dropped as stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}",
+        f"learner utilisation    {facts['utilisation_measured']:.1%} measured, {facts['utilisation_predicted']:.1%} predicted",
+        f"published              {format_bytes(facts['published_bytes'])} of deltas and keyframes instead of "
+        f"{format_bytes(facts['full_snapshot_bytes'])} of full snapshots ({share:.0%})",
+        f"final weights          equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers",
+        f"cost                   USD {facts['usd_spent']:.4f}",
+        f"run folder             {run_folder}: run.toml, summary.json, plots/, learner/metrics.jsonl, "
+        "learner/samples.jsonl, learner/model/",
+    ]
+    for sample in [s for s in samples if s.get("step") == 0][:SAMPLES_SHOWN]:
+        after = [s for s in samples if s.get("index") == sample.get("index")][-1]
+        lines.append(
+            f"  {sample['prompt']!r}: before {sample['completion']!r} ({sample['reward']:.2f}), "
+            f"after {after['completion']!r} ({after['reward']:.2f})"
+        )
+    return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in problems)])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _plot(
+    folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], config: RunConfig
+) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(exist_ok=True)
+    numbers = [row["step"] for row in steps]
+    figure, axes = plt.subplots(figsize=(8, 4))
+    axes.plot(numbers, [row["reward/mean"] for row in steps], lw=1, label="training rollouts")
+    if evaluations:
+        axes.plot(*zip(*evaluations, strict=True), "o-", label="held-out prompts")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="Reward")
+    axes.legend()
+    figure.savefig(folder / "reward.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+    figure, axes = plt.subplots(figsize=(8, 4))
+    axes.plot(numbers, [row.get("utilisation/measured", float("nan")) for row in steps], label="measured")
+    axes.plot(numbers, [row.get("utilisation/predicted", float("nan")) for row in steps], "--", label="predicted")
+    axes.set(xlabel="step", ylabel="learner utilisation", ylim=(0, 1.05), title="Learner utilisation")
+    axes.legend()
+    figure.savefig(folder / "utilisation.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+    figure, axes = plt.subplots(figsize=(8, 4))
+    lag_counts = steps[-1].get("lag/histogram", []) if steps else []
+    axes.bar(range(len(lag_counts)), lag_counts)
+    axes.axvline(config.staleness.bound + 0.5, color="red", label=f"S = {config.staleness.bound}")
+    axes.set(xlabel="lag of trained tokens (steps)", ylabel="tokens", title="Staleness")
+    axes.legend()
+    figure.savefig(folder / "lag.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)

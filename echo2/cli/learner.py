@@ -1,0 +1,115 @@
+"""`echo-learner`: trains the policy of a run and publishes it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echo2.base.errors import ConfigError, EchoError
+from echo2.base.rollout import SamplingParams
+from echo2.cli.link_text import link_text
+from echo2.cli.options import add_config_arguments, add_log_arguments, parse
+from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from echo2.learner.runtime.options import LearnerOptions, TrainerOptions
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="echo-learner", description="Trains the policy of a run.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    join = commands.add_parser("join", help="join a run as its learner and train to the last step")
+    join.add_argument("link", help="learner join link, or @FILE that holds it")
+    join.add_argument("--folder", type=Path, help="checkpoints, journal, metrics, model (default: RUNS/NAME/learner)")
+    add_config_arguments(join)
+    add_log_arguments(join)
+    try:
+        own, config = parse(parser, arguments)
+        set_up_logging(own.log_json, own.verbose)
+        link = link_text(own.link)
+        if not config.model.path:
+            raise ConfigError("model.path: expected a model folder or hub id, got nothing")
+        folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
+        options = learner_options(config, link, folder)
+    except EchoError as error:
+        return report_error(error)
+    return run_daemon(lambda: _daemon(options))
+
+
+def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
+    """The learner's options from the resolved config."""
+    from echo2.broadcast.runtime.shaper import LinkShape
+    from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
+
+    learner, sampling = config.learner, config.sampling
+    return LearnerOptions(
+        folder=folder,
+        run_id=config.run.name,
+        steps=learner.steps,
+        rollouts_per_step=learner.prompts_per_step * learner.rollouts_per_prompt,
+        rollouts_per_group=learner.rollouts_per_prompt,
+        staleness_bound=config.staleness.bound,
+        trainer=_trainer_options(config),
+        task=TaskOptions(config.task.name, config.task.args),
+        sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens),
+        evaluation=EvaluationOptions(config.task.eval_prompts, config.task.eval_every_steps),
+        checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
+        kappa=config.staleness.kappa or None,
+        seed=config.run.seed,
+        host=learner.host,
+        port=learner.port,
+        advertise=learner.advertise,
+        join_link=link,
+        chunk_bytes=config.broadcast.chunk_bytes,
+        uplink_limit_bytes_per_s=config.broadcast.uplink_limit,
+        link=LinkShape(
+            config.broadcast.emulated_uplink, config.broadcast.emulated_downlink, config.broadcast.emulated_rtt
+        ),
+        keyframe_chain_max=learner.keyframe_every_versions,
+    )
+
+
+def _trainer_options(config: RunConfig) -> TrainerOptions:
+    from echo2.learner.advantage import ADVANTAGES
+    from echo2.learner.correction import Correction, CorrectionConfig
+    from echo2.learner.loss import Normalisation, Objective, PolicyLossConfig
+    from echo2.learner.runtime.options import TrainerOptions
+
+    learner = config.learner
+    return TrainerOptions(
+        model_path=config.model.path,
+        weights_dtype=config.model.weights_dtype,
+        device=learner.device,
+        threads=learner.threads or 1,
+        lr=learner.lr,
+        warmup_steps=learner.warmup_steps,
+        beta1=learner.beta1,
+        beta2=learner.beta2,
+        weight_decay=learner.weight_decay,
+        grad_clip=learner.grad_clip,
+        loss=PolicyLossConfig(
+            objective=Objective(learner.objective),
+            normalisation=Normalisation(learner.normalisation),
+            correction=CorrectionConfig(Correction(learner.correction), learner.is_cap),
+            clip_low=learner.clip_low,
+            clip_high=learner.clip_high,
+            kl_coefficient=learner.kl_coefficient,
+        ),
+        advantage=ADVANTAGES[learner.advantage],
+        token_budget=learner.token_budget,
+    )
+
+
+def _daemon(options: LearnerOptions) -> Daemon:
+    from echo2.learner.runtime.daemon import LearnerDaemon  # pays for torch after bad arguments were refused
+
+    return LearnerDaemon(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Join links on the command line: the link itself, or @FILE that holds it (so that secrets stay out of `ps`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echo2.base.errors import ConfigError
+
+
+def link_text(argument: str) -> str:
+    """The text of a join link given directly or as `@FILE`."""
+    if not argument.startswith("@"):
+        return argument
+    path = Path(argument[1:])
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"join link: expected a file with a link at {path}, found nothing there") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"join link: {path} cannot be read: {error}") from None

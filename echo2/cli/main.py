@@ -1,0 +1,99 @@
+"""`echo2`: the operator's and newcomer's command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import echo2
+from echo2.base.errors import EchoError
+from echo2.cli.process import FORCED_EXIT_CODE, report_error
+from echo2.config.load import load_config, parse_overrides, to_toml
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+# A command takes its parsed arguments and the arguments that it did not know, and returns the exit code.
+Command = Callable[[argparse.Namespace, Sequence[str]], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    parser = _parser()
+    own, rest = parser.parse_known_args(arguments)
+    if rest and not own.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        command: Command = own.command
+        return command(own, rest)
+    except EchoError as error:
+        return report_error(error)
+    except KeyboardInterrupt:
+        return FORCED_EXIT_CODE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="echo2", description="RL post-training of LLMs over a wide-area network.")
+    parser.add_argument("--version", action="version", version=f"echo2 {echo2.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_config(commands)
+    _add_demo(commands)
+    _add_status(commands)
+    return parser
+
+
+def add_command(
+    commands: Commands, name: str, command: Command, text: str, takes_overrides: bool = False
+) -> argparse.ArgumentParser:
+    """One subcommand; `takes_overrides` lets `--section.option VALUE` through."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=command, takes_overrides=takes_overrides)
+    return parser
+
+
+def _add_config(commands: Commands) -> None:
+    config = commands.add_parser("config", help="look at the configuration")
+    inner = config.add_subparsers(required=True, metavar="COMMAND")
+    show = add_command(inner, "show", _show_config, "print the resolved config as TOML, each option explained", True)
+    show.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    show.add_argument("--preset", help="local, lan or wan")
+    show.add_argument("--plain", action="store_true", help="without the explanations")
+
+
+def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = load_config(own.files, own.preset, parse_overrides(rest))
+    print(to_toml(config, with_descriptions=not own.plain))
+    return 0
+
+
+def _add_demo(commands: Commands) -> None:
+    demo = add_command(commands, "demo", _demo, "train a small model over three emulated rented machines", True)
+    demo.add_argument("--name", help="names the run folder (default: demo-DATE-TIME)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--steps", type=int, default=160)
+    demo.add_argument("--staleness", type=int, default=4, metavar="S", help="the staleness bound S")
+    demo.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
+    demo.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
+
+
+def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.demo.run import run_demo  # only the demo pays for its imports
+
+    return run_demo(own, parse_overrides(rest))
+
+
+def _add_status(commands: Commands) -> None:
+    status = add_command(commands, "status", _status, "show a run: learner, plan, workers")
+    status.add_argument("link", help="operator join link, or @FILE that holds it")
+    status.add_argument("--json", action="store_true", help="print the status message as JSON")
+
+
+def _status(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.status import show_status
+
+    return show_status(own.link, own.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""An operator's connection to the coordinator, for the demo's screen and the `echo2` commands.
+
+Guarantees: enrols once per identity folder and keeps the certificate; every call has a timeout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import EchoError
+from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime.tls import (
+    enrol,
+    error_of,
+    load_credentials,
+    load_or_create_identity,
+    open_channel,
+    save_credentials,
+)
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+CALL_TIMEOUT_S = 10.0
+
+
+class OperatorClient:
+    """Use as `async with OperatorClient(link, folder) as operator`."""
+
+    def __init__(self, link: str, folder: Path) -> None:
+        self._link = JoinLink.parse(link)
+        self._folder = folder
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        identity = load_or_create_identity(self._folder)
+        credentials = load_credentials(self._folder, identity)
+        if credentials is None or credentials.coordinator_peer_id != self._link.peer_id:
+            credentials = await enrol(self._link, identity, Role.OPERATOR)
+            save_credentials(self._folder, credentials)
+        self._channel = open_channel(credentials.coordinator_address, credentials.coordinator_peer_id, credentials)
+        self._stub = coordinator_pb2_grpc.OperatorStub(self._channel)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    async def status(self) -> coordinator_pb2.RunStatus:
+        """The whole state of the run. `Unreachable` when the coordinator does not answer."""
+        try:
+            status: coordinator_pb2.RunStatus = await self._stub.GetStatus(
+                coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error) from None
+        return status
+
+    async def set_worker(self, peer_id: str, activation: str, reason: str) -> None:
+        """Activates, drains or bans a worker."""
+        request = coordinator_pb2.SetWorkerStateRequest(peer_id=peer_id, activation=activation, reason=reason)
+        try:
+            await self._stub.SetWorkerState(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error) from None
+
+    async def create_link(self, role: str, lifetime_s: float, use_limit: int, label: str) -> str:
+        """A new join link; it is shown once."""
+        request = coordinator_pb2.CreateTokenRequest(role=role, lifetime_s=lifetime_s, use_limit=use_limit, label=label)
+        try:
+            reply = await self._stub.CreateToken(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error) from None
+        return str(reply.join_link)
+
+    def _explained(self, error: grpc.aio.AioRpcError) -> EchoError:
+        return error_of(error, f"coordinator {self._link.peer_id} at {self._link.address}")

@@ -1,0 +1,104 @@
+"""How every echo2 process starts, stops and fails.
+
+Guarantees: the first SIGINT or SIGTERM asks the daemon to stop cleanly, the second ends the process at once; an
+`EchoError` ends it with one line on stderr and the error's exit code; nothing is left running.
+Waits for: the daemon's `run` to return. Woken by: its end, or a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from echo2.base.errors import DiskFull, EchoError
+
+FORCED_EXIT_CODE = 130
+
+
+class Daemon(Protocol):
+    """What the three daemons have in common."""
+
+    async def run(self) -> object:
+        """Works until it is done or asked to stop. Raises an `EchoError` where it cannot go on."""
+        ...
+
+    def stop(self) -> None:
+        """Asks for a clean end; `run` returns soon after. May be called from the loop's thread only."""
+        ...
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, for machines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        row = {"time": record.created, "level": record.levelname, "logger": record.name, "text": record.getMessage()}
+        if record.exc_info:
+            row["error"] = self.formatException(record.exc_info)
+        return json.dumps(row)
+
+
+class _PlainLines(logging.Formatter):
+    """`12:00:01 learner  step 12 …`, for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        name = record.name.removeprefix("echo2.")
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        text = f"{clock} {name:<12} {level}{record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def set_up_logging(as_json: bool, verbose: bool = False) -> None:
+    """Logs of `echo2.*` to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonLines() if as_json else _PlainLines())
+    root = logging.getLogger("echo2")
+    root.handlers[:] = [handler]
+    root.propagate = False
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def run_daemon(make: Callable[[], Daemon]) -> int:
+    """Runs the daemon that `make` gives until its end. Returns the exit code."""
+    try:
+        asyncio.run(_with_signals(make))
+    except EchoError as error:
+        return report_error(error)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return report_error(DiskFull(f"expected free space to write, got none: {error}"))
+        raise
+    return 0
+
+
+def report_error(error: EchoError) -> int:
+    """Prints an error as one line and gives its exit code."""
+    text = " ".join(str(error).split())
+    print(f"error: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+async def _with_signals(make: Callable[[], Daemon]) -> None:
+    daemon = make()
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def on_signal(number: int) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(FORCED_EXIT_CODE)
+        asked = True
+        logging.getLogger("echo2").info("stopping: %s", signal.Signals(number).name)
+        daemon.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    await daemon.run()

@@ -1,0 +1,80 @@
+"""`echo-worker`: joins a run and generates rollouts for it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from echo2.base.errors import EchoError
+from echo2.cli.link_text import link_text
+from echo2.cli.options import add_config_arguments, add_log_arguments, parse
+from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.config.run import RunConfig
+from echo2.worker.engine import SwapMode
+from echo2.worker.options import EmulatedLink, EngineChoice, WorkerOptions
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="echo-worker", description="Generates rollouts for a run.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    join = commands.add_parser("join", help="join a run and work for it until stopped")
+    join.add_argument("link", help="join link, or @FILE that holds it")
+    join.add_argument("--name", default="", help="how the operator sees this machine (default: its host name)")
+    join.add_argument(
+        "--folder", type=Path, help="keeps identity and chunks (default: ~/.local/share/echo2/worker-NAME)"
+    )
+    join.add_argument("--checkpoint", type=Path, help="base checkpoint on this machine, so that it need not be fetched")
+    add_config_arguments(join)
+    add_log_arguments(join)
+    try:
+        own, config = parse(parser, arguments)
+        set_up_logging(own.log_json, own.verbose)
+        options = worker_options(own, config)
+    except EchoError as error:
+        return report_error(error)
+    return run_daemon(lambda: _daemon(options))
+
+
+def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
+    """The worker's options from the command line and the config's [worker] section."""
+    name = own.name or re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()) or "worker"
+    worker = config.worker
+    return WorkerOptions(
+        join_link=link_text(own.link),
+        folder=own.folder or _default_folder(config, name),
+        name=name,
+        engine=EngineChoice(worker.engine),
+        slot_count=worker.slots,
+        context_tokens_max=worker.context_tokens,
+        price_usd_per_hour=worker.price_usd_per_hour,
+        is_spot=worker.is_spot,
+        listen_host=worker.host,
+        listen_port=worker.port,
+        link=EmulatedLink(worker.emulated_uplink, worker.emulated_downlink, worker.emulated_rtt),
+        slowdown=worker.slowdown,
+        swap_mode=SwapMode(worker.swap_mode),
+        checkpoint=own.checkpoint,
+        seed=config.run.seed,
+    )
+
+
+def _default_folder(config: RunConfig, name: str) -> Path:
+    """Beside the run's other folders where a config names the run, else under the home folder."""
+    if config.run.name != RunConfig().run.name:
+        return Path(config.run.folder) / config.run.name / "workers" / name
+    return Path(f"~/.local/share/echo2/worker-{name}").expanduser()
+
+
+def _daemon(options: WorkerOptions) -> Daemon:
+    from echo2.worker.runtime.daemon import WorkerDaemon  # pays for gRPC after bad arguments were refused
+
+    return WorkerDaemon(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Real daemons on loopback for tests: started, killed, frozen and restarted by name, all gone at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}
+
+
+@dataclass(frozen=True, slots=True)
+class TestWorker:
+    """One worker of a test cluster."""
+
+    __test__ = False
+
+    name: str
+    options: Mapping[str, str]
+
+
+class Cluster:
+    """Use as a context manager; every process that it started is killed at the end."""
+
+    def __init__(self, folder: Path, config: str, workers: int = 2) -> None:
+        self.folder = folder
+        self.run_folder = folder / "runs" / "trial"
+        self.run_folder.mkdir(parents=True)
+        (self.run_folder / "run.toml").write_text(config)
+        links = self.run_folder / "links"
+        common = ["--config", str(self.run_folder / "run.toml")]
+        self.commands: dict[str, list[str]] = {
+            "coordinator": ["echo-coordinator", *common],
+            "learner": ["echo-learner", "join", f"@{links / 'learner.link'}", *common],
+        }
+        for number in range(workers):
+            name = f"w{number}"
+            self.commands[name] = ["echo-worker", "join", f"@{links / 'worker.link'}", *common, "--name", name]
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+        if error is not None:
+            for name in self.processes:
+                print(f"--- {name}\n{self.log(name)[-3000:]}")
+
+    def start(self, name: str) -> None:
+        program, *arguments = self.commands[name]
+        log = (self.folder / f"{name}.log").open("ab")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(self.folder)}
+        self.processes[name] = subprocess.Popen(
+            [sys.executable, "-m", f"echo2.cli.{MODULES[program]}", *arguments],
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,
+        )  # fmt: skip
+        log.close()
+
+    def start_all(self) -> None:
+        self.start_all_but_learner()
+        self.start("learner")
+
+    def start_all_but_learner(self) -> None:
+        self.start("coordinator")
+        links = self.run_folder / "links"
+        self.wait_until(lambda: all((links / f"{r}.link").exists() for r in ("learner", "worker")), 20, "join links")
+        for name in self.commands:
+            if name not in ("coordinator", "learner"):
+                self.start(name)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.processes[name].pid, number)
+        if number == signal.SIGKILL:
+            self.processes[name].wait(10)
+
+    def wait(self, name: str, timeout_s: float) -> int:
+        """The exit code of `name`; fails the test if it still runs after `timeout_s`."""
+        return self.processes[name].wait(timeout_s)
+
+    def wait_until(self, condition: Any, timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            for name, process in self.processes.items():
+                code = process.poll()
+                assert code is None or code <= 0, f"{name} ended with code {code}:\n{self.log(name)[-2000:]}"
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+            time.sleep(0.05)  # a real process has no virtual clock
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of the learner's metrics.jsonl that are whole."""
+        path = self.run_folder / "learner" / "metrics.jsonl"
+        if not path.exists():
+            return []
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def step(self) -> int:
+        return max((int(row["step"]) for row in self.metrics() if "reward/mean" in row), default=0)

@@ -1,0 +1,67 @@
+"""The real daemons, as processes, on loopback: a run from start to end, and the same with each process killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+RUN_WITHIN_S = 150
+
+
+def trained_groups(cluster: Cluster) -> list[str]:
+    """Groups in the order in which the model's history trained on them, from the learner's record."""
+    return [group for row in cluster.metrics() if "groups" in row for group in row["groups"]]
+
+
+def assert_run_ended_well(cluster: Cluster, steps: int, staleness_bound: int) -> None:
+    rows = [row for row in cluster.metrics() if "reward/mean" in row]
+    last = rows[-1]
+    assert last["step"] == steps
+    assert len({row["step"] for row in rows}) == steps
+    lags = last["lag/histogram"]
+    assert sum(lags) > 0
+    assert sum(lags[staleness_bound + 1 :]) == 0, f"tokens over S were trained on: {lags}"
+    assert last["tokens_over_bound"] == 0
+    assert (cluster.run_folder / "learner" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("staleness_bound", [1, 4])
+def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: str, staleness_bound: int) -> None:
+    config = run_config + f"[staleness]\nbound = {staleness_bound}\n"
+    with Cluster(tmp_path, config) as cluster:
+        cluster.start_all()
+        assert cluster.wait("learner", RUN_WITHIN_S) == 0
+        assert_run_ended_well(cluster, 30, staleness_bound)
+        for name in ("w0", "w1", "coordinator"):
+            cluster.kill(name, 15)
+            assert cluster.wait(name, 15) == 0, cluster.log(name)[-2000:]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model_folder = cluster.run_folder / "learner" / "model"
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    assert model.config.vocab_size == len(tokenizer)
+    evaluations = [row for row in cluster.metrics() if "eval/reward" in row]
+    assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
+
+
+def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: str) -> None:
+    """kill -9 and the same command again, one process after the other, in one run."""
+    config = run_config.replace("steps = 30", "steps = 40")
+    with Cluster(tmp_path, config, workers=2) as cluster:
+        cluster.start_all()
+        for after_step, name in ((6, "w0"), (12, "coordinator"), (19, "learner")):
+            cluster.wait_until(lambda at=after_step: cluster.step() >= at, RUN_WITHIN_S, f"step {after_step}")  # type: ignore[misc]
+            cluster.kill(name)
+            cluster.start(name)
+        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
+        assert_run_ended_well(cluster, 40, 4)
+        groups = trained_groups(cluster)
+        assert len(groups) == len(set(groups)) == 40 * 12, "a group was trained on twice, or is missing"
+        summary = json.loads((cluster.run_folder / "learner" / "summary.json").read_text())
+        assert summary["step"] == 40

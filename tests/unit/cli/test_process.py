@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from echo2.base.errors import BadToken, EchoError, PortBusy
+from echo2.cli.process import report_error, run_daemon
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def run(self) -> None:
+        raise self.error
+
+    def stop(self) -> None:
+        raise AssertionError("nobody asked for it")
+
+
+class Waiting:
+    """Runs until it is stopped; sends itself a signal as soon as it runs."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self.stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(self.stopped.wait(), 10)
+
+    def stop(self) -> None:
+        self.was_asked = True
+        self.stopped.set()
+
+
+@pytest.mark.parametrize("error", [PortBusy("expected port 1, got\nnothing"), BadToken("no")])
+def test_an_error_is_one_line_and_its_exit_code(error: EchoError, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_daemon(lambda: Failing(error)) == error.exit_code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"error: {type(error).__name__}: ")
+
+
+def test_no_space_left_is_a_disk_full_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_daemon(lambda: Failing(OSError(28, "No space left on device", "/runs/x")))
+    assert code == 6
+    assert "DiskFull" in capsys.readouterr().err
+
+
+def test_the_first_signal_asks_for_a_clean_stop() -> None:
+    made: list[Waiting] = []
+
+    def make() -> Waiting:
+        made.append(Waiting())
+        return made[0]
+
+    assert run_daemon(make) == 0
+    assert made[0].was_asked
+
+
+def test_exit_codes_of_error_kinds_differ_from_success() -> None:
+    assert report_error(EchoError("x")) == 1

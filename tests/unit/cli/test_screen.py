@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from echo2.cli.demo.screen import ScreenState, curve, draw, lag_lines
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+
+
+@given(st.lists(st.floats(-1, 2), max_size=300))
+def test_curve_has_its_height_and_width_whatever_it_is_given(values: list[float]) -> None:
+    lines = curve(values, width=40, height=5)
+    assert len(lines) == 5
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_curve_rises_with_the_reward() -> None:
+    top, *_, bottom = curve([0.0] * 10 + [1.0] * 10, width=20, height=4)
+    assert top == " " * 10 + "█" * 10
+    assert bottom == " " * 10 + "█" * 10
+    assert curve([0.5] * 4, width=4, height=2) == ["    ", "████"]
+
+
+def test_lags_above_the_bound_are_shown_and_marked() -> None:
+    lines = lag_lines([10, 30, 0, 60], bound=2)
+    assert len(lines) == 4
+    assert "!" in lines[3] and "60%" in lines[3]
+    assert not any("!" in line for line in lines[:3])
+
+
+def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
+    status = coordinator_pb2.RunStatus(usd_spent=1.25, artifact_bytes_published=10_000, full_bytes_published=40_000)
+    status.learner.lag_histogram.extend([5, 5])
+    status.workers.add(name="oregon", state="alive", activation="active")
+    console = Console(width=140, record=True)
+    console.print(draw(ScreenState(title="demo", rewards=[0.1, 0.9], evaluations=[(0, 0.1)], status=status)))
+    text = console.export_text()
+    for expected in ("oregon", "alive, active", "USD 1.2500", "10.0 kB instead of 40.0 kB (25%)", "now 0.90"):
+        assert expected in text
