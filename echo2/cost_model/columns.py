@@ -28,6 +28,7 @@ class FleetColumns:
     latency_s: Floats  # encode + two hops of round trip + apply
     tail_s: Floats
     mean_s: Floats
+    longest_s: Floats  # infinite where not known
     swap_s: Floats
     is_available: Flags
     is_pinned: Flags
@@ -43,6 +44,7 @@ class FleetColumns:
                     availability(worker, config.preemption_loss_s) * worker.rollouts_per_s,
                     worker.price_usd_per_hour, worker.link.uplink_bytes_per_s, worker.link.downlink_bytes_per_s,
                     worker.link.rtt_s + worker.apply_s, worker.rollout_s_tail, worker.rollout_s_mean, worker.swap_s,
+                    worker.rollout_s_max or np.inf,
                 )
                 for worker in workers
             ]
@@ -51,7 +53,7 @@ class FleetColumns:
         return cls(
             rate=table[0], price=table[1], uplink=table[2], downlink=table[3],
             latency_s=table[4] + learner.encode_s + learner.link.rtt_s,
-            tail_s=table[5], mean_s=table[6], swap_s=table[7],
+            tail_s=table[5], mean_s=table[6], swap_s=table[7], longest_s=table[8],
             is_available=is_available,
             is_pinned=np.array([worker.is_pinned for worker in workers]) & is_available,
             provider=np.array([limits.get(worker.provider, -1) for worker in workers], dtype=np.int64),

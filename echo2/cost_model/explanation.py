@@ -33,14 +33,12 @@ def in_flight_cap(evaluation: Evaluation, rollouts_per_group: int) -> int:
     """Rollouts offered and not yet trained: enough to hide the tail, few enough that none grows too old.
 
     By Little's law R/T_train rollouts a second that stay L_roll need R*L_roll/T_train in flight, and up to R more wait
-    for their batch. What is begun just before a new version comes in is kappa + T_bcast/T_train steps behind, so
-    beyond R*(S + 1 - kappa - T_bcast/T_train) the staleness rule would hold workers back anyway.
+    for their batch. Beyond R*(S + 1) nothing can be admissible when its turn comes.
     """
     point = evaluation.point
-    batch, steps = point.rollouts_per_step, evaluation.point.train_s
-    flow = batch * (1 + point.rollout_s / steps) * IN_FLIGHT_HEADROOM
-    fresh = batch * (point.staleness_bound + 1 - point.kappa - point.broadcast_s / steps)
-    cap = max(batch + rollouts_per_group, min(flow, fresh))
+    batch = point.rollouts_per_step
+    flow = batch * (1 + evaluation.rollout_tail_s / point.train_s) * IN_FLIGHT_HEADROOM
+    cap = max(batch + rollouts_per_group, min(flow, batch * (point.staleness_bound + 1)))
     return math.ceil(cap / rollouts_per_group) * rollouts_per_group
 
 

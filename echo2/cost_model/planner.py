@@ -16,14 +16,19 @@ import numpy as np
 
 from echo2.cost_model.activation import Standing, held_workers, settled
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
-from echo2.cost_model.explanation import PlanFacts, plan_of
+from echo2.cost_model.explanation import PlanFacts, in_flight_cap, plan_of
+from echo2.cost_model.fluid import FluidInputs, log_normal_quantiles, longest_of, predict
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.pool import TOLERANCE
 from echo2.cost_model.search import Evaluation, Search
-from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
 from echo2.cost_model.transfer import BroadcastPredictor, FluidBroadcast
 
 PREDICTOR_ROUNDS = 3
+UTILISATION_TOLERANCE = 0.005
+# How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
+PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
+FLUID_CHECKS_MAX = 3
 
 
 def plan(
@@ -39,9 +44,7 @@ def plan(
         nobody = np.zeros(len(planner.search.columns), dtype=np.bool_)
         facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=False)
         return plan_of(facts, planner.search.evaluate(planner.period(kappa), nobody), None, "the budget is spent")
-    fresh = planner.cheapest()
-    is_feasible = fresh is not None
-    chosen = fresh if fresh is not None else planner.best_effort()
+    chosen, is_feasible = planner.chosen()
     standing = Standing(chosen, f"cheapest of {config.kappas[0]}..{config.kappas[-1]} steps a version")
     if previous is not None:
         standing = settled(previous, planner.search, planner.period, chosen, is_feasible)
@@ -53,7 +56,29 @@ def plan(
             solver=final.solver, greedy_gap=final.greedy_gap,
         )  # fmt: skip
     facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible)
-    return plan_of(facts, final, standing.over_provisioned_since_s, standing.reason)
+    return plan_of(facts, refined(snapshot, config, final), standing.over_provisioned_since_s, standing.reason)
+
+
+def refined(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> Evaluation:
+    """`found` with its utilisation predicted by the fluid, which knows the lengths' distribution and the cap.
+
+    Where the relations hold even for the longest rollout the fluid could only say the same as the closed form.
+    """
+    point = found.point
+    if found.is_refined or point.throughput <= 0 or config.download is DownloadMode.STALLED:
+        return found
+    longest_s = longest_of(found.rollout_tail_s, found.rollout_longest_s)
+    worst_s = point.staleness_use_s + max(0.0, longest_s - point.rollout_s)
+    if found.utilisation >= 1.0 and worst_s <= point.staleness_budget_s and found.least_slack >= 0:
+        return replace(found, is_refined=True)
+    inputs = FluidInputs(
+        point=point,
+        rollout_s=log_normal_quantiles(found.rollout_mean_s, found.rollout_tail_s, found.rollout_longest_s),
+        rollouts_per_group=snapshot.learner.rollouts_per_group,
+        slots=point.throughput * found.rollout_mean_s,
+        in_flight_cap=in_flight_cap(found, snapshot.learner.rollouts_per_group),
+    )
+    return replace(found, utilisation=float(predict(inputs).utilisation), is_refined=True)
 
 
 @dataclass(slots=True)
@@ -79,15 +104,39 @@ class _Planner:
         search = self.search
         return PeriodColumns.of(search.snapshot, search.config, search.columns, kappa, self.efficiencies[kappa])
 
-    def cheapest(self) -> Evaluation | None:
-        """Over all periods: least cost per useful rollout; of equals, the one with most slack, then most versions."""
-        best: Evaluation | None = None
+    def chosen(self) -> tuple[Evaluation, bool]:
+        """Least cost per useful rollout whose predicted utilisation reaches the target, and whether there is one.
+
+        The relations find each period's cheapest pool; the fluid then has the last word on what they promise. Where
+        it denies all of them, larger pools are tried; else the best effort is what keeps the learner busiest.
+        """
+        goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
+        denied: list[Evaluation] = []
+        for raised, dearer in PASSES:
+            for found in self._candidates(raised, dearer)[:FLUID_CHECKS_MAX]:
+                predicted = refined(self.search.snapshot, self.search.config, found)
+                if predicted.utilisation >= goal:
+                    return predicted, True
+                denied.append(predicted)
+            if not denied:
+                break
+        effort = refined(self.search.snapshot, self.search.config, self.best_effort())
+        return max([*denied, effort], key=lambda one: (round(one.utilisation, 3), -one.usd_per_hour)), False
+
+    def _candidates(self, raised: float, dearer: float) -> list[Evaluation]:
+        """Each period's cheapest pool for `raised` times the rate, best first: cost, then slack, then more versions.
+
+        Periods whose pool costs more than `dearer` times the cheapest so far are left out.
+        """
+        found: list[Evaluation] = []
+        search = replace(self.search, rate_needed=self.search.rate_needed * raised)
+        ceiling = np.inf
         for kappa in self.search.config.kappas:
-            ceiling = best.usd_per_hour * (1 + 10 * TOLERANCE) + TOLERANCE if best else np.inf
-            found = self._best_at(kappa, ceiling)
-            if found is not None and (best is None or self._rank(found) < self._rank(best)):
-                best = found
-        return best
+            best = self._best_at(search, kappa, ceiling)
+            if best is not None:
+                found.append(best)
+                ceiling = min(ceiling, best.usd_per_hour * dearer + TOLERANCE)
+        return sorted(found, key=self._rank)
 
     def _rank(self, found: Evaluation) -> tuple[float, float, int]:
         return (round(self.usd_per_useful_rollout(found), 9), -round(found.least_slack, 9), found.kappa)
@@ -97,10 +146,10 @@ class _Planner:
         per_hour = found.utilisation * learner.rollouts_per_step / learner.train_s * 3600
         return (found.usd_per_hour + learner.price_usd_per_hour) / per_hour if per_hour > 0 else np.inf
 
-    def _best_at(self, kappa: int, ceiling: float) -> Evaluation | None:
+    def _best_at(self, search: Search, kappa: int, ceiling: float) -> Evaluation | None:
         """The best pool of one period; searched again while the predictor finds its broadcast slower than assumed."""
         for _ in range(PREDICTOR_ROUNDS):
-            found = self.search.best(self.period(kappa), ceiling)
+            found = search.best(self.period(kappa), ceiling)
             if found is None or self.predictor is None:
                 return found
             ratio = self._slower_by(found)

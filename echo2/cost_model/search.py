@@ -10,7 +10,7 @@ Leaves to others: which period (planner), noise (activation).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,9 +31,12 @@ class Evaluation:
     point: OperatingPoint
     usd_per_hour: float
     utilisation: float
-    rollout_mean_s: float
+    rollout_mean_s: float  # over the pool, by rate
+    rollout_tail_s: float  # likewise
+    rollout_longest_s: float  # likewise; infinite if not known
     greedy_gap: float = 0.0
     solver: str = ""
+    is_refined: bool = False  # utilisation by the fluid, not the closed form
 
     @property
     def kappa(self) -> int:
@@ -85,16 +88,19 @@ class Search:
             every_transfer = np.maximum(period.own_s, period.swarm_s(count, uplinks))
             rates = period.rate(columns, every_transfer, self.config.download)[chosen]
             throughput = float(rates.sum())
-            mean_s = float((rates * columns.mean_s[chosen]).sum()) / max(throughput, 1e-12)
+            shares = rates / max(throughput, 1e-12)
+            mean_s = float((shares * columns.mean_s[chosen]).sum())
+            tail_s = float((shares * columns.tail_s[chosen]).sum())
+            longest_s = float((shares * columns.longest_s[chosen]).sum())
         else:
-            transfer_s = broadcast_s = rollout_s = throughput = mean_s = 0.0
+            transfer_s = broadcast_s = rollout_s = throughput = mean_s = tail_s = longest_s = 0.0
         point = OperatingPoint(
             self.config.staleness_bound, period.kappa, learner.rollouts_per_step, learner.train_s, transfer_s,
             broadcast_s - transfer_s, rollout_s, throughput,
         )  # fmt: skip
-        return Evaluation(
-            chosen, point, float(columns.price[chosen].sum()), self._utilisation(point, throughput, chosen), mean_s
-        )
+        usd_per_hour = float(columns.price[chosen].sum())
+        utilisation = self._utilisation(point, throughput, chosen)
+        return Evaluation(chosen, point, usd_per_hour, utilisation, mean_s, tail_s, longest_s)
 
     def _utilisation(self, point: OperatingPoint, throughput: float, chosen: Flags) -> float:
         background = utilisation_background(point)
@@ -131,9 +137,7 @@ class Search:
         if best is None:
             return None
         gap = (cheapest.usd_per_hour / best.usd_per_hour - 1) if cheapest and best.usd_per_hour > 0 else 0.0
-        return Evaluation(
-            best.chosen, best.point, best.usd_per_hour, best.utilisation, best.rollout_mean_s, max(0.0, gap), "exact"
-        )
+        return replace(best, greedy_gap=max(0.0, gap), solver="exact")
 
     def _answer(self, period: PeriodColumns, chosen: Flags | None) -> Evaluation | None:
         if chosen is None:

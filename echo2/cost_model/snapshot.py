@@ -65,8 +65,9 @@ class WorkerEstimate:
     """One known worker.
 
     rollouts_per_s, tokens_per_s: while it generates, all slots full. rollout_s_mean, rollout_s_tail: seconds of one
-    rollout, mean and 95th percentile. join_s: from activation to the first rollout begun. hazard_per_hour: expected
-    losses per hour (spot). apply_s: last byte held to live. swap_s: generation stands still per version.
+    rollout, mean and 95th percentile; rollout_s_max: of the longest that the token limit allows, 0 if not known.
+    join_s: from activation to the first rollout begun. hazard_per_hour: expected losses per hour (spot). apply_s:
+    last byte held to live. swap_s: generation stands still per version.
     """
 
     worker_id: PeerId
@@ -76,6 +77,7 @@ class WorkerEstimate:
     rollout_s_mean: float
     rollout_s_tail: float
     tokens_per_s: float = 0.0
+    rollout_s_max: float = 0.0
     join_s: float = 60.0
     hazard_per_hour: float = 0.0
     apply_s: float = 0.0
@@ -92,7 +94,7 @@ class WorkerEstimate:
         checked(whose, "price_usd_per_hour", self.price_usd_per_hour, 0.0)
         checked_positive(whose, "rollout_s_mean", self.rollout_s_mean)
         checked_positive(whose, "rollout_s_tail", self.rollout_s_tail)
-        for name in ("tokens_per_s", "join_s", "hazard_per_hour", "apply_s", "swap_s"):
+        for name in ("tokens_per_s", "rollout_s_max", "join_s", "hazard_per_hour", "apply_s", "swap_s"):
             checked(whose, name, getattr(self, name), 0.0)
         if not math.isfinite(self.state_since_s):
             raise ConfigError(f"{whose}: state_since_s: expected a finite number, got {self.state_since_s}")

@@ -16,6 +16,7 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.group import Draw, Group, group_id_of
 from echo2.learner.segment import empty_rollout, extended
+from echo2.learner.selection import DynamicSampling, GroupVerdict
 from echo2.staleness.ledger import Ledger
 from echo2.staleness.rule import is_admissible
 
@@ -33,11 +34,16 @@ class BatcherConfig:
     rollouts_per_group: int
     vocabulary_size: int
     retries_max: int = 2  # how often a prompt is offered again after its group went stale
-    drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it by a new prompt
+    drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it, within a bound
 
     @property
     def groups_per_step(self) -> int:
         return self.rollouts_per_step // self.rollouts_per_group
+
+    @property
+    def dynamic_sampling(self) -> DynamicSampling:
+        """Bounded at twice the groups of a step; 0 when off: then every group is trained on."""
+        return DynamicSampling(self.groups_per_step, 2.0 if self.drops_equal_rewards else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ class Batcher:
     groups: dict[GroupId, Group] = field(default_factory=dict)
     closures: list[Closure] = field(default_factory=list)
     counts: BatcherCounts = field(default_factory=BatcherCounts)
+    drops_for_step: int = 0
 
     # ---- offering
 
@@ -231,8 +238,9 @@ class Batcher:
         known = [value for value in group.rewards.values() if value is not None]
         if not known:
             self._drop(group, "reward failed")
-        elif self.config.drops_equal_rewards and max(known) - min(known) < 1e-12:
+        elif self.config.dynamic_sampling.verdict(known, self.drops_for_step) is GroupVerdict.DROP:
             self.counts.dropped_equal_rewards += len(known)
+            self.drops_for_step += 1
             self._drop(group, "no contrast")
 
     # ---- drawing
@@ -272,6 +280,7 @@ class Batcher:
             del self.groups[group.spec.group_id]
             self.closures.append(Closure(group.spec.group_id, "complete"))
         self.next_step = Step(step + 1)
+        self.drops_for_step = 0
         self.ledger.forget_before(Step(self.next_step - LEDGER_STEPS_KEPT))
         return Batch(step, tuple(trained))
 

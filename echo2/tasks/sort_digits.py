@@ -24,7 +24,8 @@ class SortDigits:
 
     The share gives a beginner something to climb, the other half makes the whole worth more than its parts: a start
     that repeats the prompt's digits in any order earns about 0.13 with five digits. A completion of another length is
-    worth 0. The part `exact` logs the all-or-nothing score.
+    worth 0; blanks, which some tokenizers put between characters, do not count. The part `exact` logs the
+    all-or-nothing score.
     """
 
     digit_count: int = 5
@@ -50,7 +51,7 @@ class SortDigits:
         return TaskInstance(index, digits + PROMPT_END, "".join(sorted(digits)))
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
-        text = completion_text.strip()
+        text = "".join(completion_text.split())
         if len(text) != self.digit_count:
             return Reward(0.0, {"exact": 0.0})
         in_place = sum(got == wanted for got, wanted in zip(text, instance.answer, strict=True))

@@ -105,6 +105,7 @@ class LearnerOptions:
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
     link: LinkShape = field(default_factory=LinkShape)  # an emulated link, for trials
     drops_equal_rewards: bool = False
+    overlong_buffer_tokens: int = 0  # completions lose reward over their last so many tokens before the limit; 0: off
     linger_s: float = 20.0  # a finished learner serves its last version this long, unless stopped
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 

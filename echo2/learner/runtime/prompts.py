@@ -17,6 +17,7 @@ from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.selection import OverlongShaping
 from echo2.tasks.runtime.registry import make_task
 from echo2.tasks.runtime.rewards import Scored, make_scorer
 from echo2.tasks.split import TaskSplit
@@ -39,6 +40,9 @@ class Prompts:
         self.task = make_task(spec)
         self.split = TaskSplit(self.task.size, options.evaluation.prompts, options.seed)
         self.scorer = make_scorer(self.task, spec)
+        buffer_tokens = options.overlong_buffer_tokens
+        limit_tokens = options.sampling.max_new_tokens
+        self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
         self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
 
     def draw(self, cursor: int) -> Draw:
@@ -66,8 +70,12 @@ class Prompts:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     async def score(self, cursor: int, token_ids: Sequence[int]) -> Scored:
-        """The reward of a completion of prompt `cursor`."""
-        return await self.score_instance(self.split.train_index(cursor), token_ids)
+        """The reward of a completion of prompt `cursor`, as it is trained on: shaped by its length where that is on."""
+        scored = await self.score_instance(self.split.train_index(cursor), token_ids)
+        if self.overlong is None or scored.reward is None:
+            return scored
+        shaped = self.overlong.shaped(scored.reward.value, len(token_ids))
+        return replace(scored, reward=replace(scored.reward, value=shaped))
 
     async def score_instance(self, index: int, token_ids: Sequence[int]) -> Scored:
         """The reward of a completion of the task's instance `index`."""

@@ -37,7 +37,7 @@ def random_workers(count: int, seed: int) -> tuple[WorkerEstimate, ...]:
         made.append(
             worker(
                 f"w{index:05d}", rate, rate * rng.uniform(0.2, 0.6),
-                link=link, rollout_s_tail=rng.choice([60.0, 90.0, 140.0, 200.0]),
+                link=link, rollout_s_tail=rng.choice([50.0, 60.0, 75.0, 90.0]), rollout_s_max=120.0,
                 hazard_per_hour=rng.choice([0.0, 0.1, 0.5]),
             )
         )  # fmt: skip

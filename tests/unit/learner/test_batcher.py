@@ -178,6 +178,22 @@ def test_a_group_without_contrast_is_dropped_when_asked() -> None:
     assert closure.reason == "no contrast" and closure.retry is None
 
 
+def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_trains_on_them() -> None:
+    batcher = new_batcher(per_step=2, drops_equal_rewards=True)
+
+    def offered(cursor: int) -> bool:
+        """Whether a group without contrast is kept."""
+        group_id = batcher.open_group(draw(cursor), 0).group_id
+        for index in range(2):
+            batcher.receive(piece(group_id, index, [9, STOP]), 0)
+            batcher.reward(group_id, index, 1.0)
+        return group_id in batcher.groups
+
+    assert [offered(cursor) for cursor in range(3)] == [False, False, True]
+    assert batcher.draw_batch() is not None
+    assert not offered(3), "the next step may drop again"
+
+
 @given(cuts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20), seed=st.integers(0, 99))
 def test_segments_in_any_overlap_give_the_rollout_as_it_was_sampled(cuts: list[tuple[int, int]], seed: int) -> None:
     rng = random.Random(seed)
