@@ -17,6 +17,7 @@ from echo2.tasks.environment import EnvironmentSource
 from echo2.tasks.mathematics import MathTask
 from echo2.tasks.procedural import DEFAULT_SIZE, ReasoningGym
 from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
+from echo2.tasks.runtime.verifiers_task import SIZE_MAX, VerifiersTask
 from echo2.tasks.sort_digits import SortDigits
 from echo2.tasks.task import Task, TaskSpec
 from echo2.tasks.tools import CalculatorEnvironments
@@ -85,10 +86,17 @@ def _math(seed: int, path: str = "", split: str = "train", prompt_column: str = 
     return MathTask(rows, f"math/{Path(path).name}")
 
 
+def _verifiers(seed: int, taskset: str = "", options: Mapping[str, object] | None = None, size: int = SIZE_MAX) -> Task:
+    if not taskset:
+        raise ConfigError("task verifiers: expected the argument taskset, the name of an installed taskset")
+    return VerifiersTask(taskset, options or {}, size)
+
+
 _BUILT_IN: Mapping[str, Callable[..., Task]] = {
     "sort_digits": _sort_digits,
     "reasoning_gym": _reasoning_gym,
     "math": _math,
+    "verifiers": _verifiers,
 }
 
 
