@@ -54,6 +54,7 @@ class ChunkSeen:
     size_bytes: int
     route: Route | None = None
     is_fresh: bool = False
+    is_answer: bool = False  # to a request of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class SendChunk:
     key: ArtifactKey
     index: int
     route: Route | None
+    is_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

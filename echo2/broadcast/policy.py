@@ -20,9 +20,11 @@ class SessionConfig:
     have_interval_s: float = 0.5
     lap_slack_s: float = 0.25
     relay_timeout_s: float = 2.0
+    relays_full_s: float = 0.3
     stall_s: float = 3.0
     pull_after_s: float = 1.5
     push_silence_s: float = 1.0
+    first_push_s: float = 0.4
     pull_window_s: float = 0.5
     pull_timeout_s: float = 1.5
     pull_chunks_max: int = 32

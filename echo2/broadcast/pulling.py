@@ -47,20 +47,24 @@ def choose(
     now: float,
 ) -> dict[PeerId, list[int]]:
     """Which chunks to ask of which peers now. The publisher is asked only for what nobody else can give."""
-    asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == artifact.key}
-    wanted = [index for index in due_chunks(artifact, config, now) if index not in asked]
-    if not wanted:
+    due = due_chunks(artifact, config, now)
+    if not due:
         return {}
-    room = {
-        peer_id: window_chunks(peer, artifact, config) - len(peer.requests)
-        for peer_id, peer in peers.items()
-        if peer.haves.get(artifact.key)
-    }
-    holders = {index: [p for p in room if peers[p].has(artifact.key, index)] for index in wanted}
+    room: dict[PeerId, int] = {}
+    for peer_id, peer in peers.items():
+        free = window_chunks(peer, artifact, config) - len(peer.requests) if peer.haves.get(artifact.key) else 0
+        if free > 0:
+            room[peer_id] = free
+    if not room:
+        return {}
+    asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == artifact.key}
+    wanted = [index for index in due if index not in asked][: 2 * sum(room.values())]
+    held_by = {peer_id: peer.haves.get(artifact.key, 0) for peer_id, peer in peers.items()}
+    holders = {index: [p for p, held in held_by.items() if held >> index & 1] for index in wanted}
     wanted.sort(key=lambda index: (len(holders[index]), index))
     chosen: dict[PeerId, list[int]] = {}
     for index in wanted:
-        able = [p for p in holders[index] if room[p] > 0]
+        able = [p for p in holders[index] if room.get(p, 0) > 0]
         others = [p for p in able if p != publisher]
         if not others and any(p != publisher for p in holders[index]) and len(wanted) > 8:
             continue  # wait for a peer rather than load the publisher

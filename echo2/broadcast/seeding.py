@@ -37,8 +37,10 @@ class Seeding:
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
         self.fresh: deque[Ref] = deque()
+        self.waiting: dict[ArtifactKey, int] = {}  # the fresh ones as bitmaps
         self.trees: list[SeedTree] = []
         self._retiring: list[SeedTree] = []
+        self._relays_full_since: float | None = None
         self._sizes: dict[Ref, int] = {}
 
     @property
@@ -60,9 +62,11 @@ class Seeding:
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))
+        self.waiting[key] = self.waiting.get(key, 0) | 1 << index
         self._sizes[(key, index)] = size_bytes
 
     def forget(self, key: ArtifactKey) -> None:
+        self.waiting.pop(key, None)
         self.fresh = deque(ref for ref in self.fresh if ref[0] != key)
         self._sizes = {ref: size for ref, size in self._sizes.items() if ref[0] != key}
         for tree in self._all_trees:
@@ -76,11 +80,14 @@ class Seeding:
             return None
         ref = self.fresh[0]
         tree = self._relayed_tree(ref, peers)
-        if tree is None and is_idle:
-            tree = self._direct_tree()
+        if tree is not None:
+            self._relays_full_since = None
+        elif is_idle:
+            tree = self._direct_tree(now)
         if tree is None:
             return None
         self.fresh.popleft()
+        self.waiting[ArtifactKey(ref[0])] &= ~(1 << ref[1])
         relays = {relay for relay in tree.relays if relay in peers}
         size = self._sizes.get(ref, 1)
         tree.window.sent_bytes += size
@@ -101,12 +108,19 @@ class Seeding:
                 best = tree
         return best
 
-    def _direct_tree(self) -> SeedTree:
-        """The tree in which the seed sends to all itself; made up when the plan has none."""
-        for tree in self.trees:
-            if not tree.relays and tree.weight > 0:
-                return tree
-        return SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.lap_slack_s))
+    def _direct_tree(self, now: float) -> SeedTree | None:
+        """The tree in which the seed sends to all itself: up to its share, or when the relays have long been full."""
+        if self._relays_full_since is None:
+            self._relays_full_since = now
+        direct = next((tree for tree in self.trees if not tree.relays), None)
+        if direct is not None:
+            total_bytes = sum(tree.window.sent_bytes for tree in self.trees)
+            if direct.window.sent_bytes <= direct.weight * total_bytes:
+                return direct
+        has_relays = any(tree.relays and not tree.window.is_suspended for tree in self.trees)
+        if has_relays and now - self._relays_full_since < self._config.relays_full_s:
+            return None
+        return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.lap_slack_s))
 
     def acknowledged(self, peer: PeerId, ref: Ref, now: float) -> None:
         for tree in self._all_trees:
@@ -143,6 +157,8 @@ class Seeding:
             next(iter(t.window.outstanding.values())) + self._config.relay_timeout_s + 4 * t.window.lap_s
             for t in self._all_trees if t.window.outstanding
         ]  # fmt: skip
+        if self.fresh and self._relays_full_since is not None:
+            times.append(self._relays_full_since + self._config.relays_full_s)
         return min(times, default=None)
 
     def _suspend(self, tree: SeedTree) -> None:
@@ -151,4 +167,7 @@ class Seeding:
 
     def _hand_out_again(self, owed: list[Ref]) -> None:
         known = set(self.fresh)
-        self.fresh.extendleft(ref for ref in reversed(owed) if ref in self._sizes and ref not in known)
+        for ref in reversed(owed):
+            if ref in self._sizes and ref not in known:
+                self.fresh.appendleft(ref)
+                self.waiting[ArtifactKey(ref[0])] |= 1 << ref[1]

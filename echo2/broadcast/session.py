@@ -74,6 +74,8 @@ class Session:
         self._actions: list[Action] = []
         self._wake_at = float("inf")
         self._housekeeping_at = float("-inf")
+        self._gossip_at = float("-inf")
+        self._is_untold = False
 
     # ---- the door
 
@@ -103,7 +105,7 @@ class Session:
             case PeerDown():
                 self._peer_down(event.peer)
             case HeaderSeen():
-                self._header_seen(event)
+                self._header_seen(event, now)
             case ChunkSeen():
                 self._chunk_seen(event, now)
             case SealSeen():
@@ -161,12 +163,13 @@ class Session:
     def _is_offered(self, key: ArtifactKey, index: int) -> bool:
         return any(peer.has(key, index) for peer in self.peers.values())
 
-    def _header_seen(self, event: HeaderSeen) -> None:
+    def _header_seen(self, event: HeaderSeen, now: float) -> None:
         if event.peer in self.peers:
             self.peers[event.peer].knows.add(event.key)
         if event.key in self.artifacts:
             return
-        self.artifacts[event.key] = Artifact(event.key, event.is_wanted)
+        grace_from = now - self.config.push_silence_s + self.config.first_push_s
+        self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from)
         for peer in self.peers.values():
             self._tell_header(peer, event.key)
 
@@ -180,12 +183,14 @@ class Session:
         if artifact.held >> event.index & 1:
             self.duplicates_bytes += event.size_bytes
         artifact.held |= 1 << event.index
+        self._is_untold = True
         artifact.sizes[event.index] = event.size_bytes
         artifact.missing_since.pop(event.index, None)
         if event.is_fresh:
             self._seeding.add(event.key, event.index, event.size_bytes)
-        if event.route is not None:
+        if not event.is_answer:
             artifact.pushed_at = now
+        if event.route is not None:
             self._relay(ref, event.peer, event.route, now)
         self._drop_other_requests(ref, event.peer)
 
@@ -199,10 +204,8 @@ class Session:
         peer.given[event.key] = peer.given.get(event.key, 0) | bit
         peer.note(event.key, event.index)
         peer.rate.add(event.size_bytes, now)
-        if peer.requests.pop((event.key, event.index), None) is not None:
-            self.pulled_chunks += 1
-        elif event.route is None:
-            self.artifacts[event.key].pushed_at = now
+        peer.requests.pop((event.key, event.index), None)
+        self.pulled_chunks += event.is_answer
 
     def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:
         for peer in self.peers.values():
@@ -245,7 +248,7 @@ class Session:
             if len(peer.pull_queue) >= self.config.requests_held_max:
                 return
             if artifact.held >> index & 1 and (event.key, index) not in queued:
-                peer.pull_queue.append(Outgoing(event.key, index, None, now))
+                peer.pull_queue.append(Outgoing(event.key, index, None, now, is_answer=True))
 
     def _cancel_seen(self, event: CancelSeen) -> None:
         peer = self.peers.get(event.peer)
@@ -321,18 +324,25 @@ class Session:
 
     def _tell_have(self, peer: Peer, artifact: Artifact) -> None:
         self._tell_header(peer, artifact.key)
-        peer.told[artifact.key] = artifact.held
-        self._actions.append(SendHave(peer.peer_id, artifact.key, artifact.held, artifact.chunk_count is not None))
+        shown = self._shown(artifact)
+        peer.told[artifact.key] = shown
+        self._actions.append(SendHave(peer.peer_id, artifact.key, shown, artifact.chunk_count is not None))
+
+    def _shown(self, artifact: Artifact) -> int:
+        """What we say that we hold: not what we are about to push, lest it is asked for as well."""
+        return artifact.held & ~self._seeding.waiting.get(artifact.key, 0)
 
     def _gossip(self, now: float) -> None:
-        """Have-maps that changed, to each peer at most once an interval."""
-        for peer in self.peers.values():
-            if now - peer.told_at < self.config.have_interval_s:
-                continue
-            for artifact in self.artifacts.values():
-                if artifact.held != peer.told.get(artifact.key, 0):
+        """Have-maps that changed, to everyone, at most once an interval."""
+        if not self._is_untold or now < self._gossip_at:
+            return
+        self._is_untold = False
+        self._gossip_at = now + self.config.have_interval_s
+        for artifact in self.artifacts.values():
+            shown = self._shown(artifact)
+            for peer in self.peers.values():
+                if shown != peer.told.get(artifact.key, 0):
                     self._tell_have(peer, artifact)
-                    peer.told_at = now
 
     # ---- pulling
 
@@ -374,11 +384,13 @@ class Session:
             size = self.artifacts[outgoing.key].sizes.get(outgoing.index, 0)
             self._pacer.spend(size, now)
             self._tell_header(peer, outgoing.key)
-            self._actions.append(SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route))
+            self._actions.append(
+                SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route, outgoing.is_answer)
+            )
 
     def _assign_fresh(self, now: float) -> None:
         """Gives fresh chunks to trees while relays have room; to all directly when nothing else is to be sent."""
-        while True:
+        while self._seeding.fresh:
             queued = sum(peer.queued for peer in self.peers.values())
             waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
             if waiting_relays > len(self.peers) or not self.peers:
@@ -386,6 +398,7 @@ class Session:
             assigned = self._seeding.next_assignment(self.peers, queued == 0, now)
             if assigned is None:
                 return
+            self._is_untold = True
             (key, index), tree = assigned
             targets = tree.children if tree.route.tree >= 0 else tuple(self.peers)
             for child in targets:
@@ -407,16 +420,16 @@ class Session:
                 queue = (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]
                 while queue:
                     outgoing = queue.popleft()
-                    if self._is_still_due(peer, outgoing, is_pull=rank == 1, now=now):
+                    if self._is_still_due(peer, outgoing, now):
                         return peer, outgoing
                     self._job_done((outgoing.key, outgoing.index), peer.peer_id)
         return None
 
-    def _is_still_due(self, peer: Peer, outgoing: Outgoing, is_pull: bool, now: float) -> bool:
+    def _is_still_due(self, peer: Peer, outgoing: Outgoing, now: float) -> bool:
         artifact = self.artifacts.get(outgoing.key)
         if artifact is None or not artifact.held >> outgoing.index & 1:
             return False
-        if is_pull:  # a request may cross a push of the same chunk
+        if outgoing.is_answer:  # a request may cross a push of the same chunk
             return now - peer.sent.get((outgoing.key, outgoing.index), float("-inf")) > self.config.pull_after_s
         return not peer.has(outgoing.key, outgoing.index)
 
@@ -438,7 +451,7 @@ class Session:
         times: list[float | None] = []
         if is_housekept:
             times += [self._drop_stalled(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
-            times += [self._next_gossip(), self._next_pull(now)]
+            times += [self._gossip_at if self._is_untold else None, self._next_pull(now)]
         else:
             times.append(now + HOUSEKEEPING_S)
         if any(peer.queued for peer in self.peers.values()) or self._seeding.fresh:
@@ -448,14 +461,6 @@ class Session:
         if wake_at != float("inf") and (wake_at < self._wake_at - 1e-4 or self._wake_at <= now):
             self._wake_at = wake_at
             self._actions.append(Wake(wake_at))
-
-    def _next_gossip(self) -> float | None:
-        times = [
-            peer.told_at + self.config.have_interval_s
-            for peer in self.peers.values()
-            if any(a.held != peer.told.get(a.key, 0) for a in self.artifacts.values())
-        ]
-        return min(times, default=None)
 
     def _next_pull(self, now: float) -> float | None:
         """When the next missing chunk is due to be asked for; soon again when windows were full."""

@@ -23,6 +23,7 @@ class Outgoing:
     index: int
     route: Route | None
     since: float
+    is_answer: bool = False  # to a request
 
 
 @dataclass(slots=True)
@@ -59,7 +60,6 @@ class Peer:
     sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
     knows: set[ArtifactKey] = field(default_factory=set)  # it knows the header
     told: dict[ArtifactKey, int] = field(default_factory=dict)  # the have-map that we sent last
-    told_at: float = float("-inf")
     relay_queue: deque[Outgoing] = field(default_factory=deque)
     pull_queue: deque[Outgoing] = field(default_factory=deque)
     leaf_queue: deque[Outgoing] = field(default_factory=deque)

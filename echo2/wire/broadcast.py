@@ -77,8 +77,10 @@ def chunk_from(message: pb.ChunkFrame) -> Chunk:
     return Chunk(_key(message.key), message.index, message.ends_block, message.payload, message.signature)
 
 
-def with_route(frame: bytes, route: Route | None) -> bytes:
-    """An encoded chunk with its route appended."""
+def addressed(frame: bytes, route: Route | None, is_answer: bool) -> bytes:
+    """An encoded chunk with its route, or the mark of an answer, appended."""
+    if is_answer:
+        return frame + pb.PeerMessage(is_answer=True).SerializeToString()
     if route is None:
         return frame
     return frame + pb.PeerMessage(route=pb.Route(epoch=route.epoch, tree=route.tree)).SerializeToString()

@@ -28,7 +28,6 @@ def test_every_worker_gets_the_blocks_in_order_and_relays(tmp_path: Path) -> Non
             sent = await learner.publish(KEYFRAME, iter(blocks), lambda: "print", 1 << 20)
             assert sent.total_bytes == sum(map(len, blocks))
             assert await reading == [blocks] * 3
-            assert learner.stats().sent_chunk_bytes < 2.5 * sent.total_bytes, "workers did not relay"
             assert sum(w.stats().sent_chunk_bytes for w in workers) > 0
 
     asyncio.run(scene())
@@ -99,6 +98,7 @@ def test_shaped_uplink_takes_the_time_that_its_rate_gives(tmp_path: Path) -> Non
             reading = gathered(*(blocks_of(w, KEYFRAME) for w in workers))
             await learner.publish(KEYFRAME, iter(_blocks(5, 1_000_000)), lambda: "p", 1_000_000)
             await reading
+            assert learner.stats().sent_chunk_bytes < 1.4e6, "the learner sent what the workers should have relayed"
             took = asyncio.get_running_loop().time() - begun
             assert 1.0 <= took < 2.0, f"1 MB to two workers at 1 MB/s took {took:.2f} s: relayed once it takes about 1"
 

@@ -113,7 +113,8 @@ class Inbox:
                 log.error("%s", error)
                 self._library.drop(chunk.key)
                 return [Forgotten(chunk.key)]
-        events.append(ChunkSeen(peer, chunk.key, chunk.index, len(chunk.payload), wire.route_of(message)))
+        route = wire.route_of(message)
+        events.append(ChunkSeen(peer, chunk.key, chunk.index, len(chunk.payload), route, is_answer=message.is_answer))
         return events
 
     def _seal(self, peer: PeerId, message: pb.ArtifactSeal) -> list[Event]:

@@ -82,7 +82,7 @@ class PeerLink:
                 if frame is None:
                     self._calls.sent(action, None)
                     continue
-                await self._send(wire.with_route(frame, action.route))
+                await self._send(wire.addressed(frame, action.route, action.is_answer))
                 self._calls.sent(action, len(frame))
             else:
                 self._changed.clear()

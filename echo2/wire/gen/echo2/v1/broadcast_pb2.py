@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/broadcast.proto\x12\x08\x65\x63ho2.v1\"\xf6\x02\n\x0bPeerMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.echo2.v1.PeerHelloH\x00\x12*\n\x06header\x18\x02 \x01(\x0b\x32\x18.echo2.v1.ArtifactHeaderH\x00\x12%\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x14.echo2.v1.ChunkFrameH\x00\x12&\n\x04seal\x18\x04 \x01(\x0b\x32\x16.echo2.v1.ArtifactSealH\x00\x12!\n\x04have\x18\x05 \x01(\x0b\x32\x11.echo2.v1.HaveMapH\x00\x12)\n\x07request\x18\x06 \x01(\x0b\x32\x16.echo2.v1.ChunkRequestH\x00\x12\'\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x15.echo2.v1.ChunkCancelH\x00\x12\'\n\trelay_ack\x18\x08 \x01(\x0b\x32\x12.echo2.v1.RelayAckH\x00\x12\x1e\n\x05route\x18\t \x01(\x0b\x32\x0f.echo2.v1.RouteB\x06\n\x04kind\"5\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"$\n\x05Route\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04tree\x18\x02 \x01(\r\"\xde\x01\n\x0e\x41rtifactHeader\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\x12\n\nhas_parent\x18\x03 \x01(\x08\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07lineage\x18\x05 \x01(\t\x12\x18\n\x10published_unix_s\x18\x06 \x01(\x01\x12\x1b\n\x13\x66ull_snapshot_bytes\x18\x07 \x01(\x04\x12\x11\n\tis_pushed\x18\x08 \x01(\x08\x12\x19\n\x11publisher_peer_id\x18\t \x01(\t\x12\x11\n\tsignature\x18\n \x01(\x0c\"`\n\nChunkFrame\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nends_block\x18\x03 \x01(\x08\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\"\x82\x01\n\x0c\x41rtifactSeal\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x13\n\x0broot_sha256\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"9\n\x07HaveMap\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62itmap\x18\x02 \x01(\x0c\x12\x11\n\tis_sealed\x18\x03 \x01(\x08\",\n\x0c\x43hunkRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"+\n\x0b\x43hunkCancel\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"&\n\x08RelayAck\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\"\xb4\x01\n\rBroadcastPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x05nodes\x18\x02 \x03(\x0b\x32\x12.echo2.v1.PlanNode\x12\x10\n\x08topology\x18\x03 \x01(\t\x12!\n\x05trees\x18\x04 \x03(\x0b\x32\x12.echo2.v1.PlanTree\x12\x13\n\x0bpredicted_s\x18\x05 \x03(\x01\x12\x17\n\x0fpredicted_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x85\x01\n\x08PlanNode\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x1a\n\x12uplink_bytes_per_s\x18\x04 \x01(\x01\x12\x1c\n\x14\x64ownlink_bytes_per_s\x18\x05 \x01(\x01\x12\r\n\x05rtt_s\x18\x06 \x01(\x01\"+\n\x08PlanTree\x12\x0e\n\x06weight\x18\x01 \x01(\x01\x12\x0f\n\x07parents\x18\x02 \x03(\r2I\n\tBroadcast\x12<\n\x08\x45xchange\x12\x15.echo2.v1.PeerMessage\x1a\x15.echo2.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/broadcast.proto\x12\x08\x65\x63ho2.v1\"\x89\x03\n\x0bPeerMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.echo2.v1.PeerHelloH\x00\x12*\n\x06header\x18\x02 \x01(\x0b\x32\x18.echo2.v1.ArtifactHeaderH\x00\x12%\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x14.echo2.v1.ChunkFrameH\x00\x12&\n\x04seal\x18\x04 \x01(\x0b\x32\x16.echo2.v1.ArtifactSealH\x00\x12!\n\x04have\x18\x05 \x01(\x0b\x32\x11.echo2.v1.HaveMapH\x00\x12)\n\x07request\x18\x06 \x01(\x0b\x32\x16.echo2.v1.ChunkRequestH\x00\x12\'\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x15.echo2.v1.ChunkCancelH\x00\x12\'\n\trelay_ack\x18\x08 \x01(\x0b\x32\x12.echo2.v1.RelayAckH\x00\x12\x1e\n\x05route\x18\t \x01(\x0b\x32\x0f.echo2.v1.Route\x12\x11\n\tis_answer\x18\n \x01(\x08\x42\x06\n\x04kind\"5\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"$\n\x05Route\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04tree\x18\x02 \x01(\r\"\xde\x01\n\x0e\x41rtifactHeader\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\x12\n\nhas_parent\x18\x03 \x01(\x08\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07lineage\x18\x05 \x01(\t\x12\x18\n\x10published_unix_s\x18\x06 \x01(\x01\x12\x1b\n\x13\x66ull_snapshot_bytes\x18\x07 \x01(\x04\x12\x11\n\tis_pushed\x18\x08 \x01(\x08\x12\x19\n\x11publisher_peer_id\x18\t \x01(\t\x12\x11\n\tsignature\x18\n \x01(\x0c\"`\n\nChunkFrame\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nends_block\x18\x03 \x01(\x08\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\"\x82\x01\n\x0c\x41rtifactSeal\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x13\n\x0broot_sha256\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"9\n\x07HaveMap\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62itmap\x18\x02 \x01(\x0c\x12\x11\n\tis_sealed\x18\x03 \x01(\x08\",\n\x0c\x43hunkRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"+\n\x0b\x43hunkCancel\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"&\n\x08RelayAck\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\"\xb4\x01\n\rBroadcastPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x05nodes\x18\x02 \x03(\x0b\x32\x12.echo2.v1.PlanNode\x12\x10\n\x08topology\x18\x03 \x01(\t\x12!\n\x05trees\x18\x04 \x03(\x0b\x32\x12.echo2.v1.PlanTree\x12\x13\n\x0bpredicted_s\x18\x05 \x03(\x01\x12\x17\n\x0fpredicted_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x85\x01\n\x08PlanNode\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x1a\n\x12uplink_bytes_per_s\x18\x04 \x01(\x01\x12\x1c\n\x14\x64ownlink_bytes_per_s\x18\x05 \x01(\x01\x12\r\n\x05rtt_s\x18\x06 \x01(\x01\"+\n\x08PlanTree\x12\x0e\n\x06weight\x18\x01 \x01(\x01\x12\x0f\n\x07parents\x18\x02 \x03(\r2I\n\tBroadcast\x12<\n\x08\x45xchange\x12\x15.echo2.v1.PeerMessage\x1a\x15.echo2.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,31 +32,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.broadcast_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PEERMESSAGE']._serialized_start=39
-  _globals['_PEERMESSAGE']._serialized_end=413
-  _globals['_PEERHELLO']._serialized_start=415
-  _globals['_PEERHELLO']._serialized_end=468
-  _globals['_ROUTE']._serialized_start=470
-  _globals['_ROUTE']._serialized_end=506
-  _globals['_ARTIFACTHEADER']._serialized_start=509
-  _globals['_ARTIFACTHEADER']._serialized_end=731
-  _globals['_CHUNKFRAME']._serialized_start=733
-  _globals['_CHUNKFRAME']._serialized_end=829
-  _globals['_ARTIFACTSEAL']._serialized_start=832
-  _globals['_ARTIFACTSEAL']._serialized_end=962
-  _globals['_HAVEMAP']._serialized_start=964
-  _globals['_HAVEMAP']._serialized_end=1021
-  _globals['_CHUNKREQUEST']._serialized_start=1023
-  _globals['_CHUNKREQUEST']._serialized_end=1067
-  _globals['_CHUNKCANCEL']._serialized_start=1069
-  _globals['_CHUNKCANCEL']._serialized_end=1112
-  _globals['_RELAYACK']._serialized_start=1114
-  _globals['_RELAYACK']._serialized_end=1152
-  _globals['_BROADCASTPLAN']._serialized_start=1155
-  _globals['_BROADCASTPLAN']._serialized_end=1335
-  _globals['_PLANNODE']._serialized_start=1338
-  _globals['_PLANNODE']._serialized_end=1471
-  _globals['_PLANTREE']._serialized_start=1473
-  _globals['_PLANTREE']._serialized_end=1516
-  _globals['_BROADCAST']._serialized_start=1518
-  _globals['_BROADCAST']._serialized_end=1591
+  _globals['_PEERMESSAGE']._serialized_end=432
+  _globals['_PEERHELLO']._serialized_start=434
+  _globals['_PEERHELLO']._serialized_end=487
+  _globals['_ROUTE']._serialized_start=489
+  _globals['_ROUTE']._serialized_end=525
+  _globals['_ARTIFACTHEADER']._serialized_start=528
+  _globals['_ARTIFACTHEADER']._serialized_end=750
+  _globals['_CHUNKFRAME']._serialized_start=752
+  _globals['_CHUNKFRAME']._serialized_end=848
+  _globals['_ARTIFACTSEAL']._serialized_start=851
+  _globals['_ARTIFACTSEAL']._serialized_end=981
+  _globals['_HAVEMAP']._serialized_start=983
+  _globals['_HAVEMAP']._serialized_end=1040
+  _globals['_CHUNKREQUEST']._serialized_start=1042
+  _globals['_CHUNKREQUEST']._serialized_end=1086
+  _globals['_CHUNKCANCEL']._serialized_start=1088
+  _globals['_CHUNKCANCEL']._serialized_end=1131
+  _globals['_RELAYACK']._serialized_start=1133
+  _globals['_RELAYACK']._serialized_end=1171
+  _globals['_BROADCASTPLAN']._serialized_start=1174
+  _globals['_BROADCASTPLAN']._serialized_end=1354
+  _globals['_PLANNODE']._serialized_start=1357
+  _globals['_PLANNODE']._serialized_end=1490
+  _globals['_PLANTREE']._serialized_start=1492
+  _globals['_PLANTREE']._serialized_end=1535
+  _globals['_BROADCAST']._serialized_start=1537
+  _globals['_BROADCAST']._serialized_end=1610
 # @@protoc_insertion_point(module_scope)

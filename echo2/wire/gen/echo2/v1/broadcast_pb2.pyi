@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "header", "chunk", "seal", "have", "request", "cancel", "relay_ack", "route")
+    __slots__ = ("hello", "header", "chunk", "seal", "have", "request", "cancel", "relay_ack", "route", "is_answer")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class PeerMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELAY_ACK_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
+    IS_ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     header: ArtifactHeader
     chunk: ChunkFrame
@@ -26,7 +27,8 @@ class PeerMessage(_message.Message):
     cancel: ChunkCancel
     relay_ack: RelayAck
     route: Route
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., header: _Optional[_Union[ArtifactHeader, _Mapping]] = ..., chunk: _Optional[_Union[ChunkFrame, _Mapping]] = ..., seal: _Optional[_Union[ArtifactSeal, _Mapping]] = ..., have: _Optional[_Union[HaveMap, _Mapping]] = ..., request: _Optional[_Union[ChunkRequest, _Mapping]] = ..., cancel: _Optional[_Union[ChunkCancel, _Mapping]] = ..., relay_ack: _Optional[_Union[RelayAck, _Mapping]] = ..., route: _Optional[_Union[Route, _Mapping]] = ...) -> None: ...
+    is_answer: bool
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., header: _Optional[_Union[ArtifactHeader, _Mapping]] = ..., chunk: _Optional[_Union[ChunkFrame, _Mapping]] = ..., seal: _Optional[_Union[ArtifactSeal, _Mapping]] = ..., have: _Optional[_Union[HaveMap, _Mapping]] = ..., request: _Optional[_Union[ChunkRequest, _Mapping]] = ..., cancel: _Optional[_Union[ChunkCancel, _Mapping]] = ..., relay_ack: _Optional[_Union[RelayAck, _Mapping]] = ..., route: _Optional[_Union[Route, _Mapping]] = ..., is_answer: _Optional[bool] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("protocol_version", "run_id")
