@@ -29,6 +29,7 @@ from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.planning import Planning
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
+from echo2.coordinator.runtime.web.server import Dashboard, listening
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.tokens import token_hash
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc
@@ -88,12 +89,16 @@ class CoordinatorDaemon:
             options=[("grpc.max_receive_message_length", ENROLMENT_MESSAGE_BYTES), ("grpc.max_concurrent_streams", 64)]
         )
         port = _port(options.port, ports.get("port"))
-        credentials = tls.server_credentials(tls.coordinator_credentials(authority, f"{options.link_host}:{port}"))
-        port = tls.bind_server(services, f"{options.host}:{port}", credentials)
+        own = tls.coordinator_credentials(authority, f"{options.link_host}:{port}")
+        port = tls.bind_server(services, f"{options.host}:{port}", tls.server_credentials(own))
         enrol_port = _port(options.enrol_port, ports.get("enrol_port"))
         enrol_credentials = tls.enrolment_server_credentials(authority)
         enrol_port = tls.bind_server(enrolment, f"{options.host}:{enrol_port}", enrol_credentials)
-        store.write(Changes(meta={"port": str(port), "enrol_port": str(enrol_port)}))
+        web_host = options.dashboard_host or options.host
+        listener = listening(web_host, _port(options.dashboard_port, ports.get("dashboard_port")))
+        files.enter_context(listener)
+        bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": listener.getsockname()[1]}
+        store.write(Changes(meta={name: str(number) for name, number in bound.items()}))
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
         commands = Commands(hub, options.link_host, enrol_port)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
@@ -104,12 +109,16 @@ class CoordinatorDaemon:
             servers.push_async_callback(server.stop, STOP_GRACE_S)
             await server.start()
         self._write_links(commands)
-        await self._run_until_stopped(hub)
+        dashboard = Dashboard(commands, listener, web_host, options.folder, own)
+        self.dashboard_url = dashboard.url
+        await self._run_until_stopped(hub, dashboard)
 
-    async def _run_until_stopped(self, hub: Hub) -> None:
+    async def _run_until_stopped(self, hub: Hub, dashboard: Dashboard) -> None:
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
-        tasks: list[asyncio.Task[None]] = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run())]
+        _log.info("dashboard at %s", self.dashboard_url)
+        serving = asyncio.create_task(dashboard.run())
+        tasks = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run()), serving]
         stopped = asyncio.create_task(_wait(self._stop))
         try:
             await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -117,6 +126,8 @@ class CoordinatorDaemon:
                 if task.done():
                     task.result()
         finally:
+            dashboard.stop()
+            await asyncio.wait((serving,), timeout=STOP_GRACE_S)
             for task in (*tasks, stopped):
                 task.cancel()
             await asyncio.gather(*tasks, stopped, return_exceptions=True)

@@ -76,7 +76,6 @@ class Hub:
         self.started_at = clock.now()
         self.plan_needed = asyncio.Event()
         self.broadcast_needed = asyncio.Event()
-        self.changed = asyncio.Event()
         self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
         self._is_flushing = self._is_closed = False
         self._members_kept_at = 0.0
@@ -109,7 +108,6 @@ class Hub:
         """One line in the event log."""
         _log.info("%s: %s", kind, text)
         self.keeper.event(LoggedEvent(self.clock.now(), kind, text))
-        self.changed.set()
 
     def apply(self, actions: Iterable[le.Action]) -> None:
         """Carries out what the lease book decided."""
@@ -160,7 +158,6 @@ class Hub:
             session = self.workers.get(peer_id)
             if session is not None:
                 session.send(order)
-        self.changed.set()
 
     def flush_now(self) -> None:
         """Keeps everything before the caller goes on: enrolment and operators' commands."""
@@ -244,7 +241,6 @@ class Hub:
         for old, new in zip(asdict(before).values(), asdict(after).values(), strict=True):
             if abs(new - old) > LINK_CHANGE * max(new, old, 1e-3):
                 self.broadcast_needed.set()
-        self.changed.set()
 
     def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
         """A lease request, progress or end."""
@@ -366,7 +362,6 @@ class Hub:
     def learner_reported(self, report: LearnerReport) -> None:
         now = self.clock.now()
         if not self.board.heard(report, now):
-            self.changed.set()
             return
         members = self.membership.members.values()
         accounts.meter(members, now)
@@ -428,7 +423,6 @@ class Hub:
         if self.plan_update is None or self.plan_update.kappa != plan.kappa:
             self.note("plan", plan.reason)
         self.plan_update = update
-        self.changed.set()
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> None:
         """The same message to every node."""

@@ -1,0 +1,228 @@
+"""The page and the JSON API that it uses, on Starlette.
+
+Guarantees: `/api/stream` tells a change within `STREAM_S`, and sends only the sections and the worker rows that
+changed; actions go through `Commands`, as everything that changes state does. Waits for requests; a stream wakes every
+`STREAM_S` and sends nothing where nothing changed. Leaves to others: who may ask (guard), what it means (commands,
+planner).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from echo2.base.errors import EchoError, MalformedMessage
+from echo2.coordinator.planner_input import fleet_snapshot, plan_config
+from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.planning import make_plan
+from echo2.coordinator.runtime.web.metrics import exposition, registry_of
+from echo2.coordinator.runtime.web.openapi import document
+from echo2.coordinator.runtime.web.state import StateView, plan_value
+from echo2.coordinator.what_if import WhatIf, changed_config, changed_snapshot
+
+STATIC = Path(__file__).parent / "static"
+STREAM_S = 0.5
+KEEPALIVE_S = 10.0
+STREAMS_MAX = 64
+WHAT_IFS_AT_ONCE = 1
+Body = dict[str, Any]
+
+
+class Web:
+    """`csrf` must come back in a header with each action. `stopping` ends the streams."""
+
+    def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
+        self._commands, self._csrf, self._stopping = commands, csrf, stopping
+        self._view = StateView(commands)
+        self._registry = registry_of(commands.hub)
+        self._streams = 0
+        self._what_ifs = asyncio.Semaphore(WHAT_IFS_AT_ONCE)
+
+    def application(self) -> Starlette:
+        def act(path: str, action: Callable[[Body], Body]) -> Route:
+            return Route(path, _acting(action), methods=["POST"])
+
+        routes = [
+            Route("/", self._index), Route("/api/session", self._session), Route("/api/state", self._state),
+            Route("/api/series", self._series), Route("/api/stream", self._stream),
+            Route("/api/what-if", self._what_if), Route("/api/openapi.json", self._openapi),
+            act("/api/workers/state", self._set_worker), act("/api/tokens", self._create_token),
+            act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
+            Route("/metrics", self._metrics), Route("/healthz", self._healthz), Route("/readyz", self._readyz),
+            Route("/favicon.ico", self._icon), Mount("/static", StaticFiles(directory=STATIC)),
+        ]  # fmt: skip
+        return Starlette(routes=routes, exception_handlers={EchoError: _echo_error})
+
+    # ---- looking
+
+    async def _index(self, request: Request) -> Response:
+        return HTMLResponse((STATIC / "index.html").read_text())
+
+    async def _icon(self, request: Request) -> Response:
+        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+
+    async def _session(self, request: Request) -> Response:
+        return JSONResponse({"csrf": self._csrf})
+
+    async def _state(self, request: Request) -> Response:
+        return JSONResponse({**self._view.sections(), "workers": self._view.workers()})
+
+    async def _series(self, request: Request) -> Response:
+        return JSONResponse(self._view.samples())
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(document())
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(exposition(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _healthz(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _readyz(self, request: Request) -> Response:
+        """Ready: state is open and both ports listen, which they do before this is served. The learner may be away."""
+        return JSONResponse({"status": "ready", "learner_is_connected": self._commands.hub.board.is_connected})
+
+    async def _stream(self, request: Request) -> Response:
+        if self._streams >= STREAMS_MAX:
+            return JSONResponse({"error": f"expected at most {STREAMS_MAX} open pages"}, 503)
+        return StreamingResponse(self._changes(request), media_type="text/event-stream")
+
+    async def _changes(self, request: Request) -> AsyncIterator[str]:
+        self._streams += 1
+        sent: dict[str, str] = {}
+        rows: dict[str, str] = {}
+        sample_count, quiet_s = -1, 0.0
+        try:
+            while not self._stopping.is_set() and not await request.is_disconnected():
+                message = _news(self._view.sections(), sent)
+                changed_rows = _news(self._view.workers(), rows)
+                if changed_rows:
+                    message["workers"] = changed_rows
+                latest = len(self._commands.hub.keeper.samples), self._commands.hub.board.report.step
+                if hash(latest) != sample_count:
+                    sample_count = hash(latest)
+                    message["samples_changed"] = True
+                quiet_s = 0.0 if message else quiet_s + STREAM_S
+                if message:
+                    message["now"] = round(self._commands.hub.clock.now(), 2)
+                    yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
+                elif quiet_s >= KEEPALIVE_S:
+                    quiet_s = 0.0
+                    yield ": still here\n\n"
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), STREAM_S)
+        finally:
+            self._streams -= 1
+
+    async def _what_if(self, request: Request) -> Response:
+        """The same planner on the present snapshot with some numbers changed."""
+        hub = self._commands.hub
+        snapshot = fleet_snapshot(hub.board, list(hub.membership.members.values()), hub.clock.now())
+        if snapshot is None:
+            return JSONResponse({"error": "nothing to plan with yet: no step or no rollout has been measured"}, 409)
+        what_if, config = _what_if_of(request), plan_config(hub.options, hub.board)
+        async with self._what_ifs:
+            plan = await asyncio.to_thread(
+                make_plan, changed_snapshot(snapshot, what_if), changed_config(config, what_if), None
+            )
+        return JSONResponse(plan_value(plan, "what-if", ""))
+
+    # ---- acting
+
+    def _set_worker(self, body: Body) -> Body:
+        self._commands.set_worker(_text(body, "peer_id"), _text(body, "activation"), _text(body, "reason", ""))
+        return {}
+
+    def _create_token(self, body: Body) -> Body:
+        token, link = self._commands.create_token(
+            _text(body, "role"),
+            _text(body, "label", ""),
+            _number(body, "lifetime_s"),
+            int(_number(body, "use_limit", 0)),
+        )
+        return {"token_id": token.token_id, "join_link": link}
+
+    def _revoke_token(self, body: Body) -> Body:
+        self._commands.revoke_token(_text(body, "token_id"))
+        return {}
+
+    def _apply_plan(self, body: Body) -> Body:
+        hub = self._commands.hub
+        if hub.plan is None:
+            raise MalformedMessage("plan: expected one to apply, there is none yet")
+        hub.note("plan", "applied by the operator")
+        hub.adopt_plan(hub.plan, is_acted_on=True)
+        hub.flush_now()
+        return {}
+
+
+def _news(sections: dict[str, Any], sent: dict[str, str]) -> dict[str, Any]:
+    """What differs from what was sent; remembers it as sent. A row that is gone is sent as null."""
+    found: dict[str, Any] = {}
+    for name, value in sections.items():
+        text = json.dumps(value, separators=(",", ":"))
+        if sent.get(name) != text:
+            sent[name] = text
+            found[name] = value
+    for name in [name for name in sent if name not in sections]:
+        del sent[name]
+        found[name] = None
+    return found
+
+
+def _acting(action: Callable[[Body], Body]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            body = json.loads(await request.body() or b"{}")
+        except ValueError:
+            raise MalformedMessage("request body: expected a JSON object, got something else") from None
+        if not isinstance(body, dict):
+            raise MalformedMessage("request body: expected a JSON object, got something else")
+        return JSONResponse(action(body))
+
+    return endpoint
+
+
+async def _echo_error(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error), "code": type(error).__name__}, 400)
+
+
+def _text(body: Body, name: str, default: str | None = None) -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str) or len(value) > 1000:
+        raise MalformedMessage(f"{name}: expected a text of up to 1000 characters")
+    return value
+
+
+def _number(body: Body, name: str, default: float | None = None) -> float:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
+        raise MalformedMessage(f"{name}: expected a number")
+    return float(value)
+
+
+def _what_if_of(request: Request) -> WhatIf:
+    def number(name: str) -> float:
+        text = request.query_params.get(name, "0")
+        try:
+            return float(text)
+        except ValueError:
+            raise MalformedMessage(f"{name}: expected a number, got {text[:40]!r}") from None
+
+    return WhatIf(
+        staleness_bound=int(number("staleness_bound")), uplink_factor=number("uplink_factor"),
+        fleet_size=int(number("fleet_size")), target_utilisation=number("target_utilisation"),
+        usd_per_hour_cap=number("usd_per_hour_cap"),
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Who may look and who may act.
+
+On a loopback address the page is open to the machine's users; elsewhere it takes the access token, which lies in the
+run's folder (`links/dashboard.token`, mode 0600): once as `?token=` in the address, then as a cookie that scripts
+cannot read, or as a bearer. Guarantees: a request for another host's name is refused (DNS rebinding); an action needs a
+header that only our own page can know and, where a browser names its origin, ours (CSRF); secrets are compared in
+constant time.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+COOKIE = "echo2_access"
+CSRF_HEADER = "x-echo2-csrf"
+OPEN_PATHS = ("/healthz", "/readyz")
+REQUEST_BYTES_MAX = 64 << 10
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'; "
+        "base-uri 'none'; form-action 'self'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """ASGI middleware around the whole application. `access_token` empty: none is asked for."""
+
+    def __init__(self, app: ASGIApp, access_token: str, hosts: frozenset[str], csrf: str) -> None:
+        self._app, self._token, self._hosts, self._csrf = app, access_token, hosts, csrf
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        answer = self._refusal(request)
+        if answer is not None:
+            await answer(scope, receive, _with_headers(send))
+            return
+        await self._app(scope, receive, _with_headers(send))
+
+    def _refusal(self, request: Request) -> Response | None:
+        host = (request.url.hostname or "").lower()
+        if not self._token and host not in self._hosts:
+            return _problem(421, f"expected one of the hosts {', '.join(sorted(self._hosts))}, got {host[:80]!r}")
+        if request.url.path in OPEN_PATHS:
+            return None
+        offered = request.query_params.get("token", "")
+        if self._token and offered and request.method == "GET" and self._is_token(offered):
+            return self._welcome(request)
+        if self._token and not self._is_known(request):
+            return _problem(401, "expected the access token: open the address that the coordinator printed")
+        if request.method not in ("GET", "HEAD"):
+            return self._action_refusal(request)
+        return None
+
+    def _action_refusal(self, request: Request) -> Response | None:
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
+            return _problem(403, f"expected an action from this page, got one from {origin[:80]!r}")
+        if not secrets.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), self._csrf.encode()):
+            return _problem(403, f"expected the header {CSRF_HEADER} as /api/session gives it")
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > REQUEST_BYTES_MAX:
+            return _problem(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
+        return None
+
+    def _is_token(self, offered: str) -> bool:
+        return secrets.compare_digest(offered.encode(), self._token.encode())
+
+    def _is_known(self, request: Request) -> bool:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer)
+
+    def _welcome(self, request: Request) -> Response:
+        response = RedirectResponse(request.url.path, status_code=303)
+        is_secure = request.url.scheme == "https"
+        response.set_cookie(
+            COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure, max_age=30 * 86_400
+        )
+        return response
+
+
+def _problem(status: int, message: str) -> Response:
+    return JSONResponse({"error": message}, status)
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.start":
+            headers = message["headers"]
+            assert isinstance(headers, list)
+            known = {name for name, _ in headers}
+            headers += [(k.encode(), v.encode()) for k, v in _HEADERS.items() if k.encode() not in known]
+        await send(message)
+
+    return sending  # type: ignore[return-value]

@@ -1,0 +1,101 @@
+"""Prometheus metrics, read from the hub when asked for. The list is stable and documented (docs/coordinator.md).
+
+Guarantees: every metric of `METRICS` is there at each scrape, 0 while unknown; labels are `worker` (its name) alone, so
+that the number of series is bounded by the fleet's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from echo2.coordinator import accounts
+from echo2.coordinator.membership import Activation, Liveness, Member
+from echo2.coordinator.runtime.hub import Hub
+
+METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
+    "echo2_step": ("Completed optimiser steps.", lambda h: h.board.report.step),
+    "echo2_version": ("Newest published version.", lambda h: h.board.newest_version if h.board.hello else 0),
+    "echo2_reward_mean": ("Mean reward of the last batch.", lambda h: h.board.report.reward_mean),
+    "echo2_learner_connected": ("1 while the learner's stream stands.", lambda h: float(h.board.is_connected)),
+    "echo2_learner_utilisation": (
+        "Measured share of time it trains.",
+        lambda h: h.board.report.utilisation,
+    ),
+    "echo2_learner_utilisation_predicted": (
+        "The plan's prediction of it.",
+        lambda h: h.plan.predicted_utilisation if h.plan else 0.0,
+    ),
+    "echo2_train_seconds": ("T_train, smoothed.", lambda h: h.board.train_s),
+    "echo2_broadcast_seconds": (
+        "Publication to live on the whole pool, last complete version.",
+        lambda h: (h.board.newest_complete.complete_s or 0.0) if h.board.newest_complete else 0.0,
+    ),
+    "echo2_broadcast_seconds_predicted": (
+        "Its prediction.",
+        lambda h: h.board.newest_complete.predicted_s if h.board.newest_complete else 0.0,
+    ),
+    "echo2_over_stale_tokens_trained": (
+        "Tokens trained over the staleness bound; must be 0.",
+        lambda h: h.board.report.over_stale_tokens_trained,
+    ),
+    "echo2_rollouts_trained": ("Rollouts trained on.", lambda h: h.board.report.trained_rollouts),
+    "echo2_rollouts_dropped_stale": ("Rollouts dropped as stale.", lambda h: h.board.report.dropped_stale_rollouts),
+    "echo2_artifact_bytes_published": ("Bytes of all published versions.", lambda h: h.board.totals.artifact_bytes),
+    "echo2_snapshot_bytes_published": ("What whole snapshots would have been.", lambda h: h.board.totals.full_bytes),
+    "echo2_workers_alive": ("Workers that are alive.", lambda h: _count(h, Liveness.ALIVE)),
+    "echo2_workers_suspect": ("Workers that are suspect.", lambda h: _count(h, Liveness.SUSPECT)),
+    "echo2_workers_active": (
+        "Workers that may be given leases.",
+        lambda h: sum(m.last_activation is Activation.ACTIVE for m in h.membership.living()),
+    ),
+    "echo2_leases_open": ("Leases out.", lambda h: len(h.book.leases)),
+    "echo2_groups_queued": ("Groups that wait for a worker.", lambda h: h.book.queued),
+    "echo2_leases_granted": ("Leases granted since the start.", lambda h: h.book.counts.granted),
+    "echo2_leases_continued": ("Of them, continuations.", lambda h: h.book.counts.continued),
+    "echo2_leases_expired": ("Leases that expired without progress.", lambda h: h.book.counts.expired),
+    "echo2_usd_spent": ("Money spent on workers.", lambda h: accounts.usd_spent(h.membership.members.values())),
+    "echo2_usd_per_hour": ("What the pool costs now.", lambda h: accounts.usd_per_hour(h.membership.members.values())),
+}
+
+WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {
+    "echo2_worker_tokens_per_second": ("Tokens per busy second.", lambda h, m: m.heartbeat.tokens_per_s),
+    "echo2_worker_lag_versions": (
+        "Newest version minus the worker's.",
+        lambda h, m: h.board.newest_version - (m.heartbeat.version or 0),
+    ),
+    "echo2_worker_leases": ("Leases it holds.", lambda h, m: len(h.book.leases_of(m.peer_id))),
+    "echo2_worker_usd_spent": ("What it has cost.", lambda h, m: m.usd_spent),
+}
+
+
+def _count(hub: Hub, state: Liveness) -> int:
+    return sum(member.last_liveness is state for member in hub.membership.members.values())
+
+
+class HubCollector(Collector):
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, read) in METRICS.items():
+            yield GaugeMetricFamily(name, text, value=float(read(self._hub)))
+        for name, (text, read_worker) in WORKER_METRICS.items():
+            family = GaugeMetricFamily(name, text, labels=["worker"])
+            for member in self._hub.membership.living():
+                family.add_metric([f"{member.name}/{member.peer_id[-6:]}"], float(read_worker(self._hub, member)))
+            yield family
+
+
+def registry_of(hub: Hub) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(HubCollector(hub))
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """The text that Prometheus reads."""
+    return generate_latest(registry)

@@ -1,0 +1,84 @@
+"""The OpenAPI document of the JSON API. A test holds it against the routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OBJECT = {"type": "object"}
+_TEXT, _NUMBER, _INTEGER = {"type": "string"}, {"type": "number"}, {"type": "integer"}
+
+
+def _answer(text: str, schema: dict[str, Any] | None = None, kind: str = "application/json") -> dict[str, Any]:
+    return {"200": {"description": text, "content": {kind: {"schema": schema or _OBJECT}}}}
+
+
+def _get(summary: str, answer: str, kind: str = "application/json", **more: Any) -> dict[str, Any]:
+    return {"get": {"summary": summary, "responses": _answer(answer, kind=kind), **more}}
+
+
+def _post(summary: str, answer: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": required}
+    problem = {"description": "What was expected and what came.", "content": {"application/json": {"schema": _OBJECT}}}
+    return {
+        "post": {
+            "summary": summary,
+            "parameters": [{"name": "x-echo2-csrf", "in": "header", "required": True, "schema": _TEXT}],
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+            "responses": {**_answer(answer), "400": problem, "403": problem},
+        }
+    }
+
+
+def _queries(**names: str) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "query", "required": False, "schema": _NUMBER, "description": text}
+        for name, text in names.items()
+    ]
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "echo2 coordinator", "version": "1"},
+        "security": [{"bearer": []}, {}],
+        "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+        "paths": {
+            "/api/session": _get("What an action needs.", "`csrf`: the value of the header x-echo2-csrf."),
+            "/api/state": _get("The whole run, section by section.", "Sections as the page shows them."),
+            "/api/series": _get("The run's curves.", "Columns, oldest first."),
+            "/api/stream": _get(
+                "Changes as they come.", "Server-sent events; each holds the sections and rows that changed.",
+                "text/event-stream",
+            ),
+            "/api/what-if": _get(
+                "The planner's answer if things were otherwise.", "A plan.",
+                parameters=_queries(
+                    staleness_bound="S; 0 or absent: as it is", uplink_factor="scales the learner's uplink",
+                    fleet_size="number of workers", target_utilisation="0 to 1", usd_per_hour_cap="USD/h",
+                ),
+            ),
+            "/api/openapi.json": _get("This document.", "OpenAPI 3.1."),
+            "/api/workers/state": _post(
+                "Sets what a worker does.", "Nothing.",
+                {
+                    "peer_id": _TEXT, "reason": _TEXT,
+                    "activation": {"enum": ["automatic", "active", "standby", "draining", "banned"]},
+                },
+                ["peer_id", "activation"],
+            ),
+            "/api/tokens": _post(
+                "Makes a join token.", "`token_id` and `join_link`, which is shown this once.",
+                {
+                    "role": {"enum": ["worker", "learner", "operator"]}, "label": _TEXT, "lifetime_s": _NUMBER,
+                    "use_limit": _INTEGER,
+                },
+                ["role", "lifetime_s"],
+            ),
+            "/api/tokens/revoke": _post("Revokes a join token.", "Nothing.", {"token_id": _TEXT}, ["token_id"]),
+            "/api/plan/apply": _post("Carries out the plan that is shown.", "Nothing.", {}, []),
+            "/metrics": _get("Prometheus metrics.", "Text exposition.", "text/plain"),
+            "/healthz": _get("Whether the process lives.", "`status`: ok."),
+            "/readyz": _get("Whether it serves.", "`status`: ready."),
+        },
+    }  # fmt: skip

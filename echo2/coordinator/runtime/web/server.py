@@ -1,0 +1,93 @@
+"""Serves the page in the coordinator's own loop.
+
+Guarantees: a busy port is named before anything else of the page starts; off loopback the page is served over TLS with
+the run's certificate and takes the access token. Waits for requests until it is stopped. Leaves signals to the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from echo2.base.errors import PortBusy
+from echo2.broadcast.runtime.tls import Credentials, read_secret, write_secret
+from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.web.app import Web
+from echo2.coordinator.runtime.web.guard import Guard, is_loopback
+
+STOP_GRACE_S = 1
+CONNECTIONS_MAX = 512
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's business."""
+        yield
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket; PortBusy names an address that is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+    except OSError as error:
+        listener.close()
+        raise PortBusy(
+            f"expected the dashboard to listen on {host}:{port}: {error.strerror}; choose another with "
+            "--coordinator.dashboard_port"
+        ) from None
+    return listener
+
+
+class Dashboard:
+    """`url` opens the page; off loopback it carries the access token."""
+
+    def __init__(self, commands: Commands, listener: socket.socket, host: str, folder: Path, keys: Credentials) -> None:
+        self._stopping = asyncio.Event()
+        self._listener = listener
+        port = listener.getsockname()[1]
+        is_open = is_loopback(host)
+        token = "" if is_open else _access_token(folder / "links" / "dashboard.token")
+        shown = host if is_open else commands.hub.options.link_host
+        scheme = "http" if is_open else "https"
+        self.url = f"{scheme}://{shown}:{port}/" + (f"?token={token}" if token else "")
+        csrf = secrets.token_urlsafe(24)
+        hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})
+        app = Guard(Web(commands, csrf, self._stopping).application(), token, hosts, csrf)
+        tls: dict[str, str] = {} if is_open else _tls_files(folder / "coordinator", keys)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", limit_concurrency=CONNECTIONS_MAX,
+            timeout_graceful_shutdown=STOP_GRACE_S, server_header=False, ws="none", **tls,
+        )  # fmt: skip
+        self._server = _Server(config)
+
+    async def run(self) -> None:
+        """Serves until `stop`."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._server.should_exit = True
+
+
+def _access_token(path: Path) -> str:
+    if not path.exists():
+        write_secret(path, secrets.token_urlsafe(32).encode())
+    return read_secret(path).decode().strip()
+
+
+def _tls_files(folder: Path, keys: Credentials) -> dict[str, str]:
+    """uvicorn reads key and certificate from files."""
+    key_path, certificate_path = folder / "dashboard.key", folder / "dashboard.pem"
+    write_secret(key_path, keys.tls_key_pem)
+    write_secret(certificate_path, keys.certificate.pem)
+    return {"ssl_keyfile": str(key_path), "ssl_certfile": str(certificate_path)}

@@ -1,0 +1,216 @@
+"""The run as the page and the JSON API show it: one plain value of numbers, texts, lists and dicts.
+
+Guarantees: JSON-clean (no infinities, no bytes); no secret is in it: tokens are named by id. Each top-level key is a
+section of the page, so that a stream of changes sends only the sections that changed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from echo2.coordinator import accounts
+from echo2.coordinator.board import VersionRow
+from echo2.coordinator.lease_events import Phase
+from echo2.coordinator.membership import Liveness, Member
+from echo2.coordinator.runtime.commands import Commands
+from echo2.cost_model.plan import Plan
+
+EVENTS_SHOWN = 200
+TREES_SHOWN_NODES_MAX = 200
+VERSIONS_SHOWN = 16
+
+
+def finite(value: float | None, digits: int = 6) -> float | None:
+    """JSON has no infinity; what is not finite is not known."""
+    return round(value, digits) if value is not None and math.isfinite(value) else None
+
+
+class StateView:
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+
+    def sections(self) -> dict[str, Any]:
+        """Everything but the workers, which `workers` gives one by one."""
+        hub, now = self._commands.hub, self._commands.hub.clock.now()
+        accounts.meter(hub.membership.members.values(), now)
+        return {
+            "run": self._run(),
+            "learner": self._learner(),
+            "money": self._money(),
+            "plan": plan_value(hub.plan, hub.options.planner_mode.value, hub.plan_waits_for),
+            "broadcast": self._broadcast(),
+            "leases": self._leases(),
+            "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in self._commands.waits()],
+            "tokens": self._tokens(now),
+            "events": [
+                {"at": round(event.unix_s, 3), "kind": event.kind, "text": event.text}
+                for event in list(hub.keeper.events)[-EVENTS_SHOWN:]
+            ],
+        }
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """One row per worker, by its peer id."""
+        return {peer_id: self._worker(member) for peer_id, member in self._commands.hub.membership.members.items()}
+
+    def _run(self) -> dict[str, Any]:
+        hub, options = self._commands.hub, self._commands.hub.options
+        return {
+            "run_id": options.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
+            "staleness_bound": options.staleness_bound, "heartbeat_interval_s": options.heartbeat_interval_s,
+            "planner_mode": options.planner_mode.value, "target_utilisation": options.target_utilisation,
+        }  # fmt: skip
+
+    def _learner(self) -> dict[str, Any]:
+        board = self._commands.hub.board
+        hello, report = board.hello, board.report
+        if hello is None:
+            return {"is_known": False}
+        return {
+            "is_known": True, "is_connected": board.is_connected, "since": round(board.changed_at, 1),
+            "model": hello.model_name, "address": hello.address, "peer_id": board.peer_id,
+            "rollouts_per_step": hello.rollouts_per_step, "rollouts_per_group": hello.rollouts_per_group,
+            "step_limit": hello.step_limit, "full_snapshot_bytes": hello.full_snapshot_bytes,
+            "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
+            "version": board.newest_version, "train_s": finite(board.train_s), "wait_s": finite(report.wait_s),
+            "reward": finite(report.reward_mean), "eval_reward": finite(report.eval_reward),
+            "utilisation": finite(report.utilisation), "buffered": report.buffered_rollouts,
+            "open": report.open_rollouts, "trained_rollouts": report.trained_rollouts,
+            "trained_tokens": report.trained_tokens, "dropped_stale": report.dropped_stale_rollouts,
+            "duplicate": report.duplicate_rollouts, "refused": report.refused_rollouts,
+            "over_stale_tokens": report.over_stale_tokens_trained, "lag_histogram": list(report.lag_histogram),
+            "is_finished": report.is_finished, "sent_chunk_bytes": report.sent_chunk_bytes,
+        }  # fmt: skip
+
+    def _money(self) -> dict[str, Any]:
+        hub = self._commands.hub
+        members = hub.membership.members.values()
+        return {
+            "spent": finite(accounts.usd_spent(members), 4), "per_hour": finite(accounts.usd_per_hour(members), 4),
+            "cap_per_hour": hub.options.usd_per_hour_cap, "budget": hub.options.usd_budget,
+            "journal": [
+                {"at": round(one.unix_s, 1), "action": one.action, "whom": one.whom, "reason": one.reason}
+                for one in list(hub.keeper.paid)[-20:]
+            ],
+        }  # fmt: skip
+
+    def _broadcast(self) -> dict[str, Any]:
+        hub = self._commands.hub
+        plan, board, living = hub.broadcast_plan, hub.board, hub.membership.members
+        value: dict[str, Any] = {
+            "artifact_bytes": board.totals.artifact_bytes, "full_bytes": board.totals.full_bytes,
+            "versions_published": board.totals.versions,
+            "versions": [_version(row) for row in list(board.versions.values())[-VERSIONS_SHOWN:]],
+            "waiting": [
+                living[peer].name if peer in living else peer for peer in sorted(board.newest.waiting)[:20]
+            ] if board.newest else [],
+        }  # fmt: skip
+        if plan is not None:
+            is_small = len(plan.nodes) <= TREES_SHOWN_NODES_MAX
+            value |= {
+                "epoch": plan.epoch, "topology": plan.topology, "reason": plan.reason,
+                "predicted_bytes": plan.predicted_bytes, "node_count": len(plan.nodes),
+                "nodes": [{"id": node.peer_id, "name": node.name} for node in plan.nodes] if is_small else [],
+                "trees": [
+                    {"weight": round(tree.weight, 4), "parents": list(tree.parents)} for tree in plan.trees
+                ] if is_small else [],
+                "predicted_s": [finite(s, 3) for s in plan.predicted_s] if is_small else [],
+            }  # fmt: skip
+        return value
+
+    def _leases(self) -> dict[str, Any]:
+        book, members = self._commands.hub.book, self._commands.hub.membership.members
+        oldest = sorted(book.leases.values(), key=lambda lease: lease.progress_at)[:8]
+        counts = book.counts
+        return {
+            "open": len(book.leases), "queued": book.queued,
+            "produced": sum(group.phase is Phase.PRODUCED for group in book.groups.values()),
+            "granted": counts.granted, "continued": counts.continued, "finished": counts.finished,
+            "expired": counts.expired, "handed_back": counts.handed_back, "refused": counts.refused,
+            "revoked": counts.revoked,
+            "slowest": [
+                {
+                    "lease": lease.lease_id, "group": lease.group_id, "attempt": lease.attempt,
+                    "worker": members[lease.worker_id].name if lease.worker_id in members else lease.worker_id,
+                    "tokens": lease.tokens, "finished": lease.finished_rollouts,
+                    "progress_at": round(lease.progress_at, 1), "deadline": round(lease.deadline, 1),
+                }
+                for lease in oldest
+            ],
+        }  # fmt: skip
+
+    def _tokens(self, now: float) -> list[dict[str, Any]]:
+        tokens = sorted(self._commands.hub.tokens.tokens.values(), key=lambda token: -token.created_at)
+        return [
+            {
+                "id": token.token_id, "role": token.role, "label": token.label, "expires": round(token.expires_at),
+                "use_limit": token.use_limit, "uses": len(token.peers), "is_revoked": token.is_revoked,
+                "problem": token.problem(now) if token.is_revoked or token.use_limit else "",
+            }
+            for token in tokens
+        ]  # fmt: skip
+
+    def _worker(self, member: Member) -> dict[str, Any]:
+        hub, hello, beat, link = self._commands.hub, member.hello, member.heartbeat, member.link
+        version = beat.version
+        per_hour = beat.tokens_per_s * 3600
+        is_gone = member.last_liveness is Liveness.GONE
+        return {
+            "name": member.name, "state": member.last_liveness.value, "activation": member.activation.value,
+            "setting": member.setting.value, "reason": member.activation_reason, "gpu": hello.gpu or "cpu",
+            "engine": hello.engine, "provider": hello.provider, "is_spot": hello.is_spot,
+            "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": version,
+            "lag": None if version is None else max(0, hub.board.newest_version - version),
+            "tokens_per_s": finite(beat.tokens_per_s, 1), "rollouts_per_s": finite(beat.rollouts_per_s, 3),
+            "usd_per_mtok": finite(hello.price_usd_per_hour / per_hour * 1e6, 4) if per_hour > 0 else None,
+            "running": beat.running_sequences, "waiting": beat.waiting_sequences,
+            "leases": len(hub.book.leases_of(member.peer_id)), "uplink": link.uplink_bytes_per_s,
+            "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
+            "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),
+            "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
+            "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
+            "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
+        }  # fmt: skip
+
+    def samples(self) -> dict[str, list[Any]]:
+        """The run's curves as columns, oldest first."""
+        samples = list(self._commands.hub.keeper.samples)
+        return {
+            "at": [round(s.unix_s, 2) for s in samples], "step": [s.step for s in samples],
+            "reward": [finite(s.reward_mean) for s in samples], "eval": [finite(s.eval_reward) for s in samples],
+            "utilisation": [finite(s.utilisation) for s in samples],
+            "predicted": [finite(s.predicted_utilisation) for s in samples],
+            "usd": [finite(s.usd_spent, 4) for s in samples],
+            "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
+        }  # fmt: skip
+
+
+def _version(row: VersionRow) -> dict[str, Any]:
+    return {
+        "version": row.published.version, "parent": row.published.parent, "bytes": row.published.artifact_bytes,
+        "full_bytes": row.published.full_snapshot_bytes, "at": round(row.published_at, 2),
+        "predicted_s": finite(row.predicted_s, 3), "actual_s": finite(row.complete_s, 3), "pool": row.pool_size,
+        "live": len(row.live_after_s),
+    }  # fmt: skip
+
+
+def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
+    """A plan as the page shows it, the what-if's too."""
+    if plan is None:
+        return {"is_known": False, "mode": mode, "waits_for": waits_for}
+    return {
+        "is_known": True, "mode": mode, "kappa": plan.kappa, "pool": list(plan.pool), "pool_size": len(plan.pool),
+        "activate": list(plan.activate), "drain": list(plan.drain), "cap": plan.in_flight_cap_rollouts,
+        "utilisation": finite(plan.predicted_utilisation, 4), "broadcast_s": finite(plan.broadcast_s, 4),
+        "transfer_s": finite(plan.transfer_s, 4), "throughput": finite(plan.throughput_rollouts_per_s, 3),
+        "usd_per_hour": finite(plan.usd_per_hour, 4), "usd_per_rollout": finite(plan.usd_per_useful_rollout, 8),
+        "is_feasible": plan.is_feasible, "reason": plan.reason, "solver": plan.solver,
+        "terms": [
+            {
+                "kind": term.limit_kind.value, "formula": term.formula, "value": finite(term.value, 5),
+                "limit": finite(term.limit, 5), "unit": term.unit, "slack": finite(term.slack, 4),
+                "is_met": term.is_met, "is_binding": term.limit_kind is plan.binding, "remedy": term.remedy,
+            }
+            for term in plan.terms
+        ],
+    }  # fmt: skip

@@ -1,0 +1,34 @@
+// Small hands for the document. Texts from the run are only ever set as text, never as markup.
+export const $ = (id) => document.getElementById(id);
+export function make(tag, attributes = {}, ...children) {
+  const element = tag.startsWith("svg:") ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4)) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child != null));
+  return element;
+}
+export const setText = (element, text) => { if (element.textContent !== String(text)) element.textContent = text; };
+let timer = 0;
+export function toast(text, isBad = false) {
+  const box = $("toast");
+  box.textContent = text; box.className = isBad ? "on bad" : "on";
+  clearTimeout(timer); timer = setTimeout(() => { box.className = ""; }, 4000);
+}
+let csrf = null;
+export async function act(path, body) {
+  try {
+    csrf ??= (await (await fetch("/api/session")).json()).csrf;
+    const response = await fetch(path, { method: "POST", headers: { "content-type": "application/json", "x-echo2-csrf": csrf }, body: JSON.stringify(body) });
+    const answer = await response.json();
+    if (response.status === 403) csrf = null;
+    if (!response.ok) throw new Error(answer.error || response.statusText);
+    return answer;
+  } catch (error) { toast(error.message, true); return null; }
+}
+export function ask(dialog) {
+  dialog.showModal();
+  dialog.querySelectorAll("[data-close]").forEach((button) => { button.onclick = () => dialog.close(); });
+}

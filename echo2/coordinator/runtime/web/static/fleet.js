@@ -1,0 +1,82 @@
+// The fleet table: rows are kept and changed in place, so that 500 workers cost little.
+import { $, act, ask, make, setText, toast } from "./dom.js";
+import { dash, number, percent, rate, seconds, usd, whole } from "./format.js";
+const rows = new Map();
+let sortBy = "name", descending = false, filter = "";
+const good = { alive: "good", suspect: "warn", gone: "bad" };
+const works = { active: "good", standby: "", draining: "warn", banned: "bad" };
+const COLUMNS = [
+  { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide" },
+  { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for },
+  { key: "activation", label: "Work", chip: (w) => [w.activation, works[w.activation]], title: (w) => w.reason },
+  { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
+  { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
+  { key: "usd_per_mtok", label: "$ / M tokens", text: (w) => usd(w.usd_per_mtok), n: true },
+  { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: (w) => w.lag == null ? "" : w.lag === 0 ? "newest" : `${w.lag} behind`, n: true },
+  { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots`, n: true },
+  { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
+  { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => w.in_flight ? "v" + w.in_flight : "", n: true },
+  { key: "heard", label: "Heard", text: (w, now) => seconds(Math.max(0, now - w.heard)) + " ago", n: true },
+];
+for (const column of COLUMNS) $("fleet-head").append(make("th", { class: column.n ? "n" : null, scope: "col", "data-key": column.key }, make("button", { type: "button", onclick: () => sort(column.key) }, column.label)));
+$("fleet-head").append(make("th", { scope: "col", class: "n" }, "Actions"));
+$("fleet-filter").addEventListener("input", (event) => { filter = event.target.value.toLowerCase(); order(); });
+function sort(key) { descending = key === sortBy ? !descending : key !== "name"; sortBy = key; order(); }
+function set(peerId, activation, name) { act("/api/workers/state", { peer_id: peerId, activation, reason: "set on the page" }).then((ok) => ok && toast(`${name}: ${activation}`)); }
+function ban(peerId, name) {
+  $("confirm-title").textContent = `Ban ${name}?`; $("confirm-text").textContent = "Its leases go to other workers at once, and it is refused until the ban is lifted.";
+  $("confirm-go").textContent = "Ban"; const form = $("confirm-form"); form.reset();
+  form.onsubmit = () => act("/api/workers/state", { peer_id: peerId, activation: "banned", reason: form.elements.reason.value || "banned on the page" }).then((ok) => ok && toast(`${name} is banned`));
+  ask($("confirm-dialog"));
+}
+function newRow(peerId) {
+  const tr = make("tr", {}), cells = COLUMNS.map((column) => {
+    const main = make("span", { class: column.chip ? "chip" : null }), sub = column.sub ? make("span", { class: "sub" }) : null;
+    tr.append(make("td", { class: [column.n ? "n" : "", column.kind || ""].join(" ").trim() || null, "data-label": column.label }, make("span", {}, main, sub)));
+    return { main, sub };
+  });
+  const name = () => rows.get(peerId)?.worker.name || peerId;
+  const activate = make("button", { type: "button", onclick: () => set(peerId, rows.get(peerId).worker.setting === "active" ? "automatic" : "active", name()) });
+  const drain = make("button", { type: "button", onclick: () => set(peerId, "draining", name()) }, "Drain");
+  const banned = make("button", { type: "button", class: "ban", onclick: () => rows.get(peerId).worker.setting === "banned" ? set(peerId, "automatic", name()) : ban(peerId, name()) });
+  tr.append(make("td", { class: "act wide" }, make("span", { class: "row-actions" }, activate, drain, banned)));
+  return { tr, cells, activate, drain, banned };
+}
+function fill(row, now) {
+  const w = row.worker;
+  COLUMNS.forEach((column, i) => {
+    const { main, sub } = row.cells[i];
+    if (column.chip) { const [text, kind] = column.chip(w); setText(main, text); main.className = "chip " + kind; } else setText(main, column.text(w, now));
+    if (sub) { setText(sub, column.sub(w)); sub.title = column.sub(w); }
+    if (column.title) main.title = column.title(w);
+  });
+  row.tr.className = w.state === "gone" ? "gone" : "";
+  setText(row.activate, w.setting === "active" ? "Auto" : "Activate"); row.activate.title = w.setting === "active" ? "leave it to the planner" : "keep it in the pool whatever the planner says";
+  setText(row.banned, w.setting === "banned" ? "Lift ban" : "Ban"); row.drain.disabled = w.setting === "draining" || w.setting === "banned";
+  row.activate.disabled = w.setting === "banned";
+}
+export function updateFleet(changes, now) {
+  for (const [peerId, worker] of Object.entries(changes)) {
+    if (worker === null) { rows.get(peerId)?.tr.remove(); rows.delete(peerId); continue; }
+    if (!rows.has(peerId)) rows.set(peerId, newRow(peerId));
+    const row = rows.get(peerId); row.worker = worker; fill(row, now);
+  }
+  order();
+}
+export function ageFleet(now) { const at = COLUMNS.length - 1; for (const row of rows.values()) setText(row.cells[at].main, COLUMNS[at].text(row.worker, now)); }
+function order() {
+  for (const th of $("fleet-head").children) { if (th.dataset.key === sortBy) th.setAttribute("aria-sort", descending ? "descending" : "ascending"); else th.removeAttribute("aria-sort"); }
+  const all = [...rows.values()];
+  const shown = all.filter(({ worker: w }) => !filter || [w.name, w.gpu, w.engine, w.provider, w.state, w.activation].join(" ").toLowerCase().includes(filter));
+  shown.sort((a, b) => { const x = a.worker[sortBy], y = b.worker[sortBy]; const by = x == null ? 1 : y == null ? -1 : typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y; return descending ? -by : by; });
+  const body = $("fleet-body");
+  const isSame = body.children.length === shown.length && shown.every((row, i) => body.children[i] === row.tr);
+  if (!isSame) { const focused = document.activeElement; body.replaceChildren(...shown.map((row) => row.tr)); if (body.contains(focused)) focused.focus(); }
+  const alive = all.filter(({ worker: w }) => w.state === "alive").length, active = all.filter(({ worker: w }) => w.activation === "active" && w.state !== "gone").length;
+  setText($("fleet-count"), all.length ? `${active} active · ${alive} alive · ${all.length} known` : "");
+  const empty = $("fleet-empty");
+  empty.hidden = shown.length > 0;
+  if (!shown.length) empty.replaceChildren(...(all.length ? [make("strong", {}, "No worker matches the filter")] : [make("strong", {}, "No worker has joined yet"), "Make a join token below and run its command on a machine."]));
+}
+export const fleet = () => Object.fromEntries([...rows].map(([id, row]) => [id, row.worker]));
+order();
