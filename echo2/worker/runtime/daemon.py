@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
 from echo2.worker.backoff import Backoff
 from echo2.worker.engine import Engine, TokenChunk
+from echo2.worker.model_digest import check_model
 from echo2.worker.options import WorkerOptions
 from echo2.worker.runtime import machine as machine_check
 from echo2.worker.runtime.addresses import advertised_addresses
 from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.join import join
-from echo2.worker.runtime.make_engine import make_engine, parse_model_config
+from echo2.worker.runtime.make_engine import make_engine, parse_model_config, warm_up
 from echo2.worker.runtime.orders import Orders
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
@@ -91,6 +92,7 @@ class WorkerDaemon:
             self._machine = await asyncio.to_thread(machine_check.look, self.options.folder)
             self._choice = machine_check.chosen_engine(self.options.engine, self._machine)
             _log.info("this machine: %s; engine: %s", self._machine.describe(), self._choice.value)
+            self._warm_up = asyncio.create_task(asyncio.to_thread(warm_up, self._choice))
             joining = asyncio.create_task(join(self._link, self.options.folder, self.waits, self._backoff("enrol")))
             credentials = await self._unless_stopped(joining)
             if credentials is not None:
@@ -235,10 +237,17 @@ class WorkerDaemon:
         assert whereabouts is not None, "it came"
         config = parse_model_config(whereabouts.model_config_json)
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
+        await self._warm_up
         engine = await asyncio.to_thread(make_engine, self._choice, config, self.options)
         await engine.start()
         self._engine = self.desk.engine = engine
-        hooks = WeightsHooks(live=self._live, start_over=lambda version, _: receiving.start_over(version))
+
+        def check(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
+            check_model(whereabouts.model_digest, whereabouts.model_config_json, tensors)
+
+        hooks = WeightsHooks(
+            check_model=check, live=self._live, start_over=lambda version, _: receiving.start_over(version)
+        )
         machine = SwapMachine(self.options.swap_mode)
         self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks)
         receiving = Receiving(node, self._keeper, self.waits)

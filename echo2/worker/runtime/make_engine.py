@@ -9,7 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 
+import torch
+
 from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.ids import Version
+from echo2.broadcast.delta import HostWeights
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
 
@@ -33,6 +37,14 @@ def parse_model_config(raw: bytes) -> dict[str, object]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise MalformedMessage("model_config_json: expected an object with a model_type")
     return config
+
+
+def warm_up(choice: EngineChoice) -> None:
+    """Loads the code that the engine and the decoder need, while the worker still waits for others."""
+    if choice is EngineChoice.EMBEDDED:
+        importlib.import_module("echo2.worker.runtime.engines.embedded")
+        importlib.import_module("transformers").AutoConfig  # noqa: B018  (lazily loaded: this is what takes seconds)
+    HostWeights.from_tensors({"warm": torch.zeros(8, dtype=torch.bfloat16)}, Version(0)).fingerprint()
 
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions) -> Engine:

@@ -36,8 +36,11 @@ class Waits:
         if known is None:
             self._waits[waiter] = _Wait(text, now, now)
             _log.info("waits for %s", text)
-        elif known.text != text or now >= known.told_at + REMINDER_S:
+        elif known.text != text:
             self._waits[waiter] = _Wait(text, known.since, now)
+            _log.info("waits for %s", text)
+        elif now >= known.told_at + REMINDER_S:
+            known.told_at = now
             _log.info("still waits, for %.0f s now, for %s", now - known.since, text)
 
     def end(self, waiter: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -54,6 +54,7 @@ class HostSnapshot:
 class WeightsHooks:
     """What others are told, on the loop's thread."""
 
+    check_model: Callable[[Iterable[tuple[str, tuple[int, ...], str]]], None]  # raises when it is another model's
     live: Callable[[swap.GoLive], None]
     start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch anew, from this version on
 
@@ -103,6 +104,8 @@ class WeightKeeper:
         except EchoError as error:
             await self._send(swap.DecodeFailed(str(error)))
             return
+        if self._staged.parent is None:
+            self._hooks.check_model((s.name, s.shape, s.element.name) for s in self._staged.table.specs)
         await self._send(swap.Decoded(self._staged.version, more_is_here))
 
     async def dropped(self) -> None:

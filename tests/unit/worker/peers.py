@@ -249,6 +249,7 @@ class SmallRun:
         self.learner_address = "127.0.0.1:0"
         self.enrol_port = 0
         self.model_config_json = b""
+        self.model_digest = ""
         self._servers: dict[str, grpc.aio.Server] = {}
 
     async def __aenter__(self) -> SmallRun:
@@ -323,6 +324,6 @@ class SmallRun:
             address=self.learner_address,
             model_name="tiny",
             model_config_json=self.model_config_json,
-            model_digest="0" * 64,
+            model_digest=self.model_digest,
             newest_version=Version(0),
         )

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo2.base.errors import BadToken, NotAllowed, StateError
+from echo2.base.errors import BadToken, NotAllowed, StateError, VersionMismatch
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.worker.model_digest import model_digest
 from echo2.worker.options import EngineChoice, WorkerLimits, WorkerOptions
 from echo2.worker.runtime.control import ask
 from echo2.worker.runtime.daemon import WorkerDaemon
@@ -58,11 +59,13 @@ async def working(run: SmallRun, folder: Path, **more: object) -> AsyncIterator[
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def prepared(run: SmallRun) -> list[torch.nn.Module]:
+async def prepared(run: SmallRun, digest: str = "") -> list[torch.nn.Module]:
     """The learner has joined and published version 0."""
     run.model_config_json = json.dumps(CONFIG).encode()
-    run.coordinator.learner = run.whereabouts
     models = make_versions(CONFIG)
+    table = [(name, tuple(p.shape), "bfloat16") for name, p in models[0].named_parameters()]
+    run.model_digest = digest or model_digest(run.model_config_json, table)
+    run.coordinator.learner = run.whereabouts
     await run.publish(0, models[0])
     return models
 
@@ -94,7 +97,7 @@ def test_a_worker_joins_gets_weights_generates_and_delivers_whole_groups(tmp_pat
             begun = time.monotonic()
             async with working(run, tmp_path / "w") as daemon:
                 await run.learner.until(lambda it: it.reports)
-                assert time.monotonic() - begun < 10.0, "join to first token"
+                assert time.monotonic() - begun < 30.0, "join to first token; benchmarks tell how long"
                 await run.learner.until(lambda it: len(it.finished) == 16)
                 await run.coordinator.until(lambda it: len(it.ended) == 4)
                 assert {e.reason for e in run.coordinator.ended} == {coordinator_pb2.LeaseEnded.REASON_FINISHED}
@@ -194,6 +197,16 @@ def test_a_restart_keeps_identity_and_needs_no_token(tmp_path: Path) -> None:
             run.coordinator.heartbeats.clear()
             async with working(run, tmp_path / "w", join_link=run.link("spent")):
                 await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+
+    asyncio.run(scene())
+
+
+def test_weights_of_another_model_than_the_one_announced_end_the_worker(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run, digest="f" * 64)
+            with pytest.raises(VersionMismatch, match="expected weights of digest ffff"):
+                await asyncio.wait_for(WorkerDaemon(options(run, tmp_path / "w")).run(), 60)
 
     asyncio.run(scene())
 

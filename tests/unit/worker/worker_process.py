@@ -1,0 +1,27 @@
+"""A worker in a process of its own: `python -m tests.unit.worker.worker_process LINK FOLDER SLOWDOWN`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.daemon import WorkerDaemon
+
+if __name__ == "__main__":
+    link, folder, slowdown = sys.argv[1:]
+    options = WorkerOptions(
+        join_link=link,
+        folder=Path(folder),
+        name="doomed",
+        engine=EngineChoice.EMBEDDED,
+        slot_count=8,
+        listen_host="127.0.0.1",
+        slowdown=float(slowdown),
+    )
+
+    async def run() -> None:
+        await WorkerDaemon(options).run()
+
+    asyncio.run(run())
