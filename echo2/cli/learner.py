@@ -55,7 +55,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         rollouts_per_group=learner.rollouts_per_prompt,
         staleness_bound=config.staleness.bound,
         trainer=_trainer_options(config),
-        task=TaskOptions(config.task.name, config.task.args),
+        task=TaskOptions(config.task.name, config.task.args, config.task.curriculum),
         sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens),
         evaluation=EvaluationOptions(config.task.eval_prompts, config.task.eval_every_steps),
         checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
@@ -71,6 +71,8 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
             config.broadcast.emulated_uplink, config.broadcast.emulated_downlink, config.broadcast.emulated_rtt
         ),
         keyframe_chain_max=learner.keyframe_every_versions,
+        drops_equal_rewards=learner.drop_equal_groups,
+        overlong_buffer_tokens=learner.overlong_buffer_tokens,
     )
 
 
@@ -88,6 +90,8 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         threads=learner.threads or 1,
         lr=learner.lr,
         warmup_steps=learner.warmup_steps,
+        schedule=learner.schedule,
+        scales_lr_by_ess=learner.scale_lr_by_ess,
         beta1=learner.beta1,
         beta2=learner.beta2,
         weight_decay=learner.weight_decay,
@@ -98,6 +102,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
             correction=CorrectionConfig(Correction(learner.correction), learner.is_cap),
             clip_low=learner.clip_low,
             clip_high=learner.clip_high,
+            ratio_ceiling=learner.ratio_ceiling or None,
             kl_coefficient=learner.kl_coefficient,
         ),
         advantage=ADVANTAGES[learner.advantage],

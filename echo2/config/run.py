@@ -33,6 +33,10 @@ class TaskSection(Section):
         str, Field(description="Task adapter: sort_digits, reasoning_gym, math, module:Class ... (docs/tasks.md).")
     ] = "sort_digits"
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
+    curriculum: Annotated[
+        Literal["in_order", "success_band"],
+        Field(description="success_band: prompts that always or never succeed come back less often."),
+    ] = "in_order"
     eval_prompts: Annotated[int, Field(ge=0, description="Held-out prompts scored at each evaluation; 0: none.")] = 64
     eval_every_steps: Annotated[Count, Field(description="Steps between evaluations on held-out prompts.")] = 20
 
@@ -65,6 +69,12 @@ class LearnerSection(Section):
     rollouts_per_prompt: Annotated[Count, Field(description="n: completions of each prompt.")] = 16
     lr: Annotated[Positive, Field(description="Learning rate of AdamW.")] = 1e-6
     warmup_steps: Annotated[int, Field(ge=0, description="Steps over which the learning rate rises from 0.")] = 0
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], Field(description="Shape of the learning rate after the warm-up.")
+    ] = "constant"
+    scale_lr_by_ess: Annotated[
+        bool, Field(description="Shrinks a step's learning rate when few rollouts carry the importance weight (VCPO).")
+    ] = False
     beta1: Annotated[Fraction, Field(description="AdamW's first moment decay.")] = 0.9
     beta2: Annotated[Fraction, Field(description="AdamW's second moment decay.")] = 0.99
     weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
@@ -86,6 +96,15 @@ class LearnerSection(Section):
     clip_low: Annotated[Positive, Field(description="Lower clip of the ratio, 1 - this.")] = 0.2
     clip_high: Annotated[Positive, Field(description="Upper clip of the ratio, 1 + this.")] = 0.28
     is_cap: Annotated[Positive, Field(description="Truncation of importance weights.")] = 2.0
+    ratio_ceiling: Annotated[
+        float, Field(ge=0, description="Bounds the ratio where the advantage is negative (dual clip); 0: off.")
+    ] = 0.0
+    drop_equal_groups: Annotated[
+        bool, Field(description="Dynamic sampling: a group of equal rewards is replaced, within a bound per step.")
+    ] = False
+    overlong_buffer_tokens: Annotated[
+        int, Field(ge=0, description="Completions lose reward over their last so many tokens before the limit; 0: off.")
+    ] = 0
     kl_coefficient: Annotated[
         float, Field(ge=0, description="Weight of the k3 KL penalty to the base model; 0: off.")
     ] = 0.0

@@ -89,3 +89,13 @@ class SuccessBand:
 
     def state(self) -> Mapping[str, float]:
         return {str(index): mean for index, mean in self._means.items()}
+
+
+def make_curriculum(name: str, seed: int) -> Curriculum:
+    """The curriculum called `name`, new."""
+    match name:
+        case "in_order":
+            return InOrder()
+        case "success_band":
+            return SuccessBand(BandConfig(seed=seed))
+    raise ConfigError(f"curriculum: expected in_order or success_band, got {name!r}")

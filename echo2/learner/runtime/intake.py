@@ -102,6 +102,8 @@ class Intake:
         else:
             self.rewards.scored += 1
         self.batcher.reward(rollout.group_id, rollout.index, scored.reward.value if scored.reward else None)
+        if group.is_ready:
+            self.prompts.fared(group.draw.cursor, [value for value in group.rewards.values() if value is not None])
         self.settle()
         if self.batcher.is_batch_ready:
             self._progress.set()
@@ -137,8 +139,8 @@ class Intake:
         if self._retries:
             draw = self._retries.popleft()
         else:
-            draw = self.prompts.draw(self.cursor)
-            self.cursor += 1
+            draw = self.prompts.draw(self.prompts.next_wanted(self.cursor))
+            self.cursor = draw.cursor + 1
         step = consume_step(self.offers, self.batcher.next_step, self.batcher.in_flight_groups)
         spec = self.batcher.open_group(draw, step)
         self.journal.append(Opened(draw, spec))

@@ -67,10 +67,11 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """The adapter by name, with its arguments (tasks/)."""
+    """The adapter by name, with its arguments (tasks/), and which of its prompts are preferred."""
 
     name: str = "sort_digits"
     args: Mapping[str, object] = field(default_factory=dict)
+    curriculum: str = "in_order"  # in_order | success_band
 
 
 @dataclass(frozen=True, slots=True)

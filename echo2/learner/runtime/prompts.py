@@ -1,8 +1,9 @@
 """The data plane as the learner sees it: prompts as tokens, rewards of tokens.
 
 Guarantees: the prompt of a cursor is the same after every restart; a prompt whose tokens the model does not have is a
-clear error before anything is sampled. Leaves to others: the order of instances (tasks/split), limits on rewards
-(tasks/runtime/rewards).
+clear error before anything is sampled. What the curriculum remembers starts anew with the process, so a restart may
+prefer other prompts; rollouts that were recorded are trained on alike. Leaves to others: the order of instances
+(tasks/split), limits on rewards (tasks/runtime/rewards).
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.selection import OverlongShaping
+from echo2.tasks.curriculum import make_curriculum
 from echo2.tasks.runtime.registry import make_task
 from echo2.tasks.runtime.rewards import Scored, make_scorer
 from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import TaskInstance, TaskSpec, prompt_text
+
+SKIPS_MAX = 64
+"""Prompts that the curriculum may pass over before the next is taken anyway."""
 
 
 class Prompts:
@@ -40,10 +45,22 @@ class Prompts:
         self.task = make_task(spec)
         self.split = TaskSplit(self.task.size, options.evaluation.prompts, options.seed)
         self.scorer = make_scorer(self.task, spec)
+        self.curriculum = make_curriculum(options.task.curriculum, options.seed)
         buffer_tokens = options.overlong_buffer_tokens
         limit_tokens = options.sampling.max_new_tokens
         self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
         self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
+
+    def next_wanted(self, cursor: int) -> int:
+        """The first cursor from this one on whose prompt the curriculum wants; after a bounded search, the next."""
+        for candidate in range(cursor, cursor + SKIPS_MAX):
+            if self.curriculum.wants(candidate, self.split.train_index(candidate)):
+                return candidate
+        return cursor + SKIPS_MAX
+
+    def fared(self, cursor: int, rewards: Sequence[float]) -> None:
+        """Tells the curriculum how the group on prompt `cursor` fared."""
+        self.curriculum.record(self.split.train_index(cursor), rewards)
 
     def draw(self, cursor: int) -> Draw:
         """Prompt number `cursor` of the run."""

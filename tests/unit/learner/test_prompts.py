@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.options import TaskOptions
+from echo2.learner.runtime.prompts import SKIPS_MAX, Prompts
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -23,4 +24,17 @@ def test_overlong_completions_lose_reward_in_training_only(tmp_path: Path, buffe
     assert trained.reward is not None and trained.reward.value == pytest.approx(expected)
     judged = asyncio.run(prompts.score_instance(instance.index, token_ids))
     assert judged.reward is not None and judged.reward.value == 1.0
+    prompts.close()
+
+
+def test_the_curriculum_passes_over_mastered_prompts_within_a_bound(tmp_path: Path) -> None:
+    task = TaskOptions("sort_digits", {"digit_count": 1}, "success_band")
+    options = options_for(tmp_path, make_tiny_model(tmp_path / "model"), task=task)
+    prompts = Prompts(options, vocabulary_size=100, stop_token_ids=[1])
+    assert [prompts.next_wanted(cursor) for cursor in range(6)] == list(range(6))
+    for cursor in range(6):
+        prompts.fared(cursor, [1.0, 1.0])
+    taken = [prompts.next_wanted(cursor) for cursor in range(100)]
+    assert all(cursor <= found <= cursor + SKIPS_MAX for cursor, found in enumerate(taken))
+    assert sum(found > cursor for cursor, found in enumerate(taken)) > 50
     prompts.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.tasks.curriculum import BandConfig, InOrder, SuccessBand
+from echo2.tasks.curriculum import BandConfig, InOrder, SuccessBand, make_curriculum
 
 
 def test_new_and_middling_instances_are_wanted_and_others_come_back_now_and_then() -> None:
@@ -40,3 +40,10 @@ def test_in_order_takes_everything_and_a_band_without_revisits_is_refused() -> N
     InOrder().record(0, [1.0])
     with pytest.raises(ConfigError, match="revisit"):
         BandConfig(revisit=0.0)
+
+
+def test_curricula_are_made_by_name() -> None:
+    assert isinstance(make_curriculum("in_order", 0), InOrder)
+    assert isinstance(make_curriculum("success_band", 0), SuccessBand)
+    with pytest.raises(ConfigError, match="expected in_order or success_band, got 'hard'"):
+        make_curriculum("hard", 0)
