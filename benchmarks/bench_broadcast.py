@@ -95,8 +95,7 @@ def measure(scene: dict[str, Any], launcher: str = "") -> dict[str, Any]:
             results = [json.loads(_line(proc)) for proc in procs]
             for proc in procs:
                 _tell(proc, "STOP")
-            for proc, result in zip(procs, results, strict=True):
-                result |= json.loads(_line(proc))
+            results = [result | json.loads(_line(proc)) for proc, result in zip(procs, results, strict=True)]
         finally:
             for proc in procs:
                 proc.terminate()

@@ -32,7 +32,8 @@ KEYFRAME = ArtifactId(Version(0))
 def make_plan(scene: dict[str, Any], peer_ids: list[Any]) -> BroadcastPlan:
     links = [
         NodeLink(
-            peer_id, node["name"], () if node.get("natted") else (node["address"],), node["up"], node["down"], node["rtt"]
+            peer_id, node["name"], () if node.get("natted") else (node["address"],), node["up"], node["down"],
+            node["rtt"],
         )
         for peer_id, node in zip(peer_ids, scene["nodes"], strict=True)
     ]  # fmt: skip

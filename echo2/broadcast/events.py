@@ -88,11 +88,12 @@ class CancelSeen:
 
 @dataclass(frozen=True, slots=True)
 class RelayAckSeen:
-    """The peer has passed the chunk on to all that it relays to."""
+    """The peer has passed the chunk on to all that it relays to; it has `backlog` more of ours."""
 
     peer: PeerId
     key: ArtifactKey
     index: int
+    backlog: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class SendRelayAck:
     peer: PeerId
     key: ArtifactKey
     index: int
+    backlog: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class SessionConfig:
     uplink_bytes_per_s: float = 0.0
     slots_per_peer: int = 2
     have_interval_s: float = 0.5
-    lap_slack_s: float = 0.25
+    relay_slack_s: float = 0.15
     relay_timeout_s: float = 2.0
     relays_full_s: float = 0.3
     stall_s: float = 3.0
@@ -54,20 +54,30 @@ class Pacer:
 
 
 class RelayWindow:
-    """How many chunks the seed keeps with one tree's relay. It grows while the relay hands them on without queueing.
+    """How many chunks the seed keeps with one tree's relay: as few as keep its uplink busy.
 
-    A lap is the time from handing a chunk over until the relay has passed it on. While laps stay within `slack_s` of
-    the shortest one seen, the relay's uplink has room and the window grows; beyond that it shrinks. So the queue at a
-    relay stays near `slack_s`, whatever its uplink and distance, and neither has to be known.
+    With each acknowledgement the relay says how many more it has to pass on. While that is under what it passes on in
+    `slack_s` (and under two), the window grows; over twice that, it shrinks. So neither the relay's uplink nor its
+    distance has to be known, and what queues at a relay stays near `slack_s`.
     """
 
-    __slots__ = ("_lap_min_s", "_window", "is_suspended", "lap_s", "outstanding", "sent_bytes", "slack_s")
-    SMALLEST, LARGEST = 2.0, 32.0
+    __slots__ = (
+        "_interval_s",
+        "_last_ack_at",
+        "_window",
+        "is_suspended",
+        "lap_s",
+        "outstanding",
+        "sent_bytes",
+        "slack_s",
+    )
+    SMALLEST, LARGEST = 2.0, 48.0
 
     def __init__(self, slack_s: float) -> None:
         self.slack_s = slack_s
         self._window = 3.0
-        self._lap_min_s = float("inf")
+        self._interval_s = 0.1
+        self._last_ack_at: float | None = None
         self.lap_s = 0.0
         self.outstanding: dict[tuple[bytes, int], float] = {}
         self.sent_bytes = 0.0
@@ -77,20 +87,22 @@ class RelayWindow:
     def has_room(self) -> bool:
         return not self.is_suspended and len(self.outstanding) < int(self._window)
 
-    def handed_over(self, ref: tuple[bytes, int], size_bytes: int, now: float) -> None:
-        self.outstanding[ref] = now
-        self.sent_bytes += size_bytes
-
-    def passed_on(self, ref: tuple[bytes, int], now: float) -> None:
+    def passed_on(self, ref: tuple[bytes, int], backlog: int, now: float) -> None:
+        """The relay is through with a chunk and has `backlog` more."""
         begun = self.outstanding.pop(ref, None)
         self.is_suspended = False
         if begun is None:
             return
         lap_s = now - begun
-        self._lap_min_s = min(self._lap_min_s * 1.002, lap_s)
         self.lap_s = lap_s if self.lap_s == 0.0 else 0.8 * self.lap_s + 0.2 * lap_s
-        change = 0.5 if lap_s < self._lap_min_s + self.slack_s else -0.5
-        self._window = min(self.LARGEST, max(self.SMALLEST, self._window + change))
+        if self._last_ack_at is not None and backlog:
+            self._interval_s = 0.8 * self._interval_s + 0.2 * min(1.0, now - self._last_ack_at)
+        self._last_ack_at = now
+        enough = max(2.0, self.slack_s / max(self._interval_s, 1e-3))
+        if backlog < enough:
+            self._window = min(self.LARGEST, self._window + 0.5)
+        elif backlog > 2 * enough:
+            self._window = max(self.SMALLEST, self._window - 0.5)
 
     def oldest_age_s(self, now: float) -> float:
         return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0

@@ -57,7 +57,7 @@ class Seeding:
             children = planned.children()
             mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
             relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
-            window = RelayWindow(self._config.lap_slack_s)
+            window = RelayWindow(self._config.relay_slack_s)
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
@@ -120,9 +120,9 @@ class Seeding:
         has_relays = any(tree.relays and not tree.window.is_suspended for tree in self.trees)
         if has_relays and now - self._relays_full_since < self._config.relays_full_s:
             return None
-        return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.lap_slack_s))
+        return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.relay_slack_s))
 
-    def acknowledged(self, peer: PeerId, ref: Ref, now: float) -> None:
+    def acknowledged(self, peer: PeerId, ref: Ref, backlog: int, now: float) -> None:
         for tree in self._all_trees:
             if peer not in tree.relays:
                 continue
@@ -133,7 +133,7 @@ class Seeding:
             owed.discard(peer)
             if not owed:
                 del tree.owed_by[ref]
-                tree.window.passed_on(ref, now)
+                tree.window.passed_on(ref, backlog, now)
 
     def lost(self, peer: PeerId) -> None:
         """The connection to a relay ended."""

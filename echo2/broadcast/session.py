@@ -117,7 +117,7 @@ class Session:
             case CancelSeen():
                 self._cancel_seen(event)
             case RelayAckSeen():
-                self._seeding.acknowledged(event.peer, (event.key, event.index), now)
+                self._seeding.acknowledged(event.peer, (event.key, event.index), event.backlog, now)
             case ChunkSent():
                 self._chunk_sent(event)
             case Wanted():
@@ -289,7 +289,7 @@ class Session:
         if waiting:
             self._jobs[ref] = RelayJob(parent, waiting)
         elif has_children and parent in self.peers:
-            self._actions.append(SendRelayAck(parent, ArtifactKey(ref[0]), ref[1]))
+            self._acknowledge(parent, ref)
 
     def _children_in(self, route: Route) -> tuple[tuple[PeerId, bool], ...]:
         """Our children in a tree, and whether each has children itself."""
@@ -313,7 +313,11 @@ class Session:
         if not job.waiting:
             del self._jobs[ref]
             if job.parent is not None and job.parent in self.peers:
-                self._actions.append(SendRelayAck(job.parent, ArtifactKey(ref[0]), ref[1]))
+                self._acknowledge(job.parent, ref)
+
+    def _acknowledge(self, parent: PeerId, ref: Ref) -> None:
+        backlog = sum(1 for job in self._jobs.values() if job.parent == parent)
+        self._actions.append(SendRelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog))
 
     # ---- telling
 

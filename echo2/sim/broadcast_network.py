@@ -190,7 +190,7 @@ class BroadcastNetwork:
             case SendCancel():
                 return CancelSeen(me, action.key, action.indices)
             case SendRelayAck():
-                return RelayAckSeen(me, action.key, action.index)
+                return RelayAckSeen(me, action.key, action.index, action.backlog)
             case _:
                 raise AssertionError(f"not a message: {action}")
 

@@ -136,12 +136,12 @@ def indices_from(message: pb.ChunkRequest | pb.ChunkCancel) -> tuple[ArtifactKey
     return _key(message.key), tuple(message.indices)
 
 
-def relay_ack_to_bytes(key: ArtifactKey, index: int) -> bytes:
-    return pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=index)).SerializeToString()
+def relay_ack_to_bytes(key: ArtifactKey, index: int, backlog: int) -> bytes:
+    return pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=index, backlog=backlog)).SerializeToString()
 
 
-def relay_ack_from(message: pb.RelayAck) -> tuple[ArtifactKey, int]:
-    return _key(message.key), message.index
+def relay_ack_from(message: pb.RelayAck) -> tuple[ArtifactKey, int, int]:
+    return _key(message.key), message.index, message.backlog
 
 
 def _key(data: bytes) -> ArtifactKey:

@@ -485,7 +485,7 @@ class BroadcastNode:
             case SendCancel():
                 return wire.cancel_to_bytes(action.key, action.indices)
             case SendRelayAck():
-                return wire.relay_ack_to_bytes(action.key, action.index)
+                return wire.relay_ack_to_bytes(action.key, action.index, action.backlog)
             case _:
                 return None
 

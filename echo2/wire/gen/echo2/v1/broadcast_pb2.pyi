@@ -127,12 +127,14 @@ class ChunkCancel(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RelayAck(_message.Message):
-    __slots__ = ("key", "index")
+    __slots__ = ("key", "index", "backlog")
     KEY_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     index: int
-    def __init__(self, key: _Optional[bytes] = ..., index: _Optional[int] = ...) -> None: ...
+    backlog: int
+    def __init__(self, key: _Optional[bytes] = ..., index: _Optional[int] = ..., backlog: _Optional[int] = ...) -> None: ...
 
 class BroadcastPlan(_message.Message):
     __slots__ = ("epoch", "nodes", "topology", "trees", "predicted_s", "predicted_bytes", "reason")
