@@ -29,6 +29,7 @@ UTILISATION_TOLERANCE = 0.005
 # How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
 FLUID_CHECKS_MAX = 3
+EFFORTS_MAX = 2
 
 
 def plan(
@@ -120,8 +121,8 @@ class _Planner:
                 denied.append(predicted)
             if not denied:
                 break
-        effort = refined(self.search.snapshot, self.search.config, self.best_effort())
-        return max([*denied, effort], key=lambda one: (round(one.utilisation, 3), -one.usd_per_hour)), False
+        efforts = [refined(self.search.snapshot, self.search.config, one) for one in self.best_efforts()]
+        return max([*denied, *efforts], key=lambda one: (round(one.utilisation, 3), -one.usd_per_hour)), False
 
     def _candidates(self, raised: float, dearer: float) -> list[Evaluation]:
         """Each period's cheapest pool for `raised` times the rate, best first: cost, then slack, then more versions.
@@ -129,7 +130,7 @@ class _Planner:
         Periods whose pool costs more than `dearer` times the cheapest so far are left out.
         """
         found: list[Evaluation] = []
-        search = replace(self.search, rate_needed=self.search.rate_needed * raised)
+        search = replace(self.search, rate_needed=self.search.rate_needed * raised, proven=[])
         ceiling = np.inf
         for kappa in self.search.config.kappas:
             best = self._best_at(search, kappa, ceiling)
@@ -169,10 +170,10 @@ class _Planner:
         predicted_s = self.predictor.predict(size, learner.link, links) - latency_s
         return predicted_s / found.point.transfer_s if found.point.transfer_s > 0 else 1.0
 
-    def best_effort(self) -> Evaluation:
-        """Nothing keeps the relations: the pool that keeps the learner busiest, and of those the cheapest."""
+    def best_efforts(self) -> list[Evaluation]:
+        """Nothing keeps the relations: the pools that keep the learner busiest, and of those the cheapest, first."""
         found = [self.search.evaluate(self.period(kappa), chosen) for kappa, chosen in self._efforts()]
-        return min(found, key=lambda one: (-round(one.utilisation, 6), one.usd_per_hour, one.kappa))
+        return sorted(found, key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))[:EFFORTS_MAX]
 
     def _efforts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Pools to consider for each period: nobody but the pinned, and best-rate prefixes, dear and cheap links."""

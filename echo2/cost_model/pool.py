@@ -18,7 +18,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from echo2.cost_model.columns import Flags, Floats
 
-MIP_GAP = 1e-4
+MIP_GAP = 1e-3
 MIP_NODES_MAX = 5000  # a bound in nodes, not seconds, so that plans do not depend on the machine
 TOLERANCE = 1e-6
 
@@ -51,6 +51,20 @@ class PoolProblem:
             and float(self.burden[chosen].sum()) - self.burden_room <= TOLERANCE * scale
             and float(self.price[chosen].sum()) <= self.price_cap * (1 + TOLERANCE)
         )
+
+    def relaxes(self, other: PoolProblem) -> bool:
+        """Whether every answer to `other`, a problem over the same fleet and caps, is an answer to this one."""
+        return (
+            self.need <= other.need * (1 + TOLERANCE)
+            and not bool((other.is_candidate & ~self.is_candidate).any())
+            and (self.swarm_is_free or bool((self.burden <= other.burden + TOLERANCE).all()))
+            and bool((self.value >= other.value * (1 - TOLERANCE)).all())
+        )
+
+    @property
+    def swarm_is_free(self) -> bool:
+        """Whether no candidate takes more from the swarm than it gives."""
+        return float(self.burden[self.is_candidate].max(initial=-1.0)) <= TOLERANCE * max(1.0, abs(self.burden_room))
 
 
 def lower_bound_usd(problem: PoolProblem) -> float:

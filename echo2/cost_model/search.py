@@ -10,17 +10,18 @@ Leaves to others: which period (planner), noise (activation).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from echo2.cost_model.capacity import OperatingPoint, utilisation_background, utilisation_stalled
 from echo2.cost_model.columns import Flags, FleetColumns, Floats, PeriodColumns
-from echo2.cost_model.pool import TOLERANCE, PoolProblem, exact, greedy, lower_bound_usd
+from echo2.cost_model.pool import MIP_GAP, TOLERANCE, PoolProblem, exact, greedy, lower_bound_usd
 from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
 
 BATCH_POINTS = 16
 TRANSFER_POINTS = 5
+GREEDY_GAP_WANTED = 2e-3  # without the exact solver: a pool this close to the bound is not improved on
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,17 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class Proven:
+    """A linear problem that was looked at: no answer is cheaper than `usd_least`; `found` is the one found, if any."""
+
+    problem: PoolProblem
+    usd_least: float
+    found: Evaluation | None
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
-    """One planning problem, its columns made once."""
+    """One planning problem, its columns made once. `proven` saves looking twice: a harder problem costs no less."""
 
     snapshot: FleetSnapshot
     config: PlanConfig
@@ -74,6 +84,7 @@ class Search:
     is_must: Flags
     rate_needed: float
     is_exact: bool
+    proven: list[Proven] = field(default_factory=list)
 
     def evaluate(self, period: PeriodColumns, chosen: Flags) -> Evaluation:
         """What the relations say of a pool; a pool may break them."""
@@ -116,28 +127,44 @@ class Search:
 
     def best(self, period: PeriodColumns, usd_ceiling: float = np.inf) -> Evaluation | None:
         """The cheapest pool that keeps every relation, None when there is none cheaper than `usd_ceiling`."""
-        problems = list(self._problems(period))
-        bounds = [lower_bound_usd(problem) for problem in problems]
-        by_greedy = [
-            found
-            for problem, bound in zip(problems, bounds, strict=True)
-            if bound < usd_ceiling and (found := self._answer(period, greedy(problem))) is not None
-        ]
-        cheapest = min(by_greedy, key=lambda found: found.usd_per_hour, default=None)
-        if not self.is_exact:
-            return cheapest
-        best = cheapest
-        for index in np.argsort(bounds, kind="stable").tolist():
-            ceiling = min(usd_ceiling, best.usd_per_hour if best else np.inf)
-            if bounds[index] >= ceiling * (1 - TOLERANCE):
-                break
-            found = self._answer(period, exact(problems[index]))
-            if found is not None and found.usd_per_hour < ceiling * (1 - TOLERANCE):
-                best = found
+        best = self._best_known(period)
+        tolerance = MIP_GAP if self.is_exact else GREEDY_GAP_WANTED
+        for problem in self._problems(period):
+            roof = min(usd_ceiling, best.usd_per_hour if best else np.inf) * (1 - tolerance)
+            if any(proof.usd_least >= roof and proof.problem.relaxes(problem) for proof in self.proven):
+                continue
+            least = lower_bound_usd(problem)
+            found: Evaluation | None = None
+            if least < roof:
+                found, least = self._solved(period, problem, least)
+                if found is not None and (best is None or found.usd_per_hour < best.usd_per_hour):
+                    best = found
+            self.proven.append(Proven(problem, least, found))
+        return best if best is not None and best.usd_per_hour < usd_ceiling else None
+
+    def _best_known(self, period: PeriodColumns) -> Evaluation | None:
+        """The cheapest of the pools found for other periods that does for this one too."""
+        known = (proof.found for proof in self.proven if proof.found is not None)
+        for found in sorted(known, key=lambda one: one.usd_per_hour):
+            again = self.evaluate(period, found.chosen)
+            if again.keeps_relations(self.rate_needed):
+                return replace(again, greedy_gap=found.greedy_gap, solver=found.solver)
+        return None
+
+    def _solved(self, period: PeriodColumns, problem: PoolProblem, least: float) -> tuple[Evaluation | None, float]:
+        """The greedy's pool, or the integer program's where that can be cheaper; and a price that none is under."""
+        quick = self._answer(period, greedy(problem))
+        if not self.is_exact or (quick is not None and quick.usd_per_hour <= least * (1 + MIP_GAP)):
+            return quick, least
+        best = self._answer(period, exact(problem))
         if best is None:
-            return None
-        gap = (cheapest.usd_per_hour / best.usd_per_hour - 1) if cheapest and best.usd_per_hour > 0 else 0.0
-        return replace(best, greedy_gap=max(0.0, gap), solver="exact")
+            return quick, least
+        if quick is None:
+            return replace(best, solver="exact"), best.usd_per_hour * (1 - MIP_GAP)
+        if quick.usd_per_hour < best.usd_per_hour:
+            return replace(quick, solver="exact"), max(least, quick.usd_per_hour * (1 - MIP_GAP))
+        gap = quick.usd_per_hour / best.usd_per_hour - 1 if best.usd_per_hour > 0 else 0.0
+        return replace(best, solver="exact", greedy_gap=gap), max(least, best.usd_per_hour * (1 - MIP_GAP))
 
     def _answer(self, period: PeriodColumns, chosen: Flags | None) -> Evaluation | None:
         if chosen is None:

@@ -1,0 +1,189 @@
+"""The question that a person puts to the planner: a model, a learner, lengths and machines on offer.
+
+Guarantees: `snapshot()` and `config()` are what the live planner would be given if the priors were measured; a
+what-if changes one named number. Bad values raise `ConfigError` naming field, value and range. Leaves to others:
+reading files and printing (cli).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import PeerId
+from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
+from echo2.cost_model.catalogue import Gpu, WorkerPrior, gpu_of, worker_prior
+from echo2.cost_model.snapshot import (
+    FleetSnapshot,
+    LearnerEstimate,
+    LinkEstimate,
+    PlanConfig,
+    WorkerEstimate,
+    checked,
+    checked_positive,
+)
+
+OFFER_WORKERS_MAX = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """`count` like machines that can be had. slots and tokens_per_s 0: by the catalogue."""
+
+    gpu: str
+    count: int
+    price_usd_per_hour: float
+    link: LinkEstimate
+    provider: str = ""
+    hazard_per_hour: float = 0.0
+    join_s: float = 120.0
+    apply_s: float = 1.0
+    swap_s: float = 0.0
+    slots: int = 0
+    tokens_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        whose = f"offer of {self.gpu}"
+        checked(whose, "count", self.count, 0, OFFER_WORKERS_MAX)
+        for name in ("price_usd_per_hour", "hazard_per_hour", "join_s", "apply_s", "swap_s", "slots", "tokens_per_s"):
+            checked(whose, name, getattr(self, name), 0.0)
+
+    @property
+    def key(self) -> str:
+        return f"{self.provider}/{self.gpu}" if self.provider else self.gpu
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Lengths of rollouts in tokens: mean, 95th percentile, limit."""
+
+    mean: float
+    tail: float
+    longest: float
+
+    def __post_init__(self) -> None:
+        checked_positive("lengths", "mean tokens", self.mean)
+        checked("lengths", "tail tokens", self.tail, 1.0, self.longest)
+        checked("lengths", "longest tokens", self.longest, self.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """All that `echo2 plan` plans from."""
+
+    model_billions: float
+    learner: LearnerEstimate
+    wishes: PlanConfig
+    tokens: TokenCounts
+    offers: tuple[Offer, ...]
+    catalogue: Mapping[str, Gpu]
+
+    def prior(self, offer: Offer) -> WorkerPrior:
+        """Slots and rate of one offered machine."""
+        prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model_billions, self.tokens.mean)
+        return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or prior.tokens_per_s)
+
+    def worker(self, offer: Offer, index: int) -> WorkerEstimate:
+        """One offered machine as the planner sees it. Prices are per GPU, and a worker may need several."""
+        prior = self.prior(offer)
+        speed = prior.sequence_tokens_per_s
+        return WorkerEstimate(
+            worker_id=PeerId(f"{offer.key}#{index:04d}"),
+            rollouts_per_s=prior.tokens_per_s / self.tokens.mean,
+            price_usd_per_hour=offer.price_usd_per_hour * prior.gpu_count,
+            link=offer.link,
+            rollout_s_mean=self.tokens.mean / speed,
+            rollout_s_tail=self.tokens.tail / speed,
+            rollout_s_max=self.tokens.longest / speed,
+            tokens_per_s=prior.tokens_per_s,
+            join_s=offer.join_s,
+            hazard_per_hour=offer.hazard_per_hour,
+            apply_s=offer.apply_s,
+            swap_s=offer.swap_s,
+            provider=offer.provider,
+        )
+
+    def snapshot(self) -> FleetSnapshot:
+        """Every machine on offer, on standby."""
+        workers = []
+        for offer in self.offers:
+            if offer.count:
+                first = self.worker(offer, 0)
+                workers += [replace(first, worker_id=PeerId(f"{offer.key}#{i:04d}")) for i in range(offer.count)]
+        return FleetSnapshot(0.0, self.learner, tuple(workers))
+
+    def what_if(self, name: str, text: str) -> PlanQuestion:
+        """This question with one number changed; `WHAT_IF` lists the names."""
+        kind, _, of = name.partition(".")
+        if kind not in WHAT_IF or bool(of) != (kind in ("price", "count")):
+            raise ConfigError(f"what-if: expected one of {', '.join(WHAT_IF)}, got {name!r}")
+        learner, wishes = self.learner, self.wishes
+        match kind:
+            case "S":
+                bound = int(_number(name, text))
+                kappa = min(wishes.fixed_kappa, bound)
+                return replace(self, wishes=replace(wishes, staleness_bound=bound, fixed_kappa=kappa))
+            case "kappa":
+                return replace(self, wishes=replace(wishes, fixed_kappa=int(_number(name, text))))
+            case "uplink":
+                link = replace(learner.link, uplink_bytes_per_s=parse_rate_bytes_per_s(text))
+                return replace(self, learner=replace(learner, link=link))
+            case "train":
+                return replace(self, learner=replace(learner, train_s=parse_duration_s(text)))
+            case "R":
+                return replace(self, learner=replace(learner, rollouts_per_step=int(_number(name, text))))
+            case "delta":
+                return replace(self, learner=replace(learner, delta_bytes=_number(name, text)))
+            case "tail":
+                return replace(self, tokens=replace(self.tokens, tail=_number(name, text)))
+            case "target":
+                return replace(self, wishes=replace(wishes, target_utilisation=_number(name, text)))
+            case "cap":
+                return replace(self, wishes=replace(wishes, usd_per_hour_cap=_number(name, text)))
+            case "worker_uplink":
+                rate = parse_rate_bytes_per_s(text)
+                offers = (replace(o, link=replace(o.link, uplink_bytes_per_s=rate)) for o in self.offers)
+                return replace(self, offers=tuple(offers))
+            case _:
+                return self._with_offer(kind, of, _number(name, text))
+
+    def _with_offer(self, kind: str, of: str, value: float) -> PlanQuestion:
+        """Price or count of the offers of one GPU changed; offers a GPU that was not on offer."""
+        gpu = gpu_of(self.catalogue, of)
+        offers = list(self.offers)
+        if all(offer.gpu != of for offer in offers):
+            link = offers[0].link if offers else LinkEstimate(12.5e6, 50e6, 0.08)
+            offers.append(Offer(of, 0, gpu.usd_per_hour, link))
+        changed = {"price_usd_per_hour": value} if kind == "price" else {"count": int(value)}
+        return replace(self, offers=tuple(replace(o, **changed) if o.gpu == of else o for o in offers))
+
+
+WHAT_IF = (
+    "S", "kappa", "uplink", "train", "R", "delta", "tail", "target", "cap", "worker_uplink", "price", "count",
+)  # fmt: skip
+
+
+def parse_what_if(text: str) -> list[tuple[str, str]]:
+    """`uplink=1gbit,S=4,price.RTX4090=0.3` -> pairs."""
+    pairs = []
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"what-if: expected NAME=VALUE such as uplink=1gbit or S=4, got {part!r}")
+        pairs.append((name.strip(), value.strip()))
+    return pairs
+
+
+def billions_in(name: str) -> float | None:
+    """The parameter count that a model's name tells, in billions: `Qwen3-8B` -> 8."""
+    found = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z])", name)
+    return float(found[1]) if found else None
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"what-if {name}: expected a number, got {text!r}") from None

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import echo2.cost_model
+from echo2.base.errors import ConfigError
+from echo2.cost_model.advice import advise
+from echo2.cost_model.catalogue import gpu_of, parse_catalogue, train_s_prior, worker_prior
+from echo2.cost_model.planner import plan
+from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts, billions_in, parse_what_if
+from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
+from tests.unit.cost_model.fleets import learner, snapshot, worker
+
+CATALOGUE = parse_catalogue(
+    tomllib.loads((Path(echo2.cost_model.__file__).parent / "gpus.toml").read_text(encoding="utf-8"))
+)
+
+
+def question() -> PlanQuestion:
+    link = LinkEstimate(12.5e6, 5e7, 0.08)
+    offers = (Offer("RTX5090", 24, 0.55, link), Offer("H100", 8, 2.4, link))
+    return PlanQuestion(
+        8.0, learner(rollouts_per_step=2048, train_s=200.0), PlanConfig(4), TokenCounts(2800, 7000, 8192), offers,
+        CATALOGUE,
+    )  # fmt: skip
+
+
+def test_larger_models_need_more_gpus_and_run_slower() -> None:
+    small, large = (worker_prior(gpu_of(CATALOGUE, "RTX4090"), size, 2800) for size in (4.0, 32.0))
+    assert small.gpu_count == 1 < large.gpu_count
+    assert small.tokens_per_s > large.tokens_per_s / large.gpu_count
+    assert train_s_prior(CATALOGUE["H100"], 4, 8.0, 1e6) == pytest.approx(48e15 / (4 * 990e12 * 0.35))
+
+
+def test_what_if_changes_one_number_and_the_plan_with_it() -> None:
+    base = question()
+    before = plan(base.snapshot(), base.wishes)
+    dear = base.what_if("price.RTX5090", "9.0")
+    after = plan(dear.snapshot(), dear.wishes)
+    assert before.is_feasible and after.is_feasible
+    assert any(one.startswith("RTX5090") for one in before.pool)
+    assert not any(one.startswith("RTX5090") for one in after.pool) or after.usd_per_hour > before.usd_per_hour
+    assert base.what_if("uplink", "1gbit").learner.link.uplink_bytes_per_s == 125e6
+    assert base.what_if("S", "2").wishes.staleness_bound == 2
+    assert base.what_if("count.H200", "3").offers[-1].count == 3
+    assert parse_what_if("uplink=1gbit, S=4") == [("uplink", "1gbit"), ("S", "4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("S", "0"), ("S", "x"), ("uplink", "0bit"), ("colour", "3"), ("price.GTX", "1"), ("price", "1"), ("cap", "-1"),
+     ("train", "nan"), ("kappa", "9")],
+)  # fmt: skip
+def test_bad_what_ifs_are_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        question().what_if(name, value)
+
+
+def test_bad_catalogues_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="memory_gb"):
+        parse_catalogue({"A": {"price": 1}})
+    table = {"memory_gb": 1.0, "bandwidth_gb_per_s": -1, "usd_per_hour": 1, "token_rate_billion": 1, "train_tflops": 1}
+    with pytest.raises(ConfigError, match="GPU A: bandwidth_gb_per_s"):
+        parse_catalogue({"A": table})
+    with pytest.raises(ConfigError, match="RTX4090"):
+        gpu_of(CATALOGUE, "RTX4091")
+
+
+def test_model_sizes_are_read_from_names() -> None:
+    assert billions_in("Qwen/Qwen3-8B") == 8.0
+    assert billions_in("Qwen2.5-0.5B-Instruct") == 0.5
+    assert billions_in("tiny") is None
+
+
+def test_advice_was_tried_and_suffices() -> None:
+    short = snapshot(tuple(worker(f"w{i}") for i in range(3)))
+    advice = advise(short, PlanConfig(4))
+    assert any("more workers" in one.change for one in advice)
+    assert all(one.predicted_utilisation >= 0.97 and math.isfinite(one.usd_per_hour) for one in advice)
