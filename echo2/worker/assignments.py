@@ -31,6 +31,7 @@ from echo2.worker.duties import (
     EngineRefused,
     Event,
     FetchPartials,
+    FinishUp,
     Granted,
     Judged,
     LearnerCame,
@@ -78,6 +79,7 @@ class Assignments:
     _learner_since: float | None = None
     _coordinator_is_here: bool = False
     _is_active: bool = True
+    _is_leaving: bool = False
     _drain_deadline: float | None = None
     _is_drained: bool = False
     _wake_at: float = 0.0
@@ -144,7 +146,10 @@ class Assignments:
                 yield from self._hand_back(lease_id, reason, now)
             case Activated(is_active):
                 self._is_active = is_active
+            case FinishUp():
+                self._is_leaving = True
             case Drain(within_s, reason):
+                self._is_leaving = True
                 self._drain_deadline = now + within_s
                 for lease_id in list(self._leases):
                     yield from self._hand_back(lease_id, reason, now)
@@ -161,7 +166,7 @@ class Assignments:
             known.deadline = grant.deadline
             return
         self._demand.granted(grant.group.rollout_count, now)
-        if self._drain_deadline is not None:
+        if self._is_leaving:
             yield EndLease(grant.lease_id, EndReason.HANDED_BACK, "this worker is draining")
             return
         if len(self._leases) >= self.limits.leases_max:
@@ -341,10 +346,10 @@ class Assignments:
         return max(lease.deadline, self._learner_since) + VERDICT_GRACE_S
 
     def _drained(self, now: float) -> Iterator[Action]:
-        if self._drain_deadline is None or self._is_drained:
+        if not self._is_leaving or self._is_drained:
             return
         lost = 0
-        if now >= self._drain_deadline:
+        if self._drain_deadline is not None and now >= self._drain_deadline:
             lost = self.unheld_tokens
             for lease_id in list(self._leases):
                 yield from self._ended(lease_id, EndReason.HANDED_BACK, "the drain ran out of time")
@@ -365,7 +370,7 @@ class Assignments:
     def _is_willing(self) -> bool:
         return (
             self._is_active
-            and self._drain_deadline is None
+            and not self._is_leaving
             and len(self._leases) < self.limits.leases_max
             and self.unheld_tokens < self.limits.unheld_tokens_max
         )

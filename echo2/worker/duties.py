@@ -118,6 +118,11 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishUp:
+    """Take nothing new; what is held is finished first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
     """The engine's version and slots."""
 
@@ -145,6 +150,7 @@ Event = (
     | Revoked
     | Activated
     | Drain
+    | FinishUp
     | Live
     | Tick
 )

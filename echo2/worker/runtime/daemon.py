@@ -18,7 +18,7 @@ from typing import Any
 import grpc.aio
 
 from echo2.base.clock import SystemClock
-from echo2.base.errors import DiskFull, EchoError, ResourceError, VersionMismatch
+from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rng import derived_rng
 from echo2.broadcast.identity import JoinLink
@@ -278,12 +278,22 @@ class WorkerDaemon:
     # -- the owner's commands
 
     async def _answer(self, command: str) -> Answer:
-        if command in ("drain", "leave"):
-            self.stop(f"asked to {command}")
+        if command == "leave":
+            self.stop("asked to leave")
             return {"text": "handing back what is held, then leaving"}
+        if command == "drain":
+            self.desk.send(duties.FinishUp())
+            self._leaving = asyncio.create_task(self._stop_once_drained())
+            return {"text": f"finishing {len(self.desk.machine.lease_ids)} leases, then leaving"}
+        if command != "status":
+            raise ProtocolError(f"command: expected status, drain or leave, got {command[:40]}")
         if not hasattr(self, "telling"):
             return {"waits_for": self.waits.longest()[0]}
         return self.telling.status(self._engine, self._keeper)
+
+    async def _stop_once_drained(self) -> None:
+        await self.desk.drained.wait()
+        self.stop("drained")
 
     @property
     def folder(self) -> Path:

@@ -389,6 +389,22 @@ def test_a_drain_hands_back_every_token_and_then_says_so() -> None:
     assert [end.message for end in of(d.EndLease, late)] == ["this worker is draining"]
 
 
+def test_finishing_up_takes_nothing_new_and_ends_with_the_last_rollout() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), group("g1", 1), 100.0, False))
+    actions = made.send(d.FinishUp())
+    assert not of(d.Abort, actions) and not of(d.Drained, actions)
+    assert of(d.RequestLeases, actions) == [d.RequestLeases(0, Version(3))]
+    late = made.send(d.Granted(LeaseId("l2"), group("g2", 2), 100.0, False))
+    assert [end.reason for end in of(d.EndLease, late)] == [d.EndReason.HANDED_BACK]
+    made.engine.step("l1/0", STOP, 3)
+    made.sampled()
+    made.now = 1.0
+    assert of(d.Report, made.send(d.Tick()))
+    judged = d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.ADMITTED, 1),))
+    assert of(d.Drained, made.send(judged)) == [d.Drained(0)]
+
+
 def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
     made = bench(is_learner_here=False)
     made.send(d.Granted(LeaseId("l1"), group("g1", 1), 100.0, False))

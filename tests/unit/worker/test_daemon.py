@@ -167,6 +167,28 @@ def test_a_drain_hands_partials_back_within_two_seconds_and_another_worker_goes_
     asyncio.run(scene())
 
 
+def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            run.coordinator.groups = [group("g1", 4, 200)]
+            daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=4.0))
+            task = asyncio.create_task(daemon.run())
+            await run.learner.until(lambda it: it.held)
+            assert await ask(daemon.folder, "drain") == {"text": "finishing 1 leases, then leaving"}
+            await asyncio.wait_for(task, 30)
+            assert len(run.learner.finished) == 4
+            assert run.coordinator.leavings == ["drained"]
+            run.coordinator.groups = [group("g2", 4, 200)]
+            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=4.0)).run())
+            await run.learner.until(lambda it: ("g2", 0) in it.held)
+            await ask(daemon.folder, "leave")
+            await asyncio.wait_for(task, 10)
+            assert run.coordinator.ended[-1].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+
+    asyncio.run(scene())
+
+
 def test_generation_goes_on_while_coordinator_and_learner_are_away(tmp_path: Path) -> None:
     async def scene() -> None:
         async with SmallRun(tmp_path / "run") as run:
