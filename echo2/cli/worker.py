@@ -13,6 +13,7 @@ from echo2.base.errors import EchoError
 from echo2.cli.link_text import link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
 from echo2.worker.engine import SwapMode
 from echo2.worker.options import EmulatedLink, EngineChoice, WorkerOptions
@@ -29,9 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--folder", type=Path, help="keeps identity and chunks (default: ~/.local/share/echo2/worker-NAME)"
     )
     join.add_argument("--checkpoint", type=Path, help="base checkpoint on this machine, so that it need not be fetched")
+    join.add_argument(
+        "--preemption", default="", help="watch for the notice that this machine ends: aws, azure, gcp or an address"
+    )
     add_config_arguments(join)
     add_log_arguments(join)
+    add_control_commands(commands)
     try:
+        if (control := parser.parse_known_args(arguments)[0]) and hasattr(control, "control"):
+            return run_control(parser.parse_args(arguments))
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
         options = worker_options(own, config)
@@ -56,9 +63,12 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         listen_host=worker.host,
         listen_port=worker.port,
         link=EmulatedLink(worker.emulated_uplink, worker.emulated_downlink, worker.emulated_rtt),
+        uplink_limit_bytes_per_s=worker.uplink_limit,
+        store_bytes=worker.store_bytes,
         slowdown=worker.slowdown,
         swap_mode=SwapMode(worker.swap_mode),
         checkpoint=own.checkpoint,
+        preemption_notice=own.preemption,
         seed=config.run.seed,
     )
 

@@ -69,6 +69,7 @@ class WorkerOptions:
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     report_interval_s: float = 0.0  # 0: what the coordinator says
     checkpoint: Path | None = None  # base checkpoint on this machine; None: fetched from peers
+    preemption_notice: str = ""  # where a cloud says that it takes the machine: aws, azure, gcp or an address
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
 

@@ -39,6 +39,7 @@ from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.join import join
 from echo2.worker.runtime.make_engine import make_engine, parse_model_config, warm_up
 from echo2.worker.runtime.orders import Orders
+from echo2.worker.runtime.preemption import source_of, watch
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
@@ -63,6 +64,8 @@ class WorkerDaemon:
         self.waits = Waits(SystemClock())
         self._clock = SystemClock()
         self._link = JoinLink.parse(options.join_link)
+        if options.preemption_notice:
+            source_of(options.preemption_notice)  # a wrong one is refused before anything starts
         self._stop_reason: str | None = None
         self._ending = asyncio.Event()
         self._failure: BaseException | None = None
@@ -114,6 +117,8 @@ class WorkerDaemon:
             self._start(self.session.run(), "session")
             self._start(self.reporting.run(), "reporting")
             self._start(self._generate(node), "generation")
+            if self.options.preemption_notice:
+                self._start(watch(source_of(self.options.preemption_notice), self.stop), "preemption")
             await self._until_the_end()
         finally:
             await self._close(node, server)

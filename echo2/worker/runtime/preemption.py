@@ -1,0 +1,87 @@
+"""Word from the cloud that this machine will be taken away, so that the drain begins before the machine ends.
+
+Guarantees: a notice is acted on once; a metadata service that does not answer is not taken for a notice. Waits
+`POLL_S` between looks. Leaves to others: the drain (daemon). SIGTERM, which most clouds send too, needs none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2.base.errors import ConfigError
+
+POLL_S = 2.0
+ANSWER_S = 1.5
+ANSWER_BYTES_MAX = 4096
+_log = logging.getLogger("echo2.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeSource:
+    """Where to look. A notice is an answer 200 whose text holds `word` (any text: empty)."""
+
+    url: str
+    headers: tuple[tuple[str, str], ...] = ()
+    word: str = ""
+    token_url: str = ""  # asked first, by PUT; its answer goes along as `token_header`
+    token_header: str = ""
+
+
+CLOUDS = {
+    "aws": NoticeSource(
+        "http://169.254.169.254/latest/meta-data/spot/instance-action",
+        token_url="http://169.254.169.254/latest/api/token",
+        token_header="X-aws-ec2-metadata-token",
+    ),
+    "gcp": NoticeSource(
+        "http://metadata.google.internal/computeMetadata/v1/instance/preempted",
+        headers=(("Metadata-Flavor", "Google"),),
+        word="TRUE",
+    ),
+    "azure": NoticeSource(
+        "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01",
+        headers=(("Metadata", "true"),),
+        word="Preempt",
+    ),
+}
+
+
+def source_of(text: str) -> NoticeSource:
+    """A cloud's name, or the http address of a service that answers 200 once the machine will be taken."""
+    if text in CLOUDS:
+        return CLOUDS[text]
+    if text.startswith(("http://", "https://")):
+        return NoticeSource(text)
+    raise ConfigError(f"preemption notice: expected {', '.join(sorted(CLOUDS))} or an http address, got {text!r}")
+
+
+async def watch(source: NoticeSource, noticed: Callable[[str], None], poll_s: float = POLL_S) -> None:
+    """Looks until there is a notice, tells it once, and then only waits to be cancelled."""
+    while not await asyncio.to_thread(_is_noticed, source):
+        await asyncio.sleep(poll_s)
+    _log.warning("this machine will be taken away, says %s", source.url)
+    noticed("preemption notice")
+    await asyncio.Event().wait()
+
+
+def _is_noticed(source: NoticeSource) -> bool:
+    # Metadata services answer on the link itself: never through a proxy.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = dict(source.headers)
+    try:
+        if source.token_url:
+            asked = urllib.request.Request(
+                source.token_url, method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+            )
+            with opener.open(asked, timeout=ANSWER_S) as answer:
+                headers[source.token_header] = answer.read(ANSWER_BYTES_MAX).decode("ascii", "replace").strip()
+        with opener.open(urllib.request.Request(source.url, headers=headers), timeout=ANSWER_S) as answer:
+            text = answer.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
+            return answer.status == 200 and source.word in text
+    except (OSError, ValueError, urllib.error.URLError):
+        return False
