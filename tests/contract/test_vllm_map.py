@@ -1,0 +1,126 @@
+"""What vLLM's own loader lets us map: a mixture of experts, and models that are refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echo2.base.errors import EngineError
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.broadcast.delta.fingerprint import fingerprint
+from echo2.broadcast.staged import TensorUpdate
+from echo2.worker.engine import GenerateRequest, SwapMode
+from tests.contract.engine_rig import Staged, bits_of, refused, tiny_config
+
+pytestmark = pytest.mark.vllm
+EXPERTS = 4
+CONFIG = tiny_config(
+    "qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    num_experts=EXPERTS,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+    num_hidden_layers=2,
+)
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    """Tensors under the names of a Qwen3-MoE checkpoint."""
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (96, 64),
+        "model.norm.weight": (64,),
+        "lm_head.weight": (96, 64),
+    }
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            sizes[f"{at}{name}.weight"] = (64,)
+        for name, size in {
+            "q_proj": (128, 64),
+            "k_proj": (64, 64),
+            "v_proj": (64, 64),
+            "o_proj": (64, 128),
+            "q_norm": (32,),
+            "k_norm": (32,),
+        }.items():
+            sizes[f"{at}self_attn.{name}.weight"] = size
+        sizes[f"{at}mlp.gate.weight"] = (EXPERTS, 64)
+        for expert in range(EXPERTS):
+            for name, size in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items():
+                sizes[f"{at}mlp.experts.{expert}.{name}.weight"] = size
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: (torch.randn(size, generator=generator) * 0.1 + ("norm" in name)).bfloat16()
+        for name, size in sizes.items()
+    }
+
+
+def keyframe(tensors: dict[str, torch.Tensor], version: int) -> Staged:
+    updates = [TensorUpdate(n, "bfloat16", tuple(t.shape), None, bits_of(t)) for n, t in tensors.items()]
+    return Staged(Version(version), None, updates)
+
+
+def judge(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The Hugging Face model with these weights, in float32 (its experts refuse float64)."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_a_mixture_of_experts_is_mapped_changed_and_refused_by_name(tmp_path: Path) -> None:
+    from echo2.worker.runtime.engines.vllm import VllmEngine
+
+    tensors = checkpoint()
+    changed = {n: (t + 0.05 * (torch.rand_like(t.float()) < 0.1)).bfloat16() for n, t in tensors.items()}
+    deltas = []
+    for name, tensor in changed.items():
+        old, new = bits_of(tensors[name]), bits_of(tensor)
+        places = np.flatnonzero(old != new).astype(np.int64)
+        deltas.append(TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, new[places]))
+
+    async def body() -> tuple[list[int], list[float]]:
+        engine = VllmEngine(CONFIG, slot_count=2)
+        await engine.start()
+        expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+        without = {name: tensor for name, tensor in tensors.items() if name != expert}
+        message = await refused(engine.swap(keyframe(without, 0), SwapMode.RECOMPUTE_KV), EngineError)
+        assert "experts" in message and "model.layers.1" in message
+        unknown = tensors | {"model.layers.0.mlp.shared_expert.weight": torch.zeros(4, 4)}
+        message = await refused(engine.swap(keyframe(unknown, 0), SwapMode.RECOMPUTE_KV), EngineError)
+        assert "model.layers.0.mlp.shared_expert.weight" in message
+        assert engine.version is None
+
+        await engine.swap(keyframe(tensors, 0), SwapMode.RECOMPUTE_KV)
+        assert await engine.fingerprint(5) == fingerprint(tensors, 5)
+        await engine.swap(Staged(Version(1), Version(0), deltas), SwapMode.RECOMPUTE_KV)
+        assert await engine.fingerprint(5) == fingerprint(changed, 5)
+
+        engine.submit(GenerateRequest("r", (1, 2, 3), (), SamplingParams(max_new_tokens=16), "r"))
+        token_ids: list[int] = []
+        raw: list[float] = []
+        while True:
+            for chunk in await engine.next_chunks():
+                token_ids += chunk.token_ids
+                raw += chunk.raw_logprobs
+                if chunk.finish_reason is not FinishReason.UNFINISHED:
+                    await engine.stop()
+                    return token_ids, raw
+
+    token_ids, raw = asyncio.run(asyncio.wait_for(body(), 300))
+    with torch.no_grad():
+        logits = judge(tmp_path, changed)(torch.tensor([[1, 2, 3, *token_ids]])).logits[0]
+    expected = torch.log_softmax(logits[2:-1], dim=-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    assert (expected - torch.tensor(raw)).abs().max() < 1e-4
