@@ -406,11 +406,14 @@ class Hub:
     # ---- plans
 
     def adopt_plan(self, plan: Plan, is_acted_on: bool) -> None:
-        """The planner's word: to the learner always; to the workers where the operator lets it act."""
+        """The planner's word: to the learner always; to the workers where the operator lets it act.
+
+        A worker that was not alive was not to be chosen, so nothing is said of it.
+        """
         self.plan, self.plan_waits_for = plan, ""
         pool = set(plan.pool)
         if is_acted_on:
-            for member in self.membership.living():
+            for member in [one for one in self.membership.living() if one.last_liveness is Liveness.ALIVE]:
                 member.is_wanted, member.wanted_reason = member.peer_id in pool, plan.reason
                 self._review(self.membership.change_of(member, self.clock.now()))
         update = pb.PlanUpdate(

@@ -15,6 +15,7 @@ import time
 from echo2.base.errors import EchoError
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.coordinator import accounts
+from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
 from echo2.coordinator.runtime.hub import Hub
@@ -60,9 +61,9 @@ class Planning:
         hub = self._hub
         members = list(hub.membership.members.values())
         snapshot = fleet_snapshot(hub.board, members, hub.clock.now())
-        if snapshot is None:
-            missing = "the learner" if hub.board.hello is None else "a first step and a first rate of a worker"
-            hub.plan_waits_for = hub.plan_waits_for and missing
+        is_anybody = any(member.last_liveness is Liveness.ALIVE for member in members)
+        if snapshot is None or not is_anybody:  # a plan made of nobody would send everybody home
+            hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
             return
         config = plan_config(hub.options, hub.board)
         plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
@@ -84,6 +85,12 @@ class Planning:
             self._epoch = max(self._epoch + 1, int(time.time() * 1000))
             plan = await asyncio.to_thread(_broadcast_plan, nodes, self._epoch, max(1, size))
             self._hub.adopt_broadcast_plan(plan)
+
+
+def _missing(hub: Hub) -> str:
+    if hub.board.hello is None:
+        return "the learner"
+    return "the learner's first step" if hub.board.train_s <= 0 else "a first measured worker"
 
 
 def _broadcast_plan(nodes: list[NodeLink], epoch: int, artifact_bytes: int) -> BroadcastPlan:

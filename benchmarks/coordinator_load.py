@@ -1,0 +1,328 @@
+"""A fleet that is all talk: real gRPC streams of simulated workers and a simulated learner against a real coordinator.
+
+Certificates are issued straight from the run's authority in the coordinator's folder, so that thousands of workers are
+there in seconds. Workers ask for leases, report progress, finish, and send heartbeats with telemetry; the learner offers
+groups, closes what was made and reports steps. The time from a lease request to its grant is noted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from echo2.base.ids import PeerId, RunId
+from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.runtime import tls
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+
+GROUP_SIZE = 8
+GPUS = (("RTX 4090", 0.34, 1.0), ("A100 80GB", 1.19, 2.2), ("H100", 2.49, 4.1), ("RTX 3090", 0.19, 0.6))
+
+
+class Issuer:
+    """Hands out certificates of the run; one TLS key serves all, each identity vouches for it."""
+
+    def __init__(self, folder: Path, run_id: RunId, address: str) -> None:
+        keys = folder / "coordinator"
+        identity = tls.load_or_create_identity(keys)
+        self._authority: RunAuthority = tls.load_or_create_authority(keys, identity, run_id)
+        self._key, self._address = TlsKey.generate(), address
+
+    def credentials(self, role: Role, identity: Identity | None = None) -> tls.Credentials:
+        identity = identity or Identity.generate()
+        certificate = self._authority.issue(certificate_request(identity, self._key), role, time.time())
+        return tls.Credentials(
+            identity, self._key.to_pem(), certificate, self._authority.certificate_pem, self._authority.run_id,
+            self._authority.identity.peer_id, self._address,
+        )  # fmt: skip
+
+
+@dataclass
+class Ledger:
+    """What the simulated parts know together, for judging afterwards."""
+
+    grant_s: list[float] = field(default_factory=list)
+    granted: dict[tuple[str, int], PeerId] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    version: int = 0
+    step: int = 0
+    closable: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+
+class SimWorker:
+    """Takes leases one at a time and finishes each after about `work_s`."""
+
+    def __init__(self, index: int, credentials: tls.Credentials, ledger: Ledger, work_s: float, beat_s: float) -> None:
+        self.index, self.credentials, self.ledger, self.work_s, self.beat_s = index, credentials, ledger, work_s, beat_s
+        self.rng = random.Random(index)
+        self.gpu, self.price, self.speed = GPUS[index % len(GPUS)]
+        self.name = f"{self.gpu.split()[-1].lower()}-{index:04d}"
+        self.held: dict[str, rollout_pb2.LeaseTicket] = {}
+        self.asked_at: float | None = None
+        self.is_active = True
+        self.tokens = self.finished = 0
+        self._call: Any = None
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Keeps a stream until cancelled."""
+        while True:
+            channel = tls.open_channel(
+                self.credentials.coordinator_address, self.credentials.coordinator_peer_id, self.credentials
+            )
+            try:
+                async with channel:
+                    await self._talk(channel)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass
+            self.asked_at = None
+            await asyncio.sleep(self.rng.uniform(0.1, 0.6))
+
+    async def _write(self, message: pb.WorkerMessage) -> None:
+        async with self._writing:  # gRPC takes one write at a time
+            await self._call.write(message)
+
+    async def _talk(self, channel: grpc.aio.Channel) -> None:
+        self._call, self._writing = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(), asyncio.Lock()
+        held = [pb.HeldLease(lease_id=t.lease_id, group_id=t.group_id, attempt=t.attempt) for t in self.held.values()]
+        up = 12.5e6 * self.rng.uniform(0.4, 4)
+        hello = pb.WorkerHello(
+            protocol_version=1, name=self.name, run_id=self.credentials.run_id, slot_count=GROUP_SIZE, gpu=self.gpu,
+            engine="simulated", provider=("vast", "runpod", "own")[self.index % 3], price_usd_per_hour=self.price,
+            is_spot=self.index % 3 == 0, addresses=[f"10.0.{self.index // 250}.{self.index % 250}:7000"],
+            link=pb.Link(uplink_bytes_per_s=up, downlink_bytes_per_s=4 * up, rtt_s=self.rng.uniform(0.01, 0.12)),
+            held_leases=held,
+        )  # fmt: skip
+        await self._write(pb.WorkerMessage(hello=hello))
+        tasks = [asyncio.create_task(self._beat())]
+        try:
+            while (order := await self._call.read()) is not grpc.aio.EOF:
+                match order.WhichOneof("kind"):
+                    case "activation":
+                        self.is_active = order.activation.is_active
+                        await self._ask()
+                    case "lease_grant":
+                        tasks = [task for task in tasks if not task.done()]
+                        tasks += self._granted(order.lease_grant)
+                    case "lease_revoke":
+                        self.held.pop(order.lease_revoke.lease_id, None)
+                        await self._ask()
+                    case "refusal":
+                        raise SystemExit(f"{self.name} was refused: {order.refusal.code}: {order.refusal.message}")
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _granted(self, grant: pb.LeaseGrant) -> list[asyncio.Task[None]]:
+        ticket = grant.ticket
+        if ticket.lease_id in self.held:
+            return []
+        if self.asked_at is not None:
+            self.ledger.grant_s.append(time.monotonic() - self.asked_at)
+            self.asked_at = None
+        key = (ticket.group_id, ticket.attempt)
+        holder = self.ledger.granted.setdefault(key, self.credentials.peer_id)
+        assert holder == self.credentials.peer_id, f"attempt {key} was granted to two workers"
+        self.held[ticket.lease_id] = ticket
+        return [asyncio.create_task(self._work(ticket))]
+
+    async def _work(self, ticket: rollout_pb2.LeaseTicket) -> None:
+        parts = 3
+        for part in range(parts):
+            await asyncio.sleep(self.rng.uniform(0.7, 1.3) * self.work_s / parts / self.speed)
+            self.tokens += 1200 // parts
+            progress = pb.LeaseProgress(lease_id=ticket.lease_id, finished_rollouts=part, tokens=400 * (part + 1))
+            await self._write(pb.WorkerMessage(lease_progress=progress))
+        if self.held.pop(ticket.lease_id, None) is None:
+            return
+        self.finished += GROUP_SIZE
+        self.ledger.finished[ticket.group_id] = self.ledger.finished.get(ticket.group_id, 0) + 1
+        self.ledger.closable.put_nowait(ticket.group_id)
+        ended = pb.LeaseEnded(lease_id=ticket.lease_id, reason=pb.LeaseEnded.REASON_FINISHED)
+        await self._write(pb.WorkerMessage(lease_ended=ended))
+        await self._ask()
+
+    async def _ask(self) -> None:
+        if self.is_active and not self.held and self.asked_at is None:
+            self.asked_at = time.monotonic()
+            request = pb.LeaseRequest(free_rollouts=GROUP_SIZE, version=self.ledger.version)
+            await self._write(pb.WorkerMessage(lease_request=request))
+
+    async def _beat(self) -> None:
+        await asyncio.sleep(self.rng.uniform(0, self.beat_s))
+        while True:
+            rate = GROUP_SIZE * self.speed / self.work_s
+            held = self.rng.randint(0, 40)
+            beat = pb.Heartbeat(
+                version=max(0, self.ledger.version - 2 * (self.index % 7 == 6)), has_version=True,
+                running_sequences=len(self.held) * GROUP_SIZE,
+                sampled_tokens=self.tokens, finished_rollouts=self.finished, rollouts_per_s=rate,
+                tokens_per_s=150 * rate,
+                rollout_s_mean=self.work_s / self.speed, rollout_s_p95=1.3 * self.work_s / self.speed, swap_s=0.02,
+                apply_s=0.05, newest_chunk_count=40, newest_chunks_held=40 if self.index % 4 else held,
+                newest_version_in_flight=self.ledger.version,
+            )  # fmt: skip
+            await self._write(pb.WorkerMessage(heartbeat=beat))
+            await self._ask()
+            await asyncio.sleep(self.beat_s * self.rng.uniform(0.95, 1.05))
+
+
+class SimLearner:
+    """Keeps `open_groups` groups open at a rate of at most `groups_per_s`, and pretends a rising reward."""
+
+    def __init__(self, credentials: tls.Credentials, ledger: Ledger, open_groups: int, groups_per_s: float) -> None:
+        self.credentials, self.ledger = credentials, ledger
+        self.step_s = 24 / groups_per_s  # a step takes 24 groups
+        self.open_groups, self.groups_per_s = open_groups, groups_per_s
+        self.open: dict[str, rollout_pb2.GroupSpec] = {}
+        self.made = 0
+        self._call: Any = None
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        while True:
+            channel = tls.open_channel(
+                self.credentials.coordinator_address, self.credentials.coordinator_peer_id, self.credentials
+            )
+            try:
+                async with channel:
+                    await self._talk(channel)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass
+            await asyncio.sleep(0.3)
+
+    async def _write(self, message: pb.LearnerMessage) -> None:
+        async with self._writing:
+            await self._call.write(message)
+
+    async def _talk(self, channel: grpc.aio.Channel) -> None:
+        self._call, self._writing = coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(), asyncio.Lock()
+        hello = pb.LearnerHello(
+            protocol_version=1, run_id=self.credentials.run_id, address="10.1.0.1:7000",
+            model_name="Qwen3-8B (simulated)",
+            model_digest="5" * 64, staleness_bound=4, rollouts_per_step=24 * GROUP_SIZE, rollouts_per_group=GROUP_SIZE,
+            step=self.ledger.step, newest_version=self.ledger.version, open_groups=list(self.open.values()),
+            full_snapshot_bytes=16_400_000_000, step_limit=400,
+            link=pb.Link(uplink_bytes_per_s=125e6, downlink_bytes_per_s=125e6, rtt_s=0.02),
+        )  # fmt: skip
+        await self._write(pb.LearnerMessage(hello=hello))
+        tasks = [asyncio.create_task(self._offer()), asyncio.create_task(self._step())]
+        try:
+            while (order := await self._call.read()) is not grpc.aio.EOF:
+                if order.WhichOneof("kind") == "refusal":
+                    raise SystemExit(f"the learner was refused: {order.refusal.code}: {order.refusal.message}")
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _offer(self) -> None:
+        pause_s = 0.1
+        while True:
+            closed = []
+            while not self.ledger.closable.empty():
+                closed.append(self.ledger.closable.get_nowait())
+            for group_id in closed:
+                self.open.pop(group_id, None)
+            if closed:
+                await self._write(pb.LearnerMessage(close=pb.CloseGroups(group_ids=closed, reason="complete")))
+            room = min(self.open_groups - len(self.open), max(1, int(self.groups_per_s * pause_s)))
+            fresh = [self._group() for _ in range(max(0, room))]
+            if fresh:
+                await self._write(pb.LearnerMessage(offer=pb.OfferGroups(groups=fresh)))
+            await asyncio.sleep(pause_s)
+
+    def _group(self) -> rollout_pb2.GroupSpec:
+        self.made += 1
+        sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=512)
+        group = rollout_pb2.GroupSpec(
+            group_id=f"g{self.made}", prompt_token_ids=range(64), rollout_count=GROUP_SIZE, sampling=sampling,
+            consume_step=self.ledger.step + 1,
+        )  # fmt: skip
+        self.open[group.group_id] = group
+        return group
+
+    async def _step(self) -> None:
+        lags, rng = [0] * 5, random.Random(7)
+        while True:
+            await asyncio.sleep(self.step_s)
+            ledger = self.ledger
+            ledger.step += 1
+            for lag, share in enumerate((0.18, 0.41, 0.28, 0.11, 0.02)):
+                lags[lag] += int(190_000 * share)
+            if ledger.step % 2 == 0:
+                ledger.version = ledger.step
+                published = pb.VersionPublished(
+                    version=ledger.step, parent=ledger.step - 2, has_parent=ledger.step > 2, encode_s=0.1,
+                    artifact_bytes=int(rng.uniform(9e6, 1.3e7)), full_snapshot_bytes=16_400_000_000,
+                )  # fmt: skip
+                await self._write(pb.LearnerMessage(published=published))
+            report = pb.LearnerReport(
+                step=ledger.step, newest_version=ledger.version, train_s=0.9 * self.step_s, wait_s=0.03,
+                reward_mean=0.85 * (1 - 0.985**ledger.step) + rng.uniform(-0.03, 0.03), buffered_rollouts=96,
+                open_rollouts=len(self.open) * GROUP_SIZE, trained_rollouts=192 * ledger.step, trained_tokens=sum(lags),
+                lag_histogram=lags, utilisation=min(1.0, 0.93 + rng.uniform(-0.02, 0.02)),
+                eval_reward=0.85 * (1 - 0.985 ** (ledger.step // 10 * 10)),
+                waits_for="rollouts of its batch" if ledger.step % 5 == 0 else "", waits_since_s=0.2,
+            )  # fmt: skip
+            await self._write(pb.LearnerMessage(report=report))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a load, and how fast."""
+
+    workers: int
+    groups_per_s: float
+    work_s: float
+    beat_s: float
+    open_groups: int
+    joins_per_s: float = 200.0
+
+
+async def run_load(folder: Path, run_id: RunId, address: str, shape: Shape, seconds: float, ledger: Ledger) -> None:
+    """The whole fleet for `seconds` after the last worker has been started."""
+    issuer = Issuer(folder, run_id, address)
+    learner = SimLearner(issuer.credentials(Role.LEARNER), ledger, shape.open_groups, shape.groups_per_s)
+    tasks = [asyncio.create_task(learner.run())]
+    for index in range(shape.workers):
+        worker = SimWorker(index, issuer.credentials(Role.WORKER), ledger, shape.work_s, shape.beat_s)
+        tasks.append(asyncio.create_task(worker.run()))
+        if index % 20 == 19:
+            await asyncio.sleep(20 / shape.joins_per_s)
+    ledger.grant_s.clear()
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("run_id")
+    parser.add_argument("address")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--work-s", type=float, default=2.0)
+    parser.add_argument("--groups-per-s", type=float, default=50)
+    parser.add_argument("--beat-s", type=float, default=1.0)
+    own = parser.parse_args()
+    shape = Shape(own.workers, own.groups_per_s, own.work_s, own.beat_s, open_groups=3 * own.workers)
+    asyncio.run(run_load(own.folder, RunId(own.run_id), own.address, shape, own.seconds, Ledger()))
+
+
+if __name__ == "__main__":
+    main()
