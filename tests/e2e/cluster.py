@@ -8,23 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True, slots=True)
-class TestWorker:
-    """One worker of a test cluster."""
-
-    __test__ = False
-
-    name: str
-    options: Mapping[str, str]
+def environment_of(home: Path) -> dict[str, str]:
+    """For processes of this checkout: an empty home folder, one thread, no hub."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 class Cluster:
@@ -63,7 +64,7 @@ class Cluster:
     def start(self, name: str) -> None:
         program, *arguments = self.commands[name]
         log = (self.folder / f"{name}.log").open("ab")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(self.folder)}
+        environment = environment_of(self.folder)
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-m", f"echo2.cli.{MODULES[program]}", *arguments],
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,

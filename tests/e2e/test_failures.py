@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import MODULES, Cluster
+from tests.e2e.cluster import MODULES, Cluster, environment_of
 
 
 def run(program: str, *arguments: str, cwd: Path, timeout_s: float = 40) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
+    environment = environment_of(cwd)
     command = [sys.executable, "-m", f"echo2.cli.{MODULES.get(program, 'main')}", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=environment, check=False

@@ -32,7 +32,7 @@ WORKERS = (
 )
 # Enrolment, services, page, learner; others are taken where these are busy.
 PORTS = (8418, 8419, 8420, 8421)
-LEARNER_LINK = {"emulated_uplink": "12mbit/s", "emulated_downlink": "100mbit/s", "emulated_rtt": "20ms"}
+LEARNER_LINK = {"emulated_uplink": "4mbit/s", "emulated_downlink": "100mbit/s", "emulated_rtt": "20ms"}
 
 
 @dataclass(frozen=True, slots=True)

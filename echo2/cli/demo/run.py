@@ -27,6 +27,7 @@ from echo2.cli.demo.model import ModelRecipe, cached_model_folder
 from echo2.cli.demo.plan import PORTS, WORKERS, DemoOptions, commands, demo_config, shown
 from echo2.cli.demo.ports import choose_ports
 from echo2.cli.demo.screen import ScreenState, draw
+from echo2.cli.demo.warm import is_warm
 from echo2.cli.link_text import link_text
 from echo2.cli.operator import OperatorClient
 from echo2.config.load import to_toml
@@ -75,6 +76,7 @@ class _Demo:
     async def run(self) -> int:
         prepare_run_folder(self.run_folder)
         await self._make_base_model()
+        await self._compile_codec()
         (self.run_folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
         children = Children(self.run_folder)
         self._print_commands()
@@ -107,6 +109,14 @@ class _Demo:
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
         if await process.wait() != 0:
             raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
+
+    async def _compile_codec(self) -> None:
+        if is_warm():
+            return
+        self.console.print("compiling the delta codec (once, then cached) …")
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "echo2.cli.demo.warm")
+        if await process.wait() != 0:
+            raise ChildFailed("the delta codec could not be compiled; its output is above")
 
     def _print_commands(self) -> None:
         self.console.print(f"run folder {self.run_folder}; the same run by hand, in five terminals:\n", highlight=False)

@@ -13,6 +13,7 @@ from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 SAMPLES_SHOWN = 3
+RAMP_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ def _facts(
     evaluations: Sequence[tuple[int, float]],
     elapsed_s: float,
 ) -> dict[str, Any]:
-    learner, plan = status.learner, status.plan
+    learner = status.learner
+    measured, predicted = steady_utilisation(steps)
     return {
         "elapsed_s": round(elapsed_s, 1),
         "steps": learner.step,
@@ -62,8 +64,8 @@ def _facts(
         "dropped_stale_rollouts": learner.dropped_stale_rollouts,
         "duplicate_rollouts": learner.duplicate_rollouts,
         "lag_histogram": list(learner.lag_histogram),
-        "utilisation_measured": round(status.measured_utilisation or learner.utilisation, 4),
-        "utilisation_predicted": round(plan.predicted_utilisation, 4),
+        "utilisation_measured": measured,
+        "utilisation_predicted": predicted,
         "published_bytes": status.artifact_bytes_published,
         "full_snapshot_bytes": status.full_bytes_published,
         "usd_spent": round(status.usd_spent, 6),
@@ -72,6 +74,21 @@ def _facts(
         },
         "fingerprint": learner.fingerprint,
     }
+
+
+def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """Measured and predicted utilisation over the same steps: those after the first that had a prediction.
+
+    Before it the learner waits for machines to start and for the first rates to be measured; no model speaks of that.
+    """
+    planned = [number for number, row in enumerate(steps) if row.get("utilisation/predicted")]
+    steady = steps[planned[0] + RAMP_STEPS :] if planned else []
+    if not steady:
+        return None, None
+    busy = sum(row["step_s"] for row in steady)
+    waiting = sum(row["phase/wait_s"] for row in steady)
+    predicted = sum(row["utilisation/predicted"] * row["step_s"] for row in steady) / busy
+    return round(busy / (busy + waiting), 4), round(predicted, 4)
 
 
 def _problems(status: coordinator_pb2.RunStatus, config: RunConfig) -> list[str]:
@@ -99,7 +116,8 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
         f"held-out reward        {_number(first)} -> {_number(last)} in {facts['steps']} steps, {facts['elapsed_s']:.0f} s",
         f"tokens trained above S {facts['tokens_over_bound']} of {facts['trained_tokens']}; "
         f"rollouts dropped as stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}",
-        f"learner utilisation    {facts['utilisation_measured']:.1%} measured, {facts['utilisation_predicted']:.1%} predicted",
+        f"learner utilisation    {_percent(facts['utilisation_measured'])} measured, "
+        f"{_percent(facts['utilisation_predicted'])} predicted, after the first plan",
         f"published              {format_bytes(facts['published_bytes'])} of deltas and keyframes instead of "
         f"{format_bytes(facts['full_snapshot_bytes'])} of full snapshots ({share:.0%})",
         f"final weights          equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers",
@@ -114,6 +132,10 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
             f"after {after['completion']!r} ({after['reward']:.2f})"
         )
     return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in problems)])
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _number(value: float | None) -> str:
@@ -140,7 +162,7 @@ def _plot(
     plt.close(figure)
 
     figure, axes = plt.subplots(figsize=(8, 4))
-    axes.plot(numbers, [row.get("utilisation/measured", float("nan")) for row in steps], label="measured")
+    axes.plot(numbers, [row.get("utilisation", float("nan")) for row in steps], label="measured")
     axes.plot(numbers, [row.get("utilisation/predicted", float("nan")) for row in steps], "--", label="predicted")
     axes.set(xlabel="step", ylabel="learner utilisation", ylim=(0, 1.05), title="Learner utilisation")
     axes.legend()

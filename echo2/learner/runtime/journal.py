@@ -52,14 +52,14 @@ class Journal:
         path = self.folder / f"segment-{first.step:08d}.log"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            _write(file, _framed(first))
-            _synced(file)
+            _write(file, _framed(first), self.folder)
+            _synced(file, self.folder)
             _sync_folder(self.folder)
         except BaseException:
             os.close(file)
             raise
         if self._file is not None:
-            _synced(self._file)  # `commit` looks at the newest segment only
+            _synced(self._file, self.folder)  # `commit` looks at the newest segment only
         self._replace(file)
         self.segment = first.step
 
@@ -71,7 +71,7 @@ class Journal:
     def append(self, record: Record) -> None:
         """Hands the record to the system; a kill of this process does not lose it, a power cut may until `commit`."""
         assert self._file is not None, "begin or go_on comes first"
-        _write(self._file, _framed(record))
+        _write(self._file, _framed(record), self.folder)
         self._appended += 1
 
     async def commit(self) -> None:
@@ -98,7 +98,7 @@ class Journal:
         assert self._file is not None, "the journal is open"
         file = os.dup(self._file)  # a new segment may begin meanwhile
         try:
-            await asyncio.to_thread(_synced, file)
+            await asyncio.to_thread(_synced, file, self.folder)
         finally:
             os.close(file)
         self._synced = max(self._synced, reached)
@@ -163,25 +163,25 @@ def _framed(record: Record) -> bytes:
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _write(file: int, data: bytes) -> None:
+def _write(file: int, data: bytes, folder: Path) -> None:
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(file, view) :]
         except OSError as error:
-            raise _disk_error(error) from error
+            raise _disk_error(error, folder) from error
 
 
-def _synced(file: int) -> None:
+def _synced(file: int, folder: Path) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        raise _disk_error(error) from error
+        raise _disk_error(error, folder) from error
 
 
-def _disk_error(error: OSError) -> Exception:
+def _disk_error(error: OSError, folder: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"journal: no space left for the learner's journal: {error}")
+        return DiskFull(f"journal: no space left in {folder}: {error}")
     return error
 
 
