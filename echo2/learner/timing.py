@@ -1,7 +1,7 @@
 """Where the learner's time goes: phases of a step, and how busy it is.
 
-Guarantees: utilisation is busy over busy and waiting, both measured; evaluation, checkpoints' snapshots and start-up
-count as neither. Leaves to others: reading clocks (runtime).
+Guarantees: utilisation is busy over busy and waiting, both measured; evaluation, checkpoints' snapshots and the wait for
+the first batch of a process (workers join, load, compile) count as neither. Leaves to others: reading clocks (runtime).
 """
 
 from __future__ import annotations

@@ -211,8 +211,7 @@ class LearnerDaemon:
 
     async def _train(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
         assert self.session is not None and self._failure is not None
-        publisher.hold(loop.p.published, loop.p.schedule.newest)
-        await publisher.publish_keyframe()
+        await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off)
         loop.intake.score_what_is_held()
         loop.intake.settle()
         session = asyncio.get_running_loop().create_task(self.session.run())

@@ -9,6 +9,7 @@ the segments (intake).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -56,6 +57,8 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
                 yield await self._answer(report, peer_id, tickets)
         except EchoError as error:
             await self._end(context, error, peer_id)
+        except asyncio.CancelledError:
+            return  # the worker went, or the server stops: gRPC would log it as an error of ours
         finally:
             self._streams[peer_id] -= 1
             if not self._streams[peer_id]:

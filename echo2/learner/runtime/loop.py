@@ -66,6 +66,7 @@ class TrainingLoop:
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
         self._is_stopping = False
+        self._is_warm = False
 
     @property
     def step(self) -> int:
@@ -105,7 +106,8 @@ class TrainingLoop:
         result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch))
         if snapshot is not None:
             await self._publish(snapshot, times)
-        self.utilisation.add(times.busy_s(result), times.wait_s)
+        self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)
+        self._is_warm = True
         self.facts.evaluation = {}
         if self._is_evaluation_due():
             await self._evaluate(times)

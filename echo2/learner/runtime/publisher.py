@@ -110,6 +110,18 @@ class Publisher:
         self.bytes.keyframes += artifact.artifact_bytes
         self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
 
+    async def take_up(
+        self, tensors: Mapping[str, Tensor], version: Version, cut_off: tuple[Version, Mapping[str, Tensor]] | None
+    ) -> None:
+        """At a start: sends the newest version again where a kill cut its delta off, and whole for newcomers."""
+        if cut_off is None:
+            self.hold(tensors, version)
+        else:
+            self.hold(cut_off[1], cut_off[0])
+            await self._publish(version, tensors)
+        if not self.schedule.keyframe_bytes:
+            await self.publish_keyframe()
+
     async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
         """Publishes `version` beside the next step. Returns the seconds that it waited for the version before."""
         began = time.perf_counter()

@@ -36,7 +36,11 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(slots=True)
 class Prepared:
-    """Everything that does not need the network. `published`: weights of the newest published version."""
+    """Everything that does not need the network. `published`: weights of the newest published version.
+
+    `cut_off`: the version before it with its weights, if a kill may have come before the newest one had left: workers
+    that saw a part of that delta wait for the rest of it.
+    """
 
     folder: RunFolder
     model: PolicyModel
@@ -51,6 +55,7 @@ class Prepared:
     fingerprint_key: int
     trained_again: int
     checkpoint_step: Step | None
+    cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
 
 
 def prepare(options: LearnerOptions, folder: RunFolder) -> Prepared:
@@ -144,9 +149,10 @@ def _train_again(prepared: Prepared) -> None:
         version = Version(trainer.step_count)
         if version not in history.published:
             continue
+        recorded = history.published[version]
+        prepared.cut_off = None if recorded else (prepared.schedule.newest, prepared.published)
         prepared.published = prepared.model.snapshot()
         prepared.schedule.newest = version
-        recorded = history.published[version]
         found = f"{fingerprint(prepared.published, prepared.fingerprint_key):016x}"
         if recorded and recorded != found:
             raise FingerprintMismatch(

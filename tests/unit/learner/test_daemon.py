@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from echo2.base.errors import EchoError, FingerprintMismatch, StateError
-from echo2.broadcast.delta import fingerprint
+from echo2.base.ids import Version
+from echo2.base.rng import derived_seed
+from echo2.broadcast.delta import Encoding, HostWeights, fingerprint
 from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.run_folder import RunFolder
@@ -175,6 +177,28 @@ def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path) -> No
     assert f"{second.follower.host.fingerprint():016x}" == summary.fingerprint
 
 
+def test_a_delta_that_a_kill_cut_off_is_sent_again(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=1))
+    original = run.follower.publish
+
+    async def cut(version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int) -> int:
+        if version == 3 and parent is not None:
+            crash_image(run, tmp_path / "crashed")
+        return await original(version, parent, encoding, full_snapshot_bytes)
+
+    run.follower.publish = cut  # type: ignore[method-assign]
+    go(run.finish())
+    second = Run(options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=1))
+    second.follower.host = HostWeights.from_tensors(
+        prepared_from(options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=1)).cut_off[1],  # type: ignore[index]
+        Version(2),
+        derived_seed(0, "fingerprint", "test-run"),
+    )
+    summary = go(second.finish())
+    assert second.follower.versions[0] == (3, 2)
+    assert f"{second.follower.host.fingerprint():016x}" == summary.fingerprint
+
+
 def test_a_stopped_run_leaves_a_checkpoint_and_goes_on(model_path: Path, tmp_path: Path) -> None:
     options = options_for(tmp_path / "run", model_path, steps=20)
     run = Run(options)
@@ -190,7 +214,7 @@ def test_a_version_that_comes_out_differently_is_found(model_path: Path, tmp_pat
     run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=1))
     run.at_step[3] = lambda: crash_image(run, tmp_path / "crashed")
     go(run.finish())
-    shutil.rmtree(tmp_path / "crashed" / "checkpoints" / "step-00000002")
+    shutil.rmtree(tmp_path / "crashed" / "checkpoints" / "step-00000002", ignore_errors=True)
     options = options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=1)
     changed = LearnerOptions(
         **{
