@@ -45,7 +45,10 @@ class TokenScores:
 
 
 class ScoreUnderVersion(Protocol):
-    """The forward pass under a kept snapshot: scores of `token_ids[start:stop]` after the prompt and what precedes."""
+    """The forward pass under a kept snapshot: scores of `token_ids[start:stop]` after the prompt and what precedes.
+
+    Under the sampling temperature, without filters; learner/runtime/snapshots has the real one.
+    """
 
     def __call__(self, version: Version, rollout: Rollout, start: int, stop: int) -> TokenScores: ...
 
@@ -110,13 +113,19 @@ def exact_scores(
     return tuple(_joined([by_start[start] for start in sorted(by_start)]) for by_start in pieces)
 
 
-def audited(claimed: Sequence[float], exact: TokenScores, tolerance: AuditTolerance) -> AuditFinding:
-    """Compares the log-probabilities that a worker claimed with the exact ones of the same tokens."""
+def audited(
+    claimed: Sequence[float], exact: TokenScores, tolerance: AuditTolerance, is_filtered: bool = False
+) -> AuditFinding:
+    """Compares the log-probabilities that a worker claimed with the exact ones of the same tokens.
+
+    `is_filtered`: sampled with top-p or top-k. Such tokens are likelier than draws from the whole distribution, so only
+    the first question is asked, of the raw log-probabilities.
+    """
     count = len(exact.logprobs)
     differences = [abs(c - e) for c, e in zip(claimed[:count], exact.logprobs, strict=True)]
     mean = sum(differences) / max(1, count)
     outliers = sum(difference > tolerance.outlier_nats for difference in differences) / max(1, count)
-    surprise = _surprise(exact)
+    surprise = 0.0 if is_filtered else _surprise(exact)
     return AuditFinding(
         token_count=count,
         mean_difference=mean,

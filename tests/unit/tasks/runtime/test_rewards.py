@@ -21,7 +21,7 @@ from echo2.tasks.task import TaskSpec
 
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
 CHEAP_SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=3)
-LIMITS = RewardLimits(timeout_s=1.0, memory_bytes=2 << 30, process_count=2)
+LIMITS = RewardLimits(timeout_s=3.0, memory_bytes=2 << 30, process_count=2)
 WAIT_S = 60.0
 
 
