@@ -308,6 +308,7 @@ class SmallRun:
             parent_version=parent.version if parent else None,
             parent_fingerprint=parent.fingerprint() if parent else None,
             fingerprint_key=KEY,
+            block_elements=4096,  # tensors span several blocks, as large ones do
         )
         frames = encode_delta(parent, target, header) if parent else encode_keyframe(target, header)
         artifact = ArtifactId(Version(version), parent.version if parent else None)
