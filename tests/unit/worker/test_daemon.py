@@ -117,7 +117,9 @@ def test_a_worker_joins_gets_weights_generates_and_delivers_whole_groups(tmp_pat
     asyncio.run(scene())
 
 
-def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_them(tmp_path: Path) -> None:
+def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene() -> None:
         async with SmallRun(tmp_path / "run") as run:
             models = await prepared(run)
@@ -129,6 +131,7 @@ def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_th
                 run.coordinator.groups.clear()
                 assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
                 await until(lambda: not daemon.desk.machine.lease_ids)
+            assert "the engine kept version" not in caplog.text, "the delta itself was put in place"
             mixed = [r for r in run.learner.finished.values() if len(r.version_spans) == 2]
             assert mixed, "some rollout spans both versions"
             for rollout in run.learner.finished.values():

@@ -1,11 +1,13 @@
 """Checks a staged version against a model before any weight is touched.
 
-Guarantees: what passes has known names once each, the model's shapes, the dtype that was published before, and
-positions that rise within the tensor; a keyframe is complete. Leaves to others: writing it.
+Guarantees: what passes has known names, once each or, a delta's large tensor, in parts one behind the other, the
+model's shapes, the dtype that was published before, and positions that rise within the tensor; a keyframe is complete.
+Leaves to others: writing it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,19 +29,22 @@ class UpdateCheck:
 
     def checked(self, staged: StagedVersion) -> list[TensorUpdate]:
         """All updates of a version, or EngineError that names the first wrong one."""
-        updates: dict[str, TensorUpdate] = {}
+        updates: list[TensorUpdate] = []
+        reached: dict[str, int] = {}  # the last position of each tensor so far
         for update in staged.updates():
-            if update.name in updates:
-                raise EngineError(f"version {staged.version}: tensor {update.name} comes twice")
             self._check(update, staged)
-            updates[update.name] = update
-        missing = self.shapes.keys() - updates.keys()
+            first, last = _reach(update)
+            if first <= reached.get(update.name, -1):
+                raise EngineError(f"version {staged.version}: tensor {update.name} comes twice")
+            reached[update.name] = last
+            updates.append(update)
+        missing = self.shapes.keys() - reached.keys()
         if staged.parent is None and missing:
             raise EngineError(
                 f"version {staged.version}: a keyframe holds every tensor, got none for {min(missing)} "
                 f"({len(missing)} missing of {len(self.shapes)})"
             )
-        return list(updates.values())
+        return updates
 
     def applied(self, updates: Iterable[TensorUpdate]) -> None:
         """These are live now."""
@@ -59,6 +64,13 @@ class UpdateCheck:
         if update.bits.dtype != BITS_DTYPES[update.dtype] or update.bits.ndim != 1:
             raise EngineError(f"{whose}: expected 1-D {BITS_DTYPES[update.dtype]} bits, got {update.bits.dtype}")
         _check_positions(update, int(np.prod(shape, dtype=np.int64)), staged.parent is None, whose)
+
+
+def _reach(update: TensorUpdate) -> tuple[int, int]:
+    """First and last position that an update touches; one that touches none passes for position 0."""
+    if update.indices is None or not len(update.indices):
+        return 0, max(0, math.prod(update.shape) - 1 if update.indices is None else 0)
+    return int(update.indices[0]), int(update.indices[-1])
 
 
 def _check_positions(update: TensorUpdate, element_count: int, is_keyframe: bool, whose: str) -> None:
