@@ -405,15 +405,15 @@ class Hub:
 
     # ---- plans
 
-    def adopt_plan(self, plan: Plan, is_acted_on: bool) -> None:
+    def adopt_plan(self, plan: Plan, choosable: Iterable[PeerId], is_acted_on: bool) -> None:
         """The planner's word: to the learner always; to the workers where the operator lets it act.
 
-        A worker that was not alive was not to be chosen, so nothing is said of it.
+        `choosable`: who was alive when it was asked. Of the others, who came or fell silent since, it says nothing.
         """
         self.plan, self.plan_waits_for = plan, ""
         pool = set(plan.pool)
         if is_acted_on:
-            for member in [one for one in self.membership.living() if one.last_liveness is Liveness.ALIVE]:
+            for member in [self.membership.members[peer_id] for peer_id in choosable]:
                 member.is_wanted, member.wanted_reason = member.peer_id in pool, plan.reason
                 self._review(self.membership.change_of(member, self.clock.now()))
         update = pb.PlanUpdate(

@@ -61,15 +61,15 @@ class Planning:
         hub = self._hub
         members = list(hub.membership.members.values())
         snapshot = fleet_snapshot(hub.board, members, hub.clock.now())
-        is_anybody = any(member.last_liveness is Liveness.ALIVE for member in members)
-        if snapshot is None or not is_anybody:  # a plan made of nobody would send everybody home
+        choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
+        if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
             return
         config = plan_config(hub.options, hub.board)
         plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
         budget = hub.options.usd_budget
         is_spent = budget > 0 and accounts.usd_spent(hub.membership.members.values()) >= budget
-        hub.adopt_plan(plan, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
+        hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
 
     async def _run_broadcast(self) -> None:
         while True:

@@ -163,7 +163,7 @@ class Web:
         if hub.plan is None:
             raise MalformedMessage("plan: expected one to apply, there is none yet")
         hub.note("plan", "applied by the operator")
-        hub.adopt_plan(hub.plan, is_acted_on=True)
+        hub.adopt_plan(hub.plan, [*hub.plan.pool, *hub.plan.drain], is_acted_on=True)
         hub.flush_now()
         return {}
 

@@ -179,7 +179,7 @@ class StateView:
             "at": [round(s.unix_s, 2) for s in samples], "step": [s.step for s in samples],
             "reward": [finite(s.reward_mean) for s in samples], "eval": [finite(s.eval_reward) for s in samples],
             "utilisation": [finite(s.utilisation) for s in samples],
-            "predicted": [finite(s.predicted_utilisation) for s in samples],
+            "predicted": [finite(s.predicted_utilisation) or None for s in samples],
             "usd": [finite(s.usd_spent, 4) for s in samples],
             "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
         }  # fmt: skip

@@ -1,0 +1,211 @@
+"""The lease book under any order of events: a group has one lease at most, attempts only grow, nothing is lost."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version
+from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.staleness.rule import may_begin
+
+BOUND = 4
+TIMEOUT_S = 30.0
+WORKERS = [PeerId(name) for name in ("a", "b", "c")]
+
+
+def spec(name: str, consume_step: int = 0, rollouts: int = 4) -> GroupSpec:
+    return GroupSpec(GroupId(name), (1, 2, 3), rollouts, SamplingParams(max_new_tokens=8), consume_step)
+
+
+def book() -> LeaseBook:
+    return LeaseBook(LeaseRules(BOUND, TIMEOUT_S))
+
+
+def ready(one: LeaseBook, worker: PeerId, version: int = 0, free: int = 4, now: float = 0.0) -> list[le.Grant]:
+    one.handle(le.WorkerAllowed(worker, True), now)
+    return grants(one.handle(le.Wanted(worker, free, Version(version)), now))
+
+
+def grants(actions: list[le.Action]) -> list[le.Grant]:
+    return [action for action in actions if isinstance(action, le.Grant)]
+
+
+def revoked(actions: list[le.Action]) -> list[LeaseId]:
+    return [action.lease_id for action in actions if isinstance(action, le.Revoke)]
+
+
+def test_most_urgent_group_goes_first_and_a_worker_that_is_too_old_gets_none() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("late", 9), spec("soon", 3), spec("next", 5))), 0.0)
+    assert [grant.group.group_id for grant in ready(one, WORKERS[0], version=0, free=8)] == ["soon"]
+    assert "it takes version 1 or newer" in one.waits(0.0)[0][0]
+    granted = grants(one.handle(le.Wanted(WORKERS[0], 8, Version(5)), 1.0))
+    assert [grant.group.group_id for grant in granted] == ["next", "late"]
+
+
+def test_silent_lease_expires_to_another_worker_as_a_continuation_and_progress_renews() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    renewed = grants(one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, 10), 20.0))
+    assert [(grant.is_renewal, grant.deadline) for grant in renewed] == [(True, 20.0 + TIMEOUT_S)]
+    assert ready(one, WORKERS[1], now=21.0) == []
+    assert one.handle(le.Tick(), 49.0) == []
+    actions = one.handle(le.Tick(), 50.0)
+    assert revoked(actions) == [first.lease_id]
+    (second,) = grants(actions)
+    assert (second.worker_id, second.attempt, second.is_continuation) == (WORKERS[1], 2, True)
+    late = one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.FINISHED, ""), 51.0)
+    assert late == []
+    assert one.groups[GroupId("g")].phase is le.Phase.LEASED
+
+
+def test_group_that_the_learner_lists_again_is_made_again_and_one_that_it_does_not_list_is_revoked() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"), spec("h"))), 0.0)
+    first, second = ready(one, WORKERS[0], free=8)
+    one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.FINISHED, ""), 1.0)
+    actions = one.handle(le.GroupsSynced((first.group,)), 2.0)
+    assert revoked(actions) == [second.lease_id]
+    assert one.groups[first.group.group_id].phase is le.Phase.QUEUED
+    assert [grant.attempt for grant in ready(one, WORKERS[1], now=3.0)] == [2]
+
+
+def test_worker_that_comes_back_keeps_what_it_holds_and_loses_what_it_does_not() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"), spec("h"))), 0.0)
+    kept, lost = ready(one, WORKERS[0], free=8)
+    held = (
+        le.HeldLease(kept.lease_id, kept.group.group_id, 1),
+        le.HeldLease(LeaseId("l-unknown"), GroupId("never"), 3),
+    )
+    actions = one.handle(le.WorkerCame(WORKERS[0], held), 5.0)
+    assert [grant.lease_id for grant in grants(actions)] == [kept.lease_id]
+    assert revoked(actions) == ["l-unknown"]
+    assert one.groups[lost.group.group_id].phase is le.Phase.QUEUED
+
+
+def test_lease_that_a_lost_process_granted_is_taken_in() -> None:
+    one = book()
+    one.handle(le.GroupsSynced((spec("g"),)), 0.0)
+    actions = one.handle(le.WorkerCame(WORKERS[0], (le.HeldLease(LeaseId("l-old"), GroupId("g"), 7),)), 1.0)
+    (grant,) = grants(actions)
+    assert (grant.lease_id, grant.attempt) == ("l-old", 7)
+    assert one.queued == 0
+
+
+def test_refused_group_pauses_and_avoids_the_worker_for_a_while() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.REFUSED, "no"), 1.0)
+    assert ready(one, WORKERS[0], now=1.1) == []
+    assert "refused" in one.waits(1.1)[0][0]
+    assert [grant.attempt for grant in grants(one.handle(le.Tick(), 2.0))] == [2]
+
+
+def test_recalled_lease_moves_once_it_was_handed_back() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    assert revoked(one.handle(le.Recall(first.lease_id, "a faster worker is free"), 1.0)) == [first.lease_id]
+    assert ready(one, WORKERS[1], now=1.5) == []
+    moved = grants(one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.HANDED_BACK, ""), 2.0))
+    assert [(grant.worker_id, grant.is_continuation) for grant in moved] == [(WORKERS[1], True)]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Learner, workers and the clock do as they please; the process dies and its saved state comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book, self.now, self.made = book(), 0.0, 0
+        self.attempts: dict[GroupId, int] = {}
+        self.versions: dict[PeerId, int] = dict.fromkeys(WORKERS, 0)
+        self.open: dict[GroupId, GroupSpec] = {}
+
+    def tell(self, event: le.Event) -> None:
+        for grant in grants(self.book.handle(event, self.now)):
+            if grant.is_renewal:
+                continue
+            group_id = grant.group.group_id
+            assert grant.attempt > self.attempts.get(group_id, 0), "an attempt number was given twice"
+            assert group_id in self.open, "a group that the learner does not want was leased"
+            assert may_begin(Version(self.versions[grant.worker_id]), grant.group.consume_step, BOUND)
+            self.attempts[group_id] = grant.attempt
+
+    @rule(count=st.integers(1, 4), step=st.integers(0, 8))
+    def offer(self, count: int, step: int) -> None:
+        fresh = [spec(f"g{self.made + i}", step) for i in range(count)]
+        self.made += count
+        self.open.update({one.group_id: one for one in fresh})
+        self.tell(le.GroupsOffered(tuple(fresh)))
+
+    @rule(worker=st.sampled_from(WORKERS), free=st.integers(0, 12), version=st.integers(0, 6))
+    def want(self, worker: PeerId, free: int, version: int) -> None:
+        self.versions[worker] = version
+        self.tell(le.WorkerAllowed(worker, True))
+        self.tell(le.Wanted(worker, free, Version(version)))
+
+    @rule(worker=st.sampled_from(WORKERS), data=st.data(), reason=st.sampled_from(le.EndReason))
+    def end(self, worker: PeerId, data: st.DataObject, reason: le.EndReason) -> None:
+        names = sorted(self.book.leases) or [LeaseId("l-none")]
+        self.tell(le.Ended(worker, data.draw(st.sampled_from(names)), reason, "said so"))
+
+    @rule(worker=st.sampled_from(WORKERS), data=st.data(), tokens=st.integers(0, 50))
+    def progress(self, worker: PeerId, data: st.DataObject, tokens: int) -> None:
+        names = sorted(self.book.leases) or [LeaseId("l-none")]
+        self.tell(le.Progressed(worker, data.draw(st.sampled_from(names)), 0, tokens))
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def lose(self, worker: PeerId) -> None:
+        self.tell(le.WorkerLost(worker, "gone"))
+        assert not self.book.leases_of(worker)
+
+    @rule(worker=st.sampled_from(WORKERS), keep=st.integers(0, 3))
+    def come_back(self, worker: PeerId, keep: int) -> None:
+        held = self.book.leases_of(worker)[:keep]
+        self.tell(le.WorkerCame(worker, tuple(le.HeldLease(x.lease_id, x.group_id, x.attempt) for x in held)))
+        assert {lease.lease_id for lease in self.book.leases_of(worker)} >= {lease.lease_id for lease in held}
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.open)))
+        del self.open[group_id]
+        self.tell(le.GroupsClosed((group_id,), "complete"))
+
+    @rule(data=st.data())
+    def sync(self, data: st.DataObject) -> None:
+        kept = data.draw(st.lists(st.sampled_from(sorted(self.open)), unique=True)) if self.open else []
+        self.open = {group_id: self.open[group_id] for group_id in kept}
+        self.tell(le.GroupsSynced(tuple(self.open.values())))
+
+    @rule(passed_s=st.floats(0.1, 40.0))
+    def wait(self, passed_s: float) -> None:
+        self.now += passed_s
+        self.tell(le.Tick())
+        assert all(lease.deadline > self.now for lease in self.book.leases.values())
+
+    @rule()
+    def die_and_come_back(self) -> None:
+        old, self.book = self.book, book()
+        self.book.restore(old.groups.values(), old.leases.values())
+
+    @invariant()
+    def one_lease_a_group_and_nothing_lost(self) -> None:
+        assert set(self.book.groups) == set(self.open)
+        leased = [lease.group_id for lease in self.book.leases.values()]
+        assert len(leased) == len(set(leased))
+        for group_id, group in self.book.groups.items():
+            assert (group.phase is le.Phase.LEASED) == (group_id in leased)
+        queued = sum(group.phase is le.Phase.QUEUED for group in self.book.groups.values())
+        assert self.book.queued == queued
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
