@@ -1,0 +1,150 @@
+"""One contract for every state store: SQLite always, PostgreSQL where a server is installed (a soak test)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from echo2.base.errors import DiskFull, StateError
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
+from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
+from echo2.coordinator.membership import Liveness, Member, Setting
+from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
+from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
+from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
+from echo2.coordinator.tokens import Token
+
+RUN = RunId("a-run")
+POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+
+
+def _postgres(folder: Path) -> Iterator[str]:
+    """A server of its own on a unix socket, run by an unprivileged user."""
+    if not POSTGRES or shutil.which("runuser") is None or os.geteuid() != 0:
+        pytest.skip("no PostgreSQL server is installed, or no right to run one as another user")
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
+    home = Path("/tmp") / f"echo2-pg-{os.getpid()}"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    shutil.chown(home, "postgres", "postgres")
+    run = ["runuser", "-u", "postgres", "--"]
+    tools = POSTGRES[-1].parent
+    control = [*run, tools / "pg_ctl", "-D", home / "data", "-w", "-t", "60"]
+    subprocess.run([*run, tools / "initdb", "-D", home / "data", "-A", "trust"], check=True, capture_output=True)
+    settings = f"-k {home} -c listen_addresses=''"
+    subprocess.run([*control, "-o", settings, "-l", home / "log", "start"], check=True, capture_output=True)
+    try:
+        yield f"postgresql+psycopg://postgres@/postgres?host={home}"
+    finally:
+        subprocess.run([*control, "-m", "immediate", "stop"], check=False, capture_output=True)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'state.sqlite'}"
+    else:
+        yield from _postgres(tmp_path)
+
+
+SPEC = GroupSpec(GroupId("g"), (1, 2), 4, SamplingParams(max_new_tokens=8), 3)
+GROUP = OpenGroup(SPEC, Phase.LEASED, 5.0, attempts=2, lease_id=LeaseId("l"))
+LEASE = Lease(LeaseId("l"), GroupId("g"), PeerId("w"), 2, 5.0, 35.0, 6.0, 1, 40)
+MEMBER = Member(
+    PeerId("w"), WorkerHello(1, "w", RUN, ("h:1",), 0.5, True, "A100", "vllm", "vast", 8, LinkReport(1e6, 2e6, 0.1)), 1.0, 9.0,
+    heartbeat=Heartbeat(Version(3), rollouts_per_s=2.0), setting=Setting.DRAINING, setting_reason="why", usd_spent=1.5,
+    last_liveness=Liveness.SUSPECT,
+)  # fmt: skip
+TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, False, {PeerId("w")})
+ALL = Changes(
+    [GROUP], [], [LEASE], [], [MEMBER], [TOKEN], [LoggedEvent(1.0, "k", "text")],
+    [Sample(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)], [PaidAction(1.0, "active", "w", "why", 0.5, 0.0)], {"port": "7"},
+)  # fmt: skip
+
+
+def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
+    SqlStore(url, RUN).write(ALL)
+    saved = SqlStore(url, RUN).load()
+    assert saved.groups == (GROUP,)
+    assert saved.leases == (LEASE,)
+    assert saved.members == (MEMBER,)
+    assert saved.tokens == (TOKEN,)
+    assert (list(saved.events), list(saved.samples), list(saved.paid)) == (ALL.events, ALL.samples, ALL.paid)
+    assert saved.meta["port"] == "7"
+
+
+def test_later_writes_replace_and_drops_forget(url: str) -> None:
+    store = SqlStore(url, RUN)
+    store.write(ALL)
+    store.write(Changes(leases=[replace(LEASE, tokens=80)], members=[replace(MEMBER, usd_spent=2.0)]))
+    saved = store.load()
+    assert (saved.leases[0].tokens, saved.members[0].usd_spent) == (80, 2.0)
+    store.write(Changes(groups_dropped=["g", "unknown"], leases_dropped=["l"]))
+    saved = store.load()
+    assert (saved.groups, saved.leases, len(saved.members)) == ((), (), 1)
+    store.close()
+
+
+def test_write_is_all_or_nothing(url: str) -> None:
+    store = SqlStore(url, RUN)
+    broken = replace(LEASE, worker_id=None)  # type: ignore[arg-type]
+    with pytest.raises(StateError):
+        store.write(Changes(groups=[GROUP], leases=[broken], meta={"x": "1"}))
+    saved = store.load()
+    assert (saved.groups, saved.leases, saved.meta.get("x")) == ((), (), None)
+    store.close()
+
+
+def test_old_events_are_forgotten(url: str) -> None:
+    store = SqlStore(url, RUN)
+    store.write(Changes(events=[LoggedEvent(float(i), "k", str(i)) for i in range(10)]))
+    store.prune(events_kept=3, samples_kept=3)
+    assert [event.text for event in store.load().events] == ["7", "8", "9"]
+    store.close()
+
+
+def test_state_of_another_run_and_of_a_newer_schema_are_refused_and_an_older_one_is_brought_forward(url: str) -> None:
+    SqlStore(url, RUN).write(ALL)
+    with pytest.raises(StateError, match="'a-run'"):
+        SqlStore(url, RunId("b-run"))
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("DROP TABLE paid_actions"))
+        connection.execute(sa.text("UPDATE meta SET value = '1' WHERE key = 'schema_version'"))
+    store = SqlStore(url, RUN)
+    store.write(Changes(paid=ALL.paid))
+    saved = store.load()
+    assert (saved.meta["schema_version"], list(saved.paid), saved.leases) == (str(SCHEMA_VERSION), ALL.paid, (LEASE,))
+    store.close()
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE meta SET value = '99' WHERE key = 'schema_version'"))
+    with pytest.raises(StateError, match="got 99"):
+        SqlStore(url, RUN)
+    engine.dispose()
+
+
+def test_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    store = SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)
+    with store._engine.connect() as connection:
+        pages = connection.execute(sa.text("PRAGMA page_count")).scalar()
+    store.close()
+    store = SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)
+
+    @sa.event.listens_for(store._engine, "connect")
+    def _limit(connection: object, _record: object) -> None:
+        connection.execute(f"PRAGMA max_page_count={pages}")  # type: ignore[attr-defined]
+
+    store._engine.dispose()
+    with pytest.raises(DiskFull, match="expected room"):
+        for index in range(200):
+            store.write(Changes(meta={f"k{index}": "x" * 1000}))
+    store.close()

@@ -1,0 +1,100 @@
+"""Life and work of workers: the stated rule, the operator's word, the money."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.base.errors import LimitExceeded, NotAllowed
+from echo2.base.ids import PeerId, RunId
+from echo2.coordinator import accounts
+from echo2.coordinator.membership import Activation, Liveness, LivenessRule, Membership, Setting
+from echo2.coordinator.telemetry import WorkerHello
+
+A = PeerId("a")
+RULE = LivenessRule(suspect_after_s=3.0, gone_after_s=9.0)
+HELLO = WorkerHello(1, "a", RunId("r"), price_usd_per_hour=3600.0)
+
+
+def joined(now: float = 0.0) -> Membership:
+    fleet = Membership(RULE, workers_max=2)
+    fleet.change_of(fleet.came(A, HELLO, now), now)
+    return fleet
+
+
+def state_at(fleet: Membership, now: float) -> Liveness:
+    fleet.change_of(fleet.members[A], now)
+    return fleet.members[A].last_liveness
+
+
+@given(silent_s=st.floats(0, 100))
+def test_silence_makes_suspect_then_gone(silent_s: float) -> None:
+    expected = Liveness.ALIVE if silent_s < 3 else Liveness.SUSPECT if silent_s < 9 else Liveness.GONE
+    assert state_at(joined(), silent_s) is expected
+
+
+@given(cut_s=st.floats(0, 2.9), later_s=st.floats(0, 100))
+def test_broken_stream_makes_suspect_at_once_and_gone_sooner(cut_s: float, later_s: float) -> None:
+    fleet = joined()
+    fleet.cut(A, cut_s)
+    assert state_at(fleet, cut_s + later_s) is (Liveness.SUSPECT if cut_s + later_s - cut_s < 3 else Liveness.GONE)
+
+
+def test_after_a_restart_all_have_the_longer_time_to_come_back() -> None:
+    old = joined()
+    fleet = Membership(RULE, 2)
+    fleet.restore(list(old.members.values()), 100.0)
+    assert state_at(fleet, 108.0) is Liveness.SUSPECT
+    assert state_at(fleet, 109.5) is Liveness.GONE
+    fleet.came(A, HELLO, 110.0)
+    assert state_at(fleet, 110.0) is Liveness.ALIVE
+
+
+def test_good_bye_is_gone_at_once() -> None:
+    fleet = joined()
+    fleet.left(A, 1.0)
+    assert state_at(fleet, 1.0) is Liveness.GONE
+
+
+def test_operators_word_goes_before_the_plan_and_a_ban_holds_until_it_is_lifted() -> None:
+    fleet = joined()
+    member = fleet.members[A]
+    member.is_wanted = False
+    assert member.activation is Activation.STANDBY
+    fleet.set(A, Setting.ACTIVE, "", 1.0)
+    assert member.activation is Activation.ACTIVE
+    fleet.set(A, Setting.BANNED, "bad rollouts", 1.0)
+    with pytest.raises(NotAllowed, match="bad rollouts"):
+        fleet.came(A, HELLO, 2.0)
+    fleet.set(A, Setting.AUTOMATIC, "", 3.0)
+    fleet.came(A, HELLO, 4.0)
+    with pytest.raises(NotAllowed, match="expected a worker of this run"):
+        fleet.set(PeerId("nobody"), Setting.ACTIVE, "", 1.0)
+
+
+def test_fleet_has_a_limit() -> None:
+    fleet = joined()
+    fleet.came(PeerId("b"), HELLO, 0.0)
+    with pytest.raises(LimitExceeded, match="2 workers at most"):
+        fleet.came(PeerId("c"), HELLO, 0.0)
+
+
+@given(steps=st.lists(st.tuples(st.floats(0, 20), st.sampled_from(["beat", "cut", "come", "tick"])), max_size=30))
+def test_meter_charges_no_second_twice_and_none_of_a_gone_worker(steps: list[tuple[float, str]]) -> None:
+    fleet, now = joined(), 0.0
+    for pause_s, what in steps:
+        now += pause_s
+        if what == "beat" and fleet.members[A].cut_at is None and fleet.members[A].last_liveness is not Liveness.GONE:
+            fleet.heard(A, None, now)
+        elif what == "cut":
+            fleet.cut(A, now)
+        elif what == "come":
+            fleet.came(A, HELLO, now)
+        fleet.change_of(fleet.members[A], now)
+        before = fleet.members[A].usd_spent
+        accounts.meter(fleet.members.values(), now)
+        accounts.meter(fleet.members.values(), now)
+        assert before <= fleet.members[A].usd_spent <= now + 1e-6  # one dollar a second
+        if fleet.members[A].last_liveness is Liveness.GONE:
+            assert fleet.members[A].usd_spent == before
