@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,8 +73,10 @@ ALL = Changes(
 
 
 def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
-    SqlStore(url, RUN).write(ALL)
-    saved = SqlStore(url, RUN).load()
+    with closing(SqlStore(url, RUN)) as store:
+        store.write(ALL)
+    with closing(SqlStore(url, RUN)) as store:
+        saved = store.load()
     assert saved.groups == (GROUP,)
     assert saved.leases == (LEASE,)
     assert saved.members == (MEMBER,)
@@ -113,7 +116,8 @@ def test_old_events_are_forgotten(url: str) -> None:
 
 
 def test_state_of_another_run_and_of_a_newer_schema_are_refused_and_an_older_one_is_brought_forward(url: str) -> None:
-    SqlStore(url, RUN).write(ALL)
+    with closing(SqlStore(url, RUN)) as store:
+        store.write(ALL)
     with pytest.raises(StateError, match="'a-run'"):
         SqlStore(url, RunId("b-run"))
     engine = sa.create_engine(url)

@@ -105,7 +105,11 @@ class SqlStore:
             with self._engine.begin() as connection:
                 self._migrate(connection, run_id)
         except SQLAlchemyError as error:
+            self._engine.dispose()
             raise self._error(error) from None
+        except StateError:
+            self._engine.dispose()
+            raise
 
     def _migrate(self, connection: Connection, run_id: RunId) -> None:
         _meta.create(connection, checkfirst=True)

@@ -95,7 +95,8 @@ function resetSliders() {
   sliders.fleet.max = Math.max(12, 4 * count); sliders.s.value = state.run.staleness_bound || 4; sliders.up.value = 0; sliders.fleet.value = count;
   touched = false; showSliders(); askWhatIf();
 }
-function askWhatIf() { clearTimeout(whatIfTimer); whatIfTimer = setTimeout(answerWhatIf, 180); }
+function askWhatIf() {
+  if (!state.plan.is_known) { $("what-if-answer").replaceChildren(make("div", { class: "empty" }, "Answers come with the first plan.")); return; } clearTimeout(whatIfTimer); whatIfTimer = setTimeout(answerWhatIf, 180); }
 async function answerWhatIf() {
   const query = new URLSearchParams({ staleness_bound: sliders.s.value, uplink_factor: 10 ** Number(sliders.up.value), fleet_size: sliders.fleet.value });
   const host = $("what-if-answer");

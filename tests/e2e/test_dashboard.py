@@ -1,0 +1,150 @@
+"""The operator's page in a real headless Chromium, on a real coordinator with real streams of a simulated fleet.
+
+Screenshots are kept in build/screenshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.coordinator_load import Ledger, Shape, run_load
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from tests.unit.coordinator.test_daemon import RUN, options, running
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
+WAIT_MS = 20_000
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Any]:
+    async with playwright.async_playwright() as driver:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        try:
+            yield chromium
+        finally:
+            await chromium.close()
+
+
+@asynccontextmanager
+async def page_of(chromium: Any, daemon: CoordinatorDaemon, width: int, scheme: str) -> AsyncIterator[Any]:
+    """A page that must load nothing from outside and say nothing on the console."""
+    context = await chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = await context.new_page()
+    troubles: list[str] = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
+    page.on("request", lambda sent: None if sent.url.startswith(daemon.dashboard_url) else troubles.append(sent.url))
+    await page.goto(daemon.dashboard_url)
+    await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
+    yield page
+    assert not troubles
+    await context.close()
+
+
+@asynccontextmanager
+async def fleet(daemon: CoordinatorDaemon, count: int) -> AsyncIterator[None]:
+    shape = Shape(count, groups_per_s=48, work_s=0.6, beat_s=0.2, open_groups=3 * count)
+    folder, address = daemon.options.folder, daemon.services_address
+    task = asyncio.create_task(run_load(folder, RUN, address, shape, 600, Ledger()))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def shoot(page: Any, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    await page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+async def _empty(chromium: Any, daemon: CoordinatorDaemon) -> None:
+    async with page_of(chromium, daemon, 1440, "light") as page:
+        for text in (
+            "waiting for the learner",
+            "No worker has joined yet",
+            "No step yet",
+            "No plan yet",
+            "No lease is out",
+        ):
+            await page.get_by_text(text).first.wait_for(timeout=WAIT_MS)
+        await shoot(page, "empty-1440-light")
+
+
+async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
+    async with page_of(chromium, daemon, 1440, "light") as page:
+        await page.wait_for_function("document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
+        await page.locator("#terms .term.binding").wait_for(timeout=WAIT_MS)
+        await page.locator("svg.tree").wait_for(timeout=WAIT_MS)
+        await page.locator("#what-if-answer .answer").wait_for(timeout=WAIT_MS)
+        await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
+        await shoot(page, "live-1440-light")
+        await _drains_by_keyboard(page, daemon)
+        await _makes_a_token(page, daemon)
+    async with page_of(chromium, daemon, 390, "dark") as page:
+        await page.wait_for_function("document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
+        await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+            "the page is wider than 390 px"
+        )
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 18, 24)"
+        await shoot(page, "live-390-dark")
+
+
+async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
+    assert daemon.hub is not None
+    button = page.locator("#fleet-body tr").first.get_by_role("button", name="Drain")
+    name = await page.locator("#fleet-body td.name .chip, #fleet-body td.name span span").first.text_content()
+    await page.locator("#fleet-filter").focus()
+    for _ in range(40):
+        await page.keyboard.press("Tab")
+        if await button.evaluate("element => element === document.activeElement"):
+            break
+    began = time.monotonic()
+    await page.keyboard.press("Enter")
+    await page.locator("#fleet-body tr").first.get_by_text("draining").wait_for(timeout=WAIT_MS)
+    assert time.monotonic() - began < 3.0
+    drained = [member for member in daemon.hub.membership.members.values() if member.setting.value == "draining"]
+    assert [member.name for member in drained] == [name]
+
+
+async def _makes_a_token(page: Any, daemon: CoordinatorDaemon) -> None:
+    await page.get_by_role("button", name="New token").click()
+    await page.get_by_label("Label").fill("from the page")
+    await page.get_by_role("button", name="Create").click()
+    command = await page.locator("#link-command").text_content(timeout=WAIT_MS)
+    assert command.startswith("echo-worker join 'echo2://")
+    await page.get_by_role("button", name="Done").click()
+    await page.get_by_role("button", name="Revoke from the page").click()
+    await page.locator("#confirm-go").click()
+    await page.locator("#token-list").get_by_text("revoked").wait_for(timeout=WAIT_MS)
+
+
+def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with browser() as chromium:
+            async with running(options(tmp_path, plan_interval_s=0.5, lease_timeout_s=60.0)) as daemon:
+                await _empty(chromium, daemon)
+                async with fleet(daemon, 6):
+                    await _alive(chromium, daemon)
+                context = await chromium.new_context()
+                page = await context.new_page()
+                await page.goto(daemon.dashboard_url)
+                await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
+            await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
+            assert "does not answer" in await page.get_by_role("alert").text_content()
+            await shoot(page, "away-1440-light")
+
+    asyncio.run(asyncio.wait_for(scene(), 120))
