@@ -20,7 +20,7 @@ from torch import Tensor
 from echo2.base.errors import TrainingError
 from echo2.learner.advantage import Advantages, Baseline, group_advantages, minimum_variance_weights
 from echo2.learner.batcher import Batch, TrainGroup
-from echo2.learner.correction import learning_rate_scale
+from echo2.learner.correction import Segments, learning_rate_scale, score_norm_sq_proxy
 from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens, PolicyLoss, loss_metrics, policy_loss
 from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
 from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collate, lengths_of
@@ -143,14 +143,15 @@ class Trainer:
 
     def _variance_weights(self, packed: Sequence[PackedBatch], count: int) -> Tensor:
         """Needs a forward pass of its own, for the ratios are wanted before the loss."""
-        log_ratio_R = torch.zeros(count)
+        log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
         with torch.no_grad():
             for micro in packed:
                 logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
-                per_rollout = torch.zeros(micro.rollout_R.numel())
-                per_rollout.index_add_(0, micro.sequence_T, logprobs_T.cpu() - micro.behaviour_T)
-                log_ratio_R[micro.rollout_R] = per_rollout
-        return minimum_variance_weights(log_ratio_R, None)
+                every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
+                segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
+                log_ratio_R[micro.rollout_R] = segments.sum_R(logprobs_T.cpu() - micro.behaviour_T)
+                norm_sq_R[micro.rollout_R] = score_norm_sq_proxy(logprobs_T.cpu(), segments)
+        return minimum_variance_weights(log_ratio_R, norm_sq_R)
 
     def _totals(self, batch: Batch, advantages: Advantages, layout: Sequence[MicroBatch]) -> BatchTotals:
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]

@@ -28,6 +28,8 @@ _SOURCE_MEMBERS = ("name", "size", "open")
 
 def make_task(spec: TaskSpec) -> Task:
     """The task that `spec` describes."""
+    if is_environment(spec):
+        raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
     if ":" in spec.name:
         return cast(Task, _users_own(spec, _TASK_MEMBERS))
     if spec.name not in _BUILT_IN:

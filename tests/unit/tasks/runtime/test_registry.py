@@ -37,6 +37,7 @@ def test_a_class_of_the_users_is_made_with_seed_and_arguments() -> None:
     ("spec", "message"),
     [
         (TaskSpec("chess"), "expected one of sort_digits, .* or a class of yours as module:Class, got 'chess'"),
+        (TaskSpec("calculator"), "expected a task of one completion, got an environment of several turns"),
         (TaskSpec("sort_digits", {"digits": 3}), "expected arguments among digit_count; got digits"),
         (TaskSpec("math"), "expected the argument path"),
         (TaskSpec("reasoning_gym"), "expected the argument dataset"),

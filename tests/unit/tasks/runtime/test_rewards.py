@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -22,7 +25,7 @@ from echo2.tasks.task import TaskSpec
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
 CHEAP_SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=3)
 LIMITS = RewardLimits(timeout_s=3.0, memory_bytes=2 << 30, process_count=2)
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @contextmanager
@@ -115,3 +118,19 @@ def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> Non
         assert late.failure is RewardFailure.RAISED and "no completion after its end" in late.message
     finally:
         pool.close()
+
+
+def test_real_scorers_fit_within_the_default_limits() -> None:
+    pytest.importorskip("math_verify")
+    pytest.importorskip("reasoning_gym")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "sums.jsonl"
+        path.write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
+        specs = [TaskSpec("math", {"path": str(path)}), TaskSpec("reasoning_gym", {"dataset": "spell_backward"})]
+        answers = ["\\boxed{\\frac{1}{2}}", make_task(specs[1]).sample(0).answer]
+        for spec, answer in zip(specs, answers, strict=True):
+            with opened(spec, RewardLimits()) as scorer:
+                for text, expected in ((answer, 1.0), ("no idea", 0.0)):
+                    result = scorer.submit(0, text).result(WAIT_S)
+                    assert result.reward is not None, result.message
+                    assert result.reward.value == pytest.approx(expected, abs=0.3)
