@@ -12,10 +12,12 @@ packs frames into chunks as it likes and `FrameReader` cuts them out again. Typi
               staged = decoder.finish()                                       # verified; a `StagedVersion`
               host.commit(staged)                                             # wholly or not at all
 
+`compose` merges deltas without weights, policy.py says which pieces to fetch, which edges to publish and what to keep.
 Names are the Hugging Face ones; of tied tensors one name is kept (`untied`). Every call that takes weights reads their
 raw bits and never converts. `fingerprint(weights, key)` says whether two nodes hold the same weights.
 """
 
+from echo2.broadcast.delta.compose import compose, densified
 from echo2.broadcast.delta.container import DeltaHeader, FrameReader, Setting, join_frames, parse_frame
 from echo2.broadcast.delta.decode import DecodeLimits, Decoder, StagedDelta
 from echo2.broadcast.delta.elements import WeightSet, untied
@@ -33,6 +35,8 @@ __all__ = [
     "Setting",
     "StagedDelta",
     "WeightSet",
+    "compose",
+    "densified",
     "encode_delta",
     "encode_keyframe",
     "fingerprint",

@@ -15,21 +15,22 @@ from typing import TypeAlias
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta import bitstream, scan
-from echo2.broadcast.delta.bitstream import I64, U8, U32, U64, Int
+from echo2.broadcast.delta import bitstream, ranges, scan
+from echo2.broadcast.delta.bitstream import I64, U8, U16, U32, U64
 from echo2.broadcast.delta.container import Method, Setting
 from echo2.broadcast.delta.elements import Bits, ElementType
 from echo2.broadcast.delta.fingerprint import MODULUS, sum_changes
 from echo2.broadcast.delta.layout import Block
 from echo2.broadcast.delta.planes import decode_planes, encode_planes
 
-_SPARSE = struct.Struct("<BBH")
-_CLASS = struct.Struct("<IIII")
+_SPARSE = struct.Struct("<BBHI")
+_COUNT = struct.Struct("<I")
+_CLASS = struct.Struct("<II")
 _SPARE_WORDS = 4  # a reader looks up to three words past a stream's end
 _ARENA_SHARE = 0.6  # changes that need more of a block than this are sent as planes
 
-Changes: TypeAlias = "tuple[U32, U32, U8, U64]"
-"""Positions in the block, gaps within the class, classes, steps: what a scan finds in one piece."""
+Changes: TypeAlias = "tuple[U32, U32, U16, U64]"
+"""Positions in the block, gaps within the class, contexts, steps: what a scan finds in one piece."""
 
 
 class Scratch:
@@ -44,7 +45,7 @@ class Scratch:
         self.arena = np.empty(self.pages.size * bitstream.PAGE_WORDS, np.uint64)
         self.changes: Changes = (
             np.empty(self.piece, np.uint32), np.empty(self.piece, np.uint32),
-            np.zeros(self.piece, np.uint8), np.empty(self.piece, np.uint64),
+            np.zeros(self.piece, np.uint16), np.empty(self.piece, np.uint64),
         )  # fmt: skip
 
     def fits(self, block: Block) -> bool:
@@ -71,42 +72,43 @@ class ScratchPool:
 class Packer:
     """Codes the changes of one block as they are found, piece by piece."""
 
-    def __init__(self, element: ElementType, class_count: int, class_base: int, scratch: Scratch) -> None:
-        self._width = np.uint64(8 * element.bytes)
-        self._class_count = class_count
+    def __init__(self, element: ElementType, table: U8, class_base: int, scratch: Scratch) -> None:
+        width = 8 * element.bytes
+        self._width = np.uint64(width)
+        self._table = table
         self._class_base = class_base
+        self._class_count = scan.PLAIN_CLASS_COUNT if table.size == 1 else scan.CLASS_COUNT
         self._scratch = scratch
-        self._counts = np.zeros((class_count, 3), np.uint64)
-        self._writers = np.zeros((2 * class_count, 4), np.uint64)
+        self._counts = np.zeros(self._class_count, np.uint64)
+        self._writers = np.zeros((self._class_count, 4), np.uint64)
         self._used = np.zeros(1, np.int64)
+        self._coder = ranges.new_encoder()
         self._tables = (
-            self._writers, bitstream.new_rice_states(class_count), scratch.pages, self._used, self._counts,
+            self._writers, bitstream.new_rice_states(self._class_count), scratch.pages, self._used, self._coder,
+            ranges.new_odds(table.size, width), self._counts,
         )  # fmt: skip
 
     def add(self, changes: Changes, count: int) -> bool:
-        """Appends changes, in order of position. False: they take more space than whole elements would."""
-        _, gaps, classes, steps = changes
-        return bitstream.pack(gaps, classes, steps, count, self._width, self._scratch.arena, self._tables)
+        """Appends what a scan reported, in order of position. False: it takes more space than whole elements would."""
+        return scan.pack(changes, count, self._table, self._width, self._scratch.arena, self._tables)
 
     @property
     def change_count(self) -> int:
-        return int(self._counts[:, 0].sum())
+        return int(self._counts.sum())
 
-    def payload(self) -> bytes:
-        """The payload of method SPARSE."""
-        words = int(self._used[0]) * bitstream.PAGE_WORDS + 2 * self._class_count
-        out = np.zeros(words, np.uint64)
-        lengths = np.zeros(2 * self._class_count, np.int64)
-        size = bitstream.collect(
-            self._scratch.arena, self._writers, self._scratch.pages, int(self._used[0]), out, lengths
-        )
+    def payload(self) -> bytes | None:
+        """The payload of method SPARSE; None if it takes too much space after all."""
+        arena, pages = self._scratch.arena, self._scratch.pages
+        if not ranges.finish_encoder(arena, self._writers, pages, self._used, self._coder):
+            return None
+        out = np.zeros(int(self._used[0]) * bitstream.PAGE_WORDS + 2 * self._class_count, np.uint64)
+        lengths = np.zeros(self._class_count, np.int64)
+        size = bitstream.collect(arena, self._writers, pages, int(self._used[0]), out, lengths)
         assert size >= 0, "the output was sized for all pages"
-        present = [c for c in range(self._class_count) if self._counts[c, 0]]
-        head = [_SPARSE.pack(self._class_count, self._class_base, sum(1 << c for c in present))]
-        for c in present:
-            head.append(
-                _CLASS.pack(int(self._counts[c, 0]), int(self._counts[c, 1]), lengths[2 * c], lengths[2 * c + 1])
-            )
+        present = [c for c in range(1, self._class_count) if self._counts[c]]
+        head = [_SPARSE.pack(self._class_count, self._class_base, sum(1 << c for c in present), lengths[0])]
+        head.append(_COUNT.pack(int(self._counts[0])))
+        head += [_CLASS.pack(int(self._counts[c]), lengths[c]) for c in present]
         return b"".join((*head, out.view(np.uint8)[:size].tobytes()))
 
 
@@ -129,13 +131,12 @@ def uses_classes(element: ElementType, setting: Setting) -> bool:
     return setting is Setting.DENSE and element.exponent_bits > 0
 
 
-def _scan_segment(
-    old: Bits, new: Bits, at: int, base: int, since: I64, table: U8 | None, shift: int, scratch: Scratch
-) -> int:
-    piece = slice(at, at + scratch.piece)
-    if table is None:
-        return scan.scan_plain(old[piece], new[piece], base + at, since, scratch.changes)
-    return scan.scan_classes(old[piece], new[piece], base + at, since, table, np.uint64(shift), scratch.changes)
+def _scan_piece(
+    old: Bits, new: Bits, place: int, since: I64, tables: tuple[U8, U64], element: ElementType, scratch: Scratch
+) -> int:  # fmt: skip
+    if tables[0].size == 1:
+        return scan.scan_plain(old, new, place, since, scratch.changes)
+    return scan.scan_classes(old, new, place, since, tables, np.uint64(element.exponent_shift), scratch.changes)
 
 
 def encode_block(
@@ -143,33 +144,34 @@ def encode_block(
 ) -> EncodedBlock:
     """Codes a block of a delta; `old` and `new` hold the bits of its segments."""
     element = block.element
-    table: U8 | None = None
-    class_base = 0
+    table, class_base = scan.plain_table(), 0
     if uses_classes(element, setting):
-        longest = max(range(len(old)), key=lambda i: old[i].size)
-        class_base = scan.choose_class_base(old[longest], element.exponent_shift, element.exponent_bits)
+        i = max(range(len(old)), key=lambda i: old[i].size)
+        class_base = scan.choose_class_base(old[i], new[i], element.exponent_shift, element.exponent_bits)
         table = scan.class_table(element.exponent_bits, class_base)
     else:
         scratch.changes[2][:] = 0
-    class_count = 1 if table is None else scan.CLASS_COUNT
-    packer = Packer(element, class_count, class_base, scratch)
-    since = np.zeros(class_count, np.int64)
+    tables = (table, scan.class_counters(table))
+    packer = Packer(element, table, class_base, scratch)
+    since = np.zeros(scan.CLASS_COUNT, np.int64)
     step = 0
     fits = True
     for segment, before, after in zip(block.segments, old, new, strict=True):
         for at in range(0, segment.count, scratch.piece):
-            count = _scan_segment(before, after, at, segment.base, since, table, element.exponent_shift, scratch)
+            piece = slice(at, at + scratch.piece)
+            count = _scan_piece(before[piece], after[piece], segment.base + at, since, tables, element, scratch)
             if not count:
                 continue
             positions = scratch.changes[0][:count]
             changed = after[positions - np.uint32(segment.base)]
             step += sum_changes(segment.spec.name, key, segment.start, segment.base, positions, before, changed)
             fits = fits and packer.add(scratch.changes, count)
-    if not fits:
-        return EncodedBlock(*encode_whole(new, element), step % MODULUS, block.element_count)
-    if packer.change_count == 0:
+    if fits and packer.change_count == 0:
         return EncodedBlock(Method.UNCHANGED, b"", 0, 0)
-    return EncodedBlock(Method.SPARSE, packer.payload(), step % MODULUS, packer.change_count)
+    payload = packer.payload() if fits else None
+    if payload is None:
+        return EncodedBlock(*encode_whole(new, element), step % MODULUS, block.element_count)
+    return EncodedBlock(Method.SPARSE, payload, step % MODULUS, packer.change_count)
 
 
 def encode_whole(new: list[Bits], element: ElementType) -> tuple[Method, bytes]:
@@ -192,39 +194,57 @@ def decode_whole(method: Method, payload: memoryview, element: ElementType, out:
 class _Streams:
     """A parsed SPARSE payload: its class table, and readers at the beginning of every stream."""
 
-    def __init__(self, payload: memoryview, element: ElementType, element_count: int, words: U64) -> None:
-        if len(payload) < _SPARSE.size:
+    def __init__(self, payload: memoryview, element: ElementType, element_count: int) -> None:
+        if len(payload) < _SPARSE.size + _COUNT.size:
             raise DeltaFormatError(f"expected a table of classes, got {len(payload)} bytes")
-        self.class_count, self.class_base, present = _SPARSE.unpack_from(payload)
-        if self.class_count not in (1, scan.CLASS_COUNT) or present >> self.class_count or not present:
-            raise DeltaFormatError(f"expected 1 or {scan.CLASS_COUNT} classes, got {self.class_count}, {present:#x}")
-        if self.class_count > 1 and not element.exponent_bits:
-            raise DeltaFormatError(f"expected one class for {element.name}, got {self.class_count}")
-        self.words = words
+        self.class_count, base, present, range_bytes = _SPARSE.unpack_from(payload)
+        if (
+            self.class_count not in (scan.PLAIN_CLASS_COUNT, scan.CLASS_COUNT)
+            or present >> self.class_count
+            or present & 1
+        ):
+            raise DeltaFormatError(
+                f"expected {scan.PLAIN_CLASS_COUNT} or {scan.CLASS_COUNT} classes, got {self.class_count}, {present:#x}"
+            )
+        self.is_plain = self.class_count == scan.PLAIN_CLASS_COUNT
+        if not self.is_plain and not element.exponent_bits:
+            raise DeltaFormatError(f"expected no exponent classes for {element.name}")
+        self.table = scan.plain_table() if self.is_plain else scan.class_table(element.exponent_bits, base)
         self.width = np.uint64(8 * element.bytes)
         self.counts = np.zeros(self.class_count, np.uint64)
-        self.readers = np.zeros((self.class_count, 6), np.uint64)
+        self.readers = np.zeros((self.class_count, 2), np.uint64)
         self.rice = bitstream.new_rice_states(self.class_count)
-        classes = [c for c in range(self.class_count) if present >> c & 1]
-        at = _SPARSE.size + _CLASS.size * len(classes)
+        self._read_table(payload, [c for c in range(1, self.class_count) if present >> c & 1], range_bytes)
+        self.change_count = int(self.counts.sum())
+        if not 1 <= self.change_count <= element_count:
+            raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {self.change_count}")
+        if self.is_plain and self.counts[0]:
+            raise DeltaFormatError("expected no changes of class 0 without exponent classes")
+        self.words = _to_words(payload)
+        self.odds = ranges.new_odds(self.table.size, 8 * element.bytes)
+        ranges.start_decoder(self.words.view(np.uint8), self.coder)
+
+    def _read_table(self, payload: memoryview, classes: list[int], range_bytes: int) -> None:
+        at = _SPARSE.size + _COUNT.size + _CLASS.size * len(classes)
         if at > len(payload):
             raise DeltaFormatError(f"expected {at} bytes of class table, got {len(payload)}")
+        (self.counts[0],) = _COUNT.unpack_from(payload, _SPARSE.size)
+        self.coder = np.array([0, 0, at, at + range_bytes], np.uint64)
+        at += range_bytes
         for i, c in enumerate(classes):
-            changes, escapes, gap_bytes, escape_bytes = _CLASS.unpack_from(payload, _SPARSE.size + i * _CLASS.size)
-            # A change takes at least two bits, an escape at least two more: no claim exceeds what the bytes can hold.
-            if not 1 <= changes <= min(element_count, gap_bytes * 4) or escapes > min(changes, escape_bytes * 4):
-                raise DeltaFormatError(f"class {c}: {changes} changes, {escapes} escapes do not fit their streams")
+            changes, gap_bytes = _CLASS.unpack_from(payload, _SPARSE.size + _COUNT.size + i * _CLASS.size)
+            # A change takes at least two bits of its class: no claim exceeds what the bytes can hold.
+            if not 1 <= changes <= gap_bytes * 4:
+                raise DeltaFormatError(f"class {c}: expected 1 to {gap_bytes * 4} changes, it claims {changes}")
             self.counts[c] = changes
-            ends = at * 8, (at + gap_bytes) * 8, (at + gap_bytes) * 8, (at + gap_bytes + escape_bytes) * 8
-            self.readers[c] = (*ends, 0, escapes)
-            at += gap_bytes + escape_bytes
+            self.readers[c] = at * 8, (at + gap_bytes) * 8
+            at += gap_bytes
         if at != len(payload):
             raise DeltaFormatError(f"expected {at} bytes of streams, got {len(payload)}")
-        self.change_count = int(self.counts.sum())
-        if self.change_count > element_count:
-            raise DeltaFormatError(f"expected at most {element_count} changes, it claims {self.change_count}")
-        for c in classes:
-            bitstream.start_class(words, self.readers, self.rice, c, self.width)
+
+    @property
+    def coders(self) -> tuple[U64, U64, U64, U32]:
+        return self.readers, self.rice, self.coder, self.odds
 
 
 def _to_words(payload: memoryview) -> U64:
@@ -233,52 +253,53 @@ def _to_words(payload: memoryview) -> U64:
     return words
 
 
-def _decode_plain(streams: _Streams, element_count: int, positions: U32, moves: Bits) -> None:
-    gaps = np.empty(scan.RING, np.uint32)
-    steps = np.empty(scan.RING, np.uint64)
-    at: Int = 0
-    done = 0
-    while done < streams.change_count:
-        count = min(scan.RING, streams.change_count - done)
-        if not bitstream.unpack(streams.words, streams.readers, streams.rice, 0, streams.width, gaps, steps, count):
-            raise DeltaFormatError(f"expected {streams.change_count} changes, the streams end after {done}")
-        part = slice(done, done + count)
-        at = scan.place_plain(gaps, steps, count, at, element_count, positions[part], moves[part])
-        if at < 0:
-            raise DeltaFormatError(f"expected changes within {element_count} elements, one lies behind them")
-        done += count
-
-
-def _decode_classes(streams: _Streams, block: Block, old: list[Bits], positions: U32, moves: Bits) -> None:
-    element = block.element
-    table = scan.class_table(element.exponent_bits, streams.class_base)
+def _walk(streams: _Streams, block: Block, old: list[Bits], out: tuple[U32, Bits]) -> int:
     state = (
         np.zeros(1, np.uint64), np.zeros(scan.CLASS_COUNT, np.uint64), streams.counts.copy(),
-        np.zeros((scan.CLASS_COUNT, 2), np.int64), np.empty((scan.CLASS_COUNT, scan.RING), np.uint32),
-        np.empty((scan.CLASS_COUNT, scan.RING), np.uint64),
+        np.zeros((scan.CLASS_COUNT, 2), np.int64), np.zeros((scan.CLASS_COUNT, scan.RING), np.uint64),
     )  # fmt: skip
-    coder = (streams.readers, streams.rice)
     done = np.zeros(1, np.int64)
-    ok = scan.begin_walk(streams.words, coder, streams.width, state)
-    shift_width = (np.uint64(element.exponent_shift), streams.width)
+    if not scan.begin_walk(streams.words, streams.readers, streams.rice, state):
+        return 0
+    tables = (streams.table, scan.class_counters(streams.table))
+    shift_width = (np.uint64(block.element.exponent_shift), streams.width)
     for segment, before in zip(block.segments, old, strict=True):
-        ok = ok and scan.walk_classes(
-            before, segment.base, table, shift_width, streams.words, coder, state, (positions, moves, done)
+        if not scan.walk_classes(
+            before, segment.base, tables, shift_width, streams.words, streams.coders, state, (*out, done)
+        ):
+            return int(done[0])
+    return int(done[0])
+
+
+def _expect_all(streams: _Streams, element_count: int, found: int) -> None:
+    if found != streams.change_count:
+        raise DeltaFormatError(
+            f"expected {streams.change_count} changes within {element_count} elements, {found} were found before "
+            "the streams went wrong"
         )
-    if not ok or int(done[0]) != streams.change_count:
-        raise DeltaFormatError(f"expected {streams.change_count} changes among these old weights, found {int(done[0])}")
 
 
-def decode_sparse(payload: memoryview, block: Block, old: list[Bits] | None) -> tuple[U32, Bits]:
-    """Positions in the block, strictly rising, and steps. `old` may be None unless exponent classes are used."""
-    words = _to_words(payload)
-    streams = _Streams(payload, block.element, block.element_count, words)
-    positions = np.empty(streams.change_count, np.uint32)
-    moves = np.empty(streams.change_count, block.element.bits_dtype)
-    if streams.class_count == 1:
-        _decode_plain(streams, block.element_count, positions, moves)
-    elif old is None:
+def decode_plain(payload: memoryview, element: ElementType, element_count: int) -> tuple[U32, Bits]:
+    """Positions in the block, strictly rising, and steps, of changes coded without exponent classes."""
+    streams = _Streams(payload, element, element_count)
+    if not streams.is_plain:
         raise DeltaFormatError("expected changes coded without exponent classes: these need the old weights")
-    else:
-        _decode_classes(streams, block, old, positions, moves)
-    return positions, moves
+    return _read_plain(streams, element, element_count)
+
+
+def _read_plain(streams: _Streams, element: ElementType, element_count: int) -> tuple[U32, Bits]:
+    out = np.empty(streams.change_count, np.uint32), np.empty(streams.change_count, element.bits_dtype)
+    ring = np.empty(scan.RING, np.uint64)
+    found = scan.read_plain(streams.words, streams.coders, streams.width, element_count, ring, out)
+    _expect_all(streams, element_count, int(found))
+    return out
+
+
+def decode_sparse(payload: memoryview, block: Block, old: list[Bits]) -> tuple[U32, Bits]:
+    """Positions in the block, strictly rising, and steps; `old` holds the old bits of its segments."""
+    streams = _Streams(payload, block.element, block.element_count)
+    if streams.is_plain:
+        return _read_plain(streams, block.element, block.element_count)
+    out = np.empty(streams.change_count, np.uint32), np.empty(streams.change_count, block.element.bits_dtype)
+    _expect_all(streams, block.element_count, _walk(streams, block, old, out))
+    return out

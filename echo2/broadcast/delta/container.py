@@ -31,7 +31,7 @@ HEADER_MAGIC = b"E2WH"
 BLOCK_MAGIC = b"E2WB"
 END_MAGIC = b"E2WE"
 _HEADER = struct.Struct("<4sBBHIQqQQQIIII")
-_BLOCK = struct.Struct("<4sBBHQIIIQ")
+_BLOCK = struct.Struct("<4sBBBBQIIIQ")
 _END = struct.Struct("<4sBBHQIQQ")
 _DIGEST = struct.Struct("<Q")
 _HAS_TARGET_FINGERPRINT = 1
@@ -185,6 +185,7 @@ class BlockFrame:
     container_id: int
     index: int
     element_count: int
+    element_code: int
     method: Method
     payload: memoryview
     digest: int
@@ -204,8 +205,11 @@ Frame = HeaderFrame | BlockFrame | EndFrame
 
 def encode_header(header: DeltaHeader, table: TensorTable) -> bytes:
     """The header frame. Its digest is the container's id, which every other frame repeats."""
-    is_keyframe = header.parent_version is None
-    body = table.encode() if is_keyframe else b""
+    return encode_header_of(header, table.digest(), table.encode() if header.parent_version is None else b"")
+
+
+def encode_header_of(header: DeltaHeader, table_digest: int, body: bytes = b"") -> bytes:
+    """The header frame of a table that is known by its digest; `body` is the table itself, in keyframes."""
     name = header.set_name.encode()
     fields = _HEADER.pack(
         HEADER_MAGIC, FORMAT_VERSION, header.setting.value,
@@ -215,14 +219,16 @@ def encode_header(header: DeltaHeader, table: TensorTable) -> bytes:
         header.parent_fingerprint or 0, header.target_fingerprint or 0, header.fingerprint_key,
         header.block_elements, header.shard_count, len(name), len(body),
     )  # fmt: skip
-    frame = fields + struct.pack("<Q", table.digest()) + name + body
+    frame = fields + struct.pack("<Q", table_digest) + name + body
     return frame + _DIGEST.pack(xxhash.xxh3_64_intdigest(frame))
 
 
-def encode_block_frame(container_id: int, index: int, element_count: int, method: Method, payload: bytes) -> bytes:
+def encode_block_frame(
+    container_id: int, index: int, element_count: int, element_code: int, method: Method, payload: bytes
+) -> bytes:
     """One block frame around an encoded payload."""
     fields = _BLOCK.pack(
-        BLOCK_MAGIC, FORMAT_VERSION, method.value, 0, container_id, index, element_count, len(payload), 0
+        BLOCK_MAGIC, FORMAT_VERSION, method.value, element_code, 0, container_id, index, element_count, len(payload), 0
     )[: -_DIGEST.size]
     digest = xxhash.xxh3_64(fields)
     digest.update(payload)
@@ -243,7 +249,7 @@ def frame_bytes(prefix: bytes | memoryview) -> int | None:
     if magic == END_MAGIC:
         return _END.size
     if magic == BLOCK_MAGIC:
-        payload_bytes = int(_BLOCK.unpack_from(prefix)[7])
+        payload_bytes = int(_BLOCK.unpack_from(prefix)[8])
         if payload_bytes > PAYLOAD_BYTES_MAX:
             raise DeltaFormatError(
                 f"block frame: expected at most {PAYLOAD_BYTES_MAX} bytes, it claims {payload_bytes}"
@@ -291,15 +297,17 @@ def container_id_of(header_frame: bytes) -> int:
 
 
 def _parse_block(data: memoryview) -> BlockFrame:
-    _, _, method, flags, container, index, element_count, _, digest = _BLOCK.unpack_from(data)
+    _, _, method, code, reserved, container, index, element_count, _, digest = _BLOCK.unpack_from(data)
     payload = data[_BLOCK.size :]
     found = xxhash.xxh3_64(data[: _BLOCK.size - 8])
     found.update(payload)
     if found.intdigest() != digest:
         raise DeltaFormatError(f"block {index}: its digest differs from its bytes")
-    if flags or method not in {m.value for m in Method} or not 1 <= element_count <= BLOCK_ELEMENTS_MAX:
-        raise DeltaFormatError(f"block {index}: expected a known method and 1 to {BLOCK_ELEMENTS_MAX} elements")
-    return BlockFrame(container, index, element_count, Method(method), payload, digest)
+    if reserved or method not in {m.value for m in Method} or code not in TYPE_BY_CODE:
+        raise DeltaFormatError(f"block {index}: expected a known method and element type, got {method} and {code}")
+    if not 1 <= element_count <= BLOCK_ELEMENTS_MAX:
+        raise DeltaFormatError(f"block {index}: expected 1 to {BLOCK_ELEMENTS_MAX} elements, got {element_count}")
+    return BlockFrame(container, index, element_count, code, Method(method), payload, digest)
 
 
 def parse_frame(data: bytes | memoryview) -> Frame:

@@ -323,8 +323,11 @@ class Decoder:
             raise DeltaFormatError(f"{self._whose()}: expected {len(self._plan)} blocks, got number {frame.index}")
         block = self._plan[frame.index]
         whose = f"{self._whose()}: {block.describe()}"
-        if frame.element_count != block.element_count:
-            raise DeltaFormatError(f"{whose}: expected {block.element_count} elements, it claims {frame.element_count}")
+        if (frame.element_count, frame.element_code) != (block.element_count, block.element.code):
+            raise DeltaFormatError(
+                f"{whose}: expected {block.element_count} elements of type {block.element.code}, it claims "
+                f"{frame.element_count} of type {frame.element_code}"
+            )
         if block.index in self._digests:
             if self._digests[block.index] != frame.digest:
                 raise DeltaFormatError(f"{whose}: came twice with different bytes")

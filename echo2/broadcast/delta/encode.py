@@ -79,7 +79,9 @@ class Encoding(Iterator[bytes]):
                 changed_elements=self.stats.changed_elements + coded.change_count,
                 whole_blocks=self.stats.whole_blocks + coded.is_whole,
             )
-            yield encode_block_frame(self._container_id, block.index, block.element_count, coded.method, coded.payload)
+            yield encode_block_frame(
+                self._container_id, block.index, block.element_count, block.element.code, coded.method, coded.payload
+            )
         claimed = self.header.target_fingerprint
         if claimed is not None and claimed != self.fingerprint:
             raise FingerprintMismatch(

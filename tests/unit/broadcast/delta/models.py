@@ -7,7 +7,7 @@ import torch
 
 from echo2.base.ids import Version
 from echo2.broadcast.delta import Decoder, DeltaHeader, HostWeights, StagedDelta
-from echo2.broadcast.delta.elements import ELEMENT_TYPES, ElementType, tensor_of
+from echo2.broadcast.delta.elements import ELEMENT_TYPES, ElementType, bits_of, tensor_of
 
 KEY = 0x5EED
 
@@ -34,11 +34,7 @@ def with_changes(rng: np.random.Generator, tensor: torch.Tensor, share: float, r
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equality of raw bits, so that NaN equals itself and -0 differs from 0."""
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
-    )
+    return a.dtype == b.dtype and a.shape == b.shape and bool((bits_of(a) == bits_of(b)).all())
 
 
 def gaussian_pair(

@@ -104,7 +104,9 @@ def test_a_repeated_block_is_harmless_and_a_different_one_is_refused() -> None:
     assert staged.version == 42
     parsed = parse_frame(frames[1])
     assert isinstance(parsed, BlockFrame)
-    other = encode_block_frame(parsed.container_id, parsed.index, parsed.element_count, Method.UNCHANGED, b"")
+    other = encode_block_frame(
+        parsed.container_id, parsed.index, parsed.element_count, parsed.element_code, Method.UNCHANGED, b""
+    )
     assert "twice with different bytes" in str(damaged(host, [*frames[:2], other]))
 
 
@@ -112,7 +114,9 @@ def test_a_lie_about_contents_is_caught_by_the_fingerprint() -> None:
     host, frames = EXAMPLES[Setting.FAST]
     parsed = parse_frame(frames[1])
     assert isinstance(parsed, BlockFrame)
-    lie = encode_block_frame(parsed.container_id, parsed.index, parsed.element_count, Method.UNCHANGED, b"")
+    lie = encode_block_frame(
+        parsed.container_id, parsed.index, parsed.element_count, parsed.element_code, Method.UNCHANGED, b""
+    )
     assert "expected fingerprint" in str(damaged(host, [frames[0], lie, *frames[2:]]))
 
 
@@ -142,24 +146,24 @@ def test_a_plane_that_claims_more_than_its_block_is_refused() -> None:
     decoder = Decoder(HostWeights.empty())
     decoder.feed(first)
     with pytest.raises(DeltaFormatError, match="expected a plane of 1000 bytes, its frame claims 16777216"):
-        decoder.feed(encode_block_frame(container_id_of(first), 0, 1000, Method.PLANES, payload))
+        decoder.feed(encode_block_frame(container_id_of(first), 0, 1000, 1, Method.PLANES, payload))
 
 
 def test_more_changes_than_bytes_could_hold_are_refused() -> None:
     host, frames = EXAMPLES[Setting.FAST]
     block = blocks_of(host.table.specs, 2000)[0]
-    payload = struct.pack("<BBHIIII", 1, 0, 1, 1999, 0, 4, 0) + bytes(4)
-    with pytest.raises(DeltaFormatError, match="do not fit their streams"):
-        decode_sparse(memoryview(payload), block, None)
+    payload = struct.pack("<BBHIIII", 2, 0, 2, 5, 0, 1999, 4) + bytes(9)
+    with pytest.raises(DeltaFormatError, match="expected 1 to 16 changes, it claims 1999"):
+        decode_sparse(memoryview(payload), block, host.segments(block))
     decoder = Decoder(host)
     decoder.feed(frames[0])
-    bomb = encode_block_frame(container_id_of(frames[0]), 0, 1 << 24, Method.SPARSE, payload)
-    with pytest.raises(DeltaFormatError, match="expected 2000 elements, it claims 16777216"):
+    bomb = encode_block_frame(container_id_of(frames[0]), 0, 1 << 24, 1, Method.SPARSE, payload)
+    with pytest.raises(DeltaFormatError, match="expected 2000 elements of type 1, it claims 16777216"):
         decoder.feed(bomb)
 
 
 def test_a_frame_that_claims_too_much_is_refused_while_it_is_read() -> None:
-    frame = bytearray(encode_block_frame(1, 0, 1, Method.RAW, b"ab"))
+    frame = bytearray(encode_block_frame(1, 0, 1, 1, Method.RAW, b"ab"))
     frame[24:28] = struct.pack("<I", 0xFFFFFFFF)
     with pytest.raises(DeltaFormatError, match="it claims 4294967295"):
         FrameReader().feed(bytes(frame))
