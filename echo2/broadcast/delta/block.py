@@ -27,21 +27,22 @@ _SPARSE = struct.Struct("<BBHI")
 _COUNT = struct.Struct("<I")
 _CLASS = struct.Struct("<II")
 _SPARE_WORDS = 4  # a reader looks up to three words past a stream's end
-_ARENA_SHARE = 0.6  # changes that need more of a block than this are sent as planes
+_SMALL_BYTES = 64
+WHOLE_SHARE = 0.6  # changes that need more of a block than this are sent as whole elements
 
 Changes: TypeAlias = "tuple[U32, U32, U16, U64]"
 """Positions in the block, gaps within the class, contexts, steps: what a scan finds in one piece."""
 
 
 class Scratch:
-    """Working memory of one thread for blocks up to a size: less than one block."""
+    """Working memory of one thread for blocks up to a size: less than one block, unless a larger share is asked for."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, share: float = WHOLE_SHARE) -> None:
         self.block_elements = block.element_count
         self.width_bytes = block.element.bytes
         self.piece = max(256, min(scan.PIECE, block.element_count // 32))
-        share = int(block.raw_bytes * _ARENA_SHARE) // (8 * bitstream.PAGE_WORDS)
-        self.pages = np.zeros(max(share, 2 * scan.CLASS_COUNT + 2), np.uint8)
+        page_count = int(block.raw_bytes * share) // (8 * bitstream.PAGE_WORDS)
+        self.pages = np.zeros(max(page_count, 2 * scan.CLASS_COUNT + 2), np.uint8)
         self.arena = np.empty(self.pages.size * bitstream.PAGE_WORDS, np.uint64)
         self.changes: Changes = (
             np.empty(self.piece, np.uint32), np.empty(self.piece, np.uint32),
@@ -169,7 +170,7 @@ def encode_block(
     if fits and packer.change_count == 0:
         return EncodedBlock(Method.UNCHANGED, b"", 0, 0)
     payload = packer.payload() if fits else None
-    if payload is None:
+    if payload is None or len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
         return EncodedBlock(*encode_whole(new, element), step % MODULUS, block.element_count)
     return EncodedBlock(Method.SPARSE, payload, step % MODULUS, packer.change_count)
 

@@ -2,7 +2,7 @@
 
 Steps of consecutive versions add modulo 2^width, so positions and steps suffice; deltas must be of setting `FAST`,
 whose positions do not depend on the weights. The merged container is the one that direct encoding would have made,
-byte for byte, except for blocks that travelled as whole elements. `densified` codes a merged delta by the old
+byte for byte, except for blocks that would travel as whole elements. `densified` codes a merged delta by the old
 exponents, for which the target's weights are enough (the old ones are the target's less the steps).
 """
 
@@ -37,6 +37,7 @@ from echo2.broadcast.delta.layout import Block, Segment, blocks_of
 from echo2.broadcast.delta.scan import plain_table
 
 COMPOSED_MAX = 1 << 12
+_SHARE_FOR_ALL = 4.0  # of a block: what its changes can take at the very most
 
 
 class _Container:
@@ -84,13 +85,13 @@ def _merged(first: Changes, second: Changes) -> Changes:
     return positions[keep], moves[keep]
 
 
-def _packed(changes: Changes, element: ElementType, element_count: int) -> tuple[Method, bytes] | None:
-    """A SPARSE payload; None if it would be longer than whole elements."""
+def _packed(changes: Changes, element: ElementType, element_count: int) -> tuple[Method, bytes]:
+    """A SPARSE payload, even where whole elements would be shorter: those are not known here."""
     positions, moves = changes
     if not positions.size:
         return Method.UNCHANGED, b""
     spec = TensorSpec("", element, (element_count,))
-    scratch = Scratch(Block(0, 0, element, (Segment(spec, 0, element_count, 0),)))
+    scratch = Scratch(Block(0, 0, element, (Segment(spec, 0, element_count, 0),)), _SHARE_FOR_ALL)
     packer = Packer(element, plain_table(), 0, scratch)
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     for start in range(0, positions.size, scratch.piece):
@@ -98,10 +99,11 @@ def _packed(changes: Changes, element: ElementType, element_count: int) -> tuple
         count = positions[part].size
         scratch.changes[1][:count] = gaps[part]
         scratch.changes[3][:count] = moves[part]
-        if not packer.add(scratch.changes, count):
-            return None
+        fits = packer.add(scratch.changes, count)
+        assert fits, "the arena was sized for every element changing at random"
     payload = packer.payload()
-    return None if payload is None else (Method.SPARSE, payload)
+    assert payload is not None, "the arena was sized for every element changing at random"
+    return Method.SPARSE, payload
 
 
 def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
@@ -122,12 +124,7 @@ def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
             whole[positions] += moves
         else:
             changes = _merged(changes, (positions, moves))
-    packed = None if whole is not None else _packed(changes, element, count)
-    if packed is not None:
-        return packed
-    if whole is None:
-        raise DeltaFormatError("changes need more space than whole elements: encode this pair from the weights")
-    return encode_whole([whole], element)
+    return _packed(changes, element, count) if whole is None else encode_whole([whole], element)
 
 
 def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:

@@ -63,7 +63,7 @@ def test_composition_with_blocks_of_whole_elements_leads_to_the_same_version(see
         {name: random_tensor(rng, ELEMENT_TYPES[int(name[1:])], tuple(t.shape)) for name, t in versions[0].items()}
     )
     versions.append({name: with_changes(rng, t, share, 2) for name, t in versions[-1].items()})
-    containers = chain(versions)
+    containers = chain(versions, block_elements=500)
     methods = {frame.method for frame in map(parse_frame, containers[1]) if isinstance(frame, BlockFrame)}
     assert methods & {Method.RAW, Method.PLANES}
     host = HostWeights.from_tensors(versions[0], Version(0))
