@@ -127,7 +127,8 @@ class Assignments:
                 for chunk in chunks:
                     yield from self._sampled(chunk, now)
             case EngineRefused(request_id, message):
-                yield from self._ended(LeaseId(request_id.rpartition("/")[0]), EndReason.HANDED_BACK, message)
+                # As a refusal, so that the coordinator pauses before it tries the group again.
+                yield from self._ended(LeaseId(request_id.rpartition("/")[0]), EndReason.REFUSED, message)
             case Judged(lease_id, verdicts):
                 yield from self._judged(lease_id, verdicts, now)
             case LearnerCame():

@@ -6,6 +6,7 @@ delivery; what is missing is shown. Leaves to others: which artifacts (broadcast
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from echo2.base.ids import Version
@@ -16,6 +17,8 @@ from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, Art
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
 
+PROGRESS_S = 3.0
+"""An artifact that takes longer tells how far it is, so often."""
 _log = logging.getLogger("echo2.worker")
 
 
@@ -25,6 +28,8 @@ class Receiving:
         self._keeper = keeper
         self._waits = waits
         self._artifact: ArtifactId | None = None
+        self._received_bytes = 0
+        self._told_at = 0.0
 
     async def run(self) -> None:
         """Until the node stops or the keeper gives up."""
@@ -34,8 +39,10 @@ class Receiving:
                 case ArtifactBegun(header):
                     self._artifact = header.artifact
                     _log.debug("receiving %s", header.artifact)
+                    self._received_bytes, self._told_at = 0, asyncio.get_running_loop().time()
                     await self._keeper.began(header.artifact.version, header.artifact.parent)
-                case BlockArrived(_, payload):
+                case BlockArrived(artifact, payload):
+                    self._tell_progress(artifact, len(payload))
                     await self._keeper.chunk(payload)
                 case ArtifactSealed(artifact, _, total_bytes):
                     _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
@@ -45,6 +52,16 @@ class Receiving:
                 case ArtifactDropped(artifact, reason):
                     _log.info("giving up %s half-way: %s", artifact, reason)
                     await self._keeper.dropped()
+
+    def _tell_progress(self, artifact: ArtifactId, more_bytes: int) -> None:
+        self._received_bytes += more_bytes
+        now = asyncio.get_running_loop().time()
+        if now < self._told_at + PROGRESS_S:
+            return
+        self._told_at = now
+        sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
+        whole = f" of {format_bytes(max(sizes))}" if any(sizes) else ""
+        _log.info("%s: %s%s here and decoded", artifact, format_bytes(self._received_bytes), whole)
 
     def start_over(self, version: Version | None) -> None:
         """The artifact under way was bad."""

@@ -32,6 +32,7 @@ VERDICT_S = 30.0
 PARTIALS_S = 20.0
 REFUSED_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -137,18 +138,26 @@ class Reporting:
             except TimeoutError:
                 return
             self._waits.end("learner")
-            self._backoff.succeeded()
             self._stub = ingest_pb2_grpc.IngestStub(channel)
             self._begin_stream()
             _log.info("reports to %s", whose)
+            refused: duties.ReportRefused | None = None
             try:
                 await self._stream(self._stub)
             except (grpc.aio.AioRpcError, MalformedMessage, TimeoutError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                _log.warning("lost %s: %s", whose, reason or "no verdict in time")
+                refused = self._refused_report(error)
+                _log.warning("lost %s: %s", whose, _reason_of(error))
             finally:
                 self._stub = None
                 self._desk.send(duties.LearnerLost())
+            if refused is not None:
+                self._desk.send(refused)
+
+    def _refused_report(self, error: Exception) -> duties.ReportRefused | None:
+        """A stream that the learner ends by a refusal means the first report that it had not answered."""
+        if isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSED_CODES and self._under_way:
+            return duties.ReportRefused(self._under_way[0], _reason_of(error))
+        return None
 
     def _begin_stream(self) -> None:
         while not self._outgoing.empty():
@@ -195,6 +204,7 @@ class Reporting:
             if reply.sequence != expected:
                 raise MalformedMessage(f"verdict: expected that on report {expected}, got that on {reply.sequence}")
             verdicts = wire.verdicts_from_message(reply)
+            self._backoff.succeeded()
             self._desk.send(duties.Judged(self._under_way.popleft(), verdicts))
 
     async def _read_one(
@@ -240,6 +250,11 @@ class Reporting:
     def _fetched(self, lease_id: LeaseId, event: duties.Event) -> None:
         self._fetches.pop(lease_id, None)
         self._desk.send(event)
+
+
+def _reason_of(error: Exception) -> str:
+    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    return details or type(error).__name__
 
 
 _CHANNEL_OPTIONS = (("grpc.max_receive_message_length", wire.PARTIALS_BYTES_MAX),)

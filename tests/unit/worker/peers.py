@@ -58,6 +58,7 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
     reports: list[ingest_pb2.RolloutReport] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     is_silent: bool = False
+    refuses: set[str] = field(default_factory=set)
 
     async def Report(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         caller = tls.peer_of(context)
@@ -69,6 +70,8 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
             group_id = tickets[report.lease_id].group_id
             if self.is_silent:
                 continue
+            if group_id in self.refuses:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"MalformedMessage: report of group {group_id}")
             verdicts = [self.judge(segment, group_id) for segment in wire.segments_from_report(report)]
             async with self.changed:
                 self.reports.append(report)
@@ -118,7 +121,7 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
             return said(Verdict.ADMITTED, segment.end)
         return said(Verdict.HELD, segment.end)
 
-    async def until(self, is_so: Any, within_s: float = 20.0) -> None:
+    async def until(self, is_so: Any, within_s: float = 60.0) -> None:
         """Waits until `is_so(self)`, woken by reports."""
         async with asyncio.timeout(within_s), self.changed:
             await self.changed.wait_for(lambda: is_so(self))
@@ -209,7 +212,7 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 )
             )
 
-    async def until(self, is_so: Any, within_s: float = 20.0) -> None:
+    async def until(self, is_so: Any, within_s: float = 60.0) -> None:
         """Waits until `is_so(self)`, woken by the worker's messages."""
         async with asyncio.timeout(within_s), self.changed:
             await self.changed.wait_for(lambda: is_so(self))

@@ -83,7 +83,7 @@ def judged(models: list[torch.nn.Module], prompt: tuple[int, ...], rollout: Roll
     return worst
 
 
-async def until(is_so: Callable[[], object], within_s: float = 20.0) -> None:
+async def until(is_so: Callable[[], object], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not is_so():
             await asyncio.sleep(0.01)

@@ -101,6 +101,24 @@ def test_nothing_is_lost_while_the_learner_is_away_and_nothing_doubled_when_it_i
     asyncio.run(scene())
 
 
+def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other() -> None:
+    async def scene() -> None:
+        async with SmallRun() as run:
+            run.learner.refuses = {"g1"}
+            bench = Bench(run)
+            bench.desk.engine = NullEngine()
+            bench.grant("1", 1)
+            bench.grant("2", 1)
+            bench.sample("l1/0", 3)
+            bench.sample("l2/0", 4, STOP)
+            await run.learner.until(lambda it: ("g2", 0) in it.finished)
+            await until(lambda: not bench.desk.machine.lease_ids)
+            assert ("g1", 0) not in run.learner.held
+            await bench.close()
+
+    asyncio.run(scene())
+
+
 def test_a_learner_that_forgot_its_partials_is_sent_the_whole_again() -> None:
     async def scene() -> None:
         async with SmallRun() as run:
@@ -154,7 +172,7 @@ class NullEngine:
         self.submitted.pop(request_id, None)
 
 
-async def until(is_so: object, within_s: float = 10.0) -> None:
+async def until(is_so: object, within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not is_so():  # type: ignore[operator]
             await asyncio.sleep(0.005)
