@@ -126,7 +126,7 @@ def utilisation_background(point: OperatingPoint) -> float:
     return min(rate, utilisation_of_staleness(point.staleness_bound, point.kappa, point.train_s, point.staleness_use_s))
 
 
-def utilisation_of_steps(point: OperatingPoint, steps: int = 240) -> float:
+def utilisation_of_steps(point: OperatingPoint, steps: int = 120) -> float:
     """The recurrence of step starts itself, for any transfer time; (5) is its cycle mean while transfers fit.
 
     Links carry one version at a time and then take the newest published. Step c waits for the version c - S, or the

@@ -19,6 +19,7 @@ from echo2.cost_model.columns import Floats
 
 CELLS_PER_STEP = 24
 STEPS = 48
+JITTERED_STEPS = 32
 TAIL_SHARE = 0.95
 LONGEST_TAILS = 3.0
 CELLS_OF_TAIL_MAX = 4096
@@ -83,7 +84,7 @@ def predict(inputs: FluidInputs, steps: int = STEPS) -> FluidOutcome:
     if point.transfer_s <= point.kappa * point.train_s:
         return _predicted(inputs, steps)
     made = [
-        _predicted(replace(inputs, point=replace(point, transfer_s=point.transfer_s * factor)), steps)
+        _predicted(replace(inputs, point=replace(point, transfer_s=point.transfer_s * factor)), JITTERED_STEPS)
         for factor in TRANSFER_JITTER
     ]
     count = len(made)

@@ -29,7 +29,8 @@ UTILISATION_TOLERANCE = 0.005
 # How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
 FLUID_CHECKS_MAX = 3
-EFFORTS_MAX = 2
+EFFORTS_MAX = 1
+EFFORT_SHARE = 0.9
 
 
 def plan(
@@ -109,7 +110,8 @@ class _Planner:
         """Least cost per useful rollout whose predicted utilisation reaches the target, and whether there is one.
 
         The relations find each period's cheapest pool; the fluid then has the last word on what they promise. Where
-        it denies all of them, larger pools are tried; else the best effort is what keeps the learner busiest.
+        it denies all of them, larger pools are tried; else the best effort is the cheapest rollout among what keeps the
+        learner nearly as busy as can be.
         """
         goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
         denied: list[Evaluation] = []
@@ -122,7 +124,10 @@ class _Planner:
             if not denied:
                 break
         efforts = [refined(self.search.snapshot, self.search.config, one) for one in self.best_efforts()]
-        return max([*denied, *efforts], key=lambda one: (round(one.utilisation, 3), -one.usd_per_hour)), False
+        known = [*denied, *efforts]
+        busiest = max(one.utilisation for one in known)
+        nearly = [one for one in known if one.utilisation >= EFFORT_SHARE * busiest]
+        return min(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), -one.utilisation)), False
 
     def _candidates(self, raised: float, dearer: float) -> list[Evaluation]:
         """Each period's cheapest pool for `raised` times the rate, best first: cost, then slack, then more versions.
@@ -171,9 +176,11 @@ class _Planner:
         return predicted_s / found.point.transfer_s if found.point.transfer_s > 0 else 1.0
 
     def best_efforts(self) -> list[Evaluation]:
-        """Nothing keeps the relations: the pools that keep the learner busiest, and of those the cheapest, first."""
+        """Nothing keeps the relations: pools that keep the learner nearly as busy as can be, cheapest rollouts first."""
         found = [self.search.evaluate(self.period(kappa), chosen) for kappa, chosen in self._efforts()]
-        return sorted(found, key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))[:EFFORTS_MAX]
+        busiest = max(one.utilisation for one in found)
+        nearly = [one for one in found if one.utilisation >= EFFORT_SHARE * busiest]
+        return sorted(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), one.kappa))[:EFFORTS_MAX]
 
     def _efforts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Pools to consider for each period: nobody but the pinned, and best-rate prefixes, dear and cheap links."""

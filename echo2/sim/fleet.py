@@ -65,6 +65,7 @@ class SimWorker:
     state_since_s: float = -1e9
     paid_since_s: float | None = None
     usd: float = 0.0
+    paid_s: float = 0.0
     stalled_s: float = 0.0
     stands_until_s: float = 0.0
     life: int = 0  # rises with each loss, so that events of an earlier life are void
@@ -75,6 +76,7 @@ class SimWorker:
         """Brings the bill up to `now`."""
         if self.paid_since_s is not None:
             self.usd += self.price * (now - self.paid_since_s) / 3600
+            self.paid_s += now - self.paid_since_s
             self.paid_since_s = now
 
 
@@ -91,7 +93,6 @@ class SimCounters:
     activations: int = 0
     drains: int = 0
     plans: int = 0
-    worker_s: float = 0.0
     broadcasts_s: list[float] = field(default_factory=list)
     plan_log: list[tuple[float, int, str, float, str]] = field(default_factory=list)
 
@@ -144,6 +145,11 @@ class FleetSim:
         for worker in self.workers:
             worker.pay(self.clock.now())
         return sum(worker.usd for worker in self.workers)
+
+    @property
+    def worker_hours(self) -> float:
+        """Hours paid for, over all workers."""
+        return sum(worker.paid_s for worker in self.workers) / 3600
 
     # ---- plans
 

@@ -1,0 +1,215 @@
+"""`echo2 sim`: a scenario under the real planner, staleness rule, ledger and lease book, on a virtual clock."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from echo2.base.errors import ConfigError
+from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml
+from echo2.cost_model.catalogue import Gpu, gpu_of, train_s_prior
+from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
+from echo2.cost_model.snapshot import DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
+from echo2.sim.fleet_report import FleetReport, simulate
+from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
+from echo2.sim.lengths import Lengths
+
+DELTA_SHARE = 0.01
+
+
+def add_sim_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `echo2 sim`."""
+    text = "simulate a fleet under the real planner on a virtual clock"
+    parser = subparsers.add_parser("sim", help=text, description=text)
+    parser.set_defaults(command=_run, takes_overrides=False)
+    parser.add_argument("files", nargs="+", type=Path, metavar="SCENARIO.toml")
+    parser.add_argument(
+        "--catalogue", type=Path, metavar="GPUS.toml", help="priors by GPU instead of the built-in ones"
+    )
+    parser.add_argument("--steps", type=int, help="instead of the scenario's")
+    parser.add_argument("--seed", type=int, help="instead of the scenario's")
+    parser.add_argument("--staleness", type=int, action="append", metavar="S", help="instead of the scenario's; repeat")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+
+
+def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    catalogue = load_catalogue(own.catalogue)
+    reports = []
+    for path in own.files:
+        scenario = scenario_of(read_toml(path), path.stem, catalogue)
+        if own.steps is not None:
+            scenario = replace(scenario, steps=own.steps, warmup_steps=min(scenario.warmup_steps, own.steps // 3))
+        if own.seed is not None:
+            scenario = replace(scenario, seed=own.seed)
+        bounds = own.staleness or [scenario.config.staleness_bound]
+        for bound in bounds:
+            kappa = min(scenario.config.fixed_kappa, bound)
+            wishes = replace(scenario.config, staleness_bound=bound, fixed_kappa=kappa)
+            reports.append((bound, simulate(replace(scenario, config=wishes))))
+    if own.json:
+        print(json.dumps([{"S": bound, **dataclasses.asdict(one)} for bound, one in reports], indent=2))
+    else:
+        _print(reports)
+    return 0
+
+
+def _print(reports: Sequence[tuple[int, FleetReport]]) -> None:
+    console = Console(highlight=False)
+    table = Table(title="fleet simulation")
+    for column in (
+        "scenario", "S", "kappa", "pool", "step s", "utilisation", "predicted", "USD/step", "saving", "dropped",
+        "preemptions", "activations/worker h",
+    ):  # fmt: skip
+        table.add_column(column, overflow="fold")
+    for bound, one in reports:
+        table.add_row(
+            one.name, str(bound), str(one.kappa), str(one.pool), f"{one.step_s:.1f}", f"{one.utilisation:.3f}",
+            f"{one.predicted_utilisation:.3f}", f"{one.usd_per_step:.3f}",
+            "-" if one.saving is None else f"{one.saving:.1%}", f"{one.dropped_share:.1%}", str(one.preemptions),
+            f"{one.activations_per_worker_hour:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    for bound, one in reports:
+        console.print(f"{one.name}, S={bound}: {one.reason}")
+
+
+# ---- reading a scenario
+
+
+def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str, Gpu]) -> FleetScenario:
+    """A scenario file's tables as a checked scenario."""
+    top = Fields(name, {k: v for k, v in tables.items() if not isinstance(v, dict | list)})
+    billions = top.number("model_billions", 8.0)
+    lengths = _lengths(Fields(f"{name}: lengths", tables.get("lengths", {})))
+    worker_tables = tables.get("worker")
+    if not isinstance(worker_tables, list) or not worker_tables:
+        raise ConfigError(f"{name}: worker: expected at least one [[worker]] table, got {worker_tables!r}")
+    offers = [offer_of(table, index, catalogue) for index, table in enumerate(worker_tables)]
+    learner = _learner(Fields(f"{name}: learner", tables.get("learner", {})), billions, lengths, catalogue)
+    baseline = Fields(f"{name}: baseline", tables["baseline"]) if "baseline" in tables else None
+    changes = tables.get("price_change", [])
+    if not isinstance(changes, list):
+        raise ConfigError(f"{name}: price_change: expected [[price_change]] tables, got {changes!r}")
+    question = PlanQuestion(
+        billions, learner, PlanConfig(1),
+        TokenCounts(lengths.mean_tokens, lengths.at(0.95), max(lengths.at(1.0), lengths.mean_tokens)),
+        tuple(offers), catalogue,
+    )  # fmt: skip
+    made = FleetScenario(
+        name=name,
+        learner=learner,
+        config=_wishes(Fields(f"{name}: plan", tables.get("plan", {}))),
+        lengths=lengths,
+        workers=tuple(truth for offer in offers for truth in _machines(question, offer)),
+        steps=int(top.number("steps", 60)),
+        warmup_steps=int(top.number("warmup_steps", 15)),
+        seed=int(top.number("seed", 0)),
+        train_cv=top.number("train_cv", 0.0),
+        estimate_noise=top.number("estimate_noise", 0.0),
+        price_changes=tuple(_price_change(Fields(f"{name}: price_change {i}", one)) for i, one in enumerate(changes)),
+        baseline=None if baseline is None else _baseline(baseline),
+    )
+    top.text("about", "")
+    top.done()
+    return made
+
+
+def _lengths(fields: Fields) -> Lengths:
+    trace_path = fields.text("trace", "")
+    trace: tuple[int, ...] = ()
+    if trace_path:
+        try:
+            trace = tuple(int(line) for line in Path(trace_path).read_text(encoding="utf-8").split())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{fields.whose}: trace {trace_path}: expected a file of token counts: {error}") from None
+    made = Lengths(
+        median_tokens=fields.number("median_tokens", 1000.0),
+        sigma=fields.number("sigma", 0.8),
+        max_tokens=int(fields.number("max_tokens", 8192)),
+        trace=trace,
+    )
+    fields.text("origin", "")
+    fields.done()
+    return made
+
+
+def _learner(fields: Fields, billions: float, lengths: Lengths, catalogue: Mapping[str, Gpu]) -> LearnerEstimate:
+    gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
+    gpu_count = int(fields.number("gpu_count", 4))
+    batch = int(fields.number("rollouts_per_step", 2048))
+    whole = 2e9 * billions
+    made = LearnerEstimate(
+        rollouts_per_step=batch,
+        train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, billions, batch * lengths.mean_tokens)),
+        link=fields.link(125e6, 125e6, 0.04),
+        delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
+        full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),
+        rollouts_per_group=int(fields.number("rollouts_per_group", 16)),
+        encode_s=fields.seconds("encode", 1.0),
+        price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),
+    )
+    fields.text("origin", "")
+    fields.done()
+    return made
+
+
+def _wishes(fields: Fields) -> PlanConfig:
+    download = fields.text("download", "background")
+    if download not in {one.value for one in DownloadMode}:
+        raise ConfigError(f"{fields.whose}: download: expected background or stalled, got {download!r}")
+    made = PlanConfig(
+        staleness_bound=int(fields.number("staleness_bound", 4)),
+        fixed_kappa=int(fields.number("kappa", 0)),
+        target_utilisation=fields.number("target_utilisation", 0.98),
+        usd_per_hour_cap=fields.number("usd_per_hour_cap", 0.0),
+        usd_budget=fields.number("usd_budget", 0.0),
+        download=DownloadMode(download),
+        broadcast_efficiency=fields.number("broadcast_efficiency", 0.8),
+        hysteresis=Hysteresis(
+            add_margin=fields.number("add_margin", 0.05),
+            drain_margin=fields.number("drain_margin", 0.15),
+            dwell_s=fields.seconds("dwell", 600.0),
+        ),
+    )
+    fields.done()
+    return made
+
+
+def _machines(question: PlanQuestion, offer: Offer) -> list[WorkerTruth]:
+    prior = question.prior(offer)
+    first = WorkerTruth(
+        name="",
+        slots=prior.slots,
+        sequence_tokens_per_s=prior.sequence_tokens_per_s,
+        price_usd_per_hour=offer.price_usd_per_hour * prior.gpu_count,
+        link=offer.link,
+        gpu=offer.gpu,
+        provider=offer.provider,
+        hazard_per_hour=offer.hazard_per_hour,
+        join_s=offer.join_s,
+        apply_s=offer.apply_s,
+        swap_s=offer.swap_s,
+    )
+    return [replace(first, name=f"{offer.key}#{index:05d}") for index in range(offer.count)]
+
+
+def _price_change(fields: Fields) -> PriceChange:
+    made = PriceChange(fields.seconds("at", 0.0), fields.text("gpu", ""), fields.number("factor", 1.0))
+    fields.done()
+    return made
+
+
+def _baseline(fields: Fields) -> Baseline:
+    made = Baseline(
+        int(fields.number("gpu_count", 8)), fields.number("gpu_usd_per_hour", 1.3), fields.seconds("step", 1508.0)
+    )
+    fields.text("origin", "")
+    fields.done()
+    return made
