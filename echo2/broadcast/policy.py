@@ -21,10 +21,12 @@ class SessionConfig:
     relay_slack_s: float = 0.15
     relay_timeout_s: float = 2.0
     relays_full_s: float = 0.3
-    stall_s: float = 3.0
+    stall_s: float = 1.2
     pull_after_s: float = 1.5
     push_silence_s: float = 1.0
     first_push_s: float = 0.4
+    publisher_after_s: float = 4.0
+    publisher_alone_after_s: float = 0.5
     pull_window_s: float = 0.5
     pull_timeout_s: float = 1.5
     pull_chunks_max: int = 32
@@ -62,16 +64,11 @@ class RelayWindow:
     """
 
     __slots__ = (
-        "_interval_s",
-        "_last_ack_at",
-        "_window",
-        "is_suspended",
-        "lap_s",
-        "outstanding",
-        "sent_bytes",
+        "_interval_s", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at", "sent_bytes",
         "slack_s",
-    )
+    )  # fmt: skip
     SMALLEST, LARGEST = 2.0, 48.0
+    PAUSE_MAX_S = 30.0
 
     def __init__(self, slack_s: float) -> None:
         self.slack_s = slack_s
@@ -81,16 +78,23 @@ class RelayWindow:
         self.lap_s = 0.0
         self.outstanding: dict[tuple[bytes, int], float] = {}
         self.sent_bytes = 0.0
-        self.is_suspended = False
+        self.retry_at = float("-inf")
+        self._suspensions = 0
 
-    @property
-    def has_room(self) -> bool:
-        return not self.is_suspended and len(self.outstanding) < int(self._window)
+    def is_suspended(self, now: float) -> bool:
+        return now < self.retry_at
+
+    def has_room(self, now: float) -> bool:
+        return not self.is_suspended(now) and len(self.outstanding) < int(self._window)
+
+    def resume(self) -> None:
+        """The relay was heard of."""
+        self.retry_at, self._suspensions = float("-inf"), 0
 
     def passed_on(self, ref: tuple[bytes, int], backlog: int, now: float) -> None:
         """The relay is through with a chunk and has `backlog` more."""
         begun = self.outstanding.pop(ref, None)
-        self.is_suspended = False
+        self.resume()
         if begun is None:
             return
         lap_s = now - begun
@@ -107,9 +111,10 @@ class RelayWindow:
     def oldest_age_s(self, now: float) -> float:
         return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0
 
-    def suspend(self) -> list[tuple[bytes, int]]:
-        """Stops using the relay until it is heard of again; returns what it still owed."""
-        self.is_suspended = True
+    def suspend(self, now: float) -> list[tuple[bytes, int]]:
+        """Stops using the relay until it is heard of, or for a while that doubles; returns what it still owed."""
+        self.retry_at = now + min(self.PAUSE_MAX_S, 2.0 * 2**self._suspensions)
+        self._suspensions = min(self._suspensions + 1, 10)
         owed = list(self.outstanding)
         self.outstanding.clear()
         self._window = self.SMALLEST

@@ -64,11 +64,12 @@ def choose(
     wanted.sort(key=lambda index: (len(holders[index]), index))
     chosen: dict[PeerId, list[int]] = {}
     for index in wanted:
-        able = [p for p in holders[index] if room.get(p, 0) > 0]
-        others = [p for p in able if p != publisher]
-        if not others and any(p != publisher for p in holders[index]) and len(wanted) > 8:
-            continue  # wait for a peer rather than load the publisher
-        pool = others or able
+        others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
+        age_s = now - artifact.missing_since[index]
+        if not others and len(peers) > 1 and age_s < config.publisher_alone_after_s:
+            continue  # others may be about to say that they hold it
+        is_urgent = age_s > config.publisher_after_s
+        pool = [p for p in (holders[index] if is_urgent or not others else others) if room.get(p, 0) > 0]
         if not pool:
             continue
         pick = max(pool, key=lambda p: (room[p] * peers[p].rate.bytes_per_s, rng.random()))

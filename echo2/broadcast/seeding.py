@@ -79,7 +79,7 @@ class Seeding:
         if not self.fresh:
             return None
         ref = self.fresh[0]
-        tree = self._relayed_tree(ref, peers)
+        tree = self._relayed_tree(ref, peers, now)
         if tree is not None:
             self._relays_full_since = None
         elif is_idle:
@@ -96,13 +96,13 @@ class Seeding:
             tree.window.outstanding[ref] = now
         return ref, tree
 
-    def _relayed_tree(self, ref: Ref, peers: Mapping[PeerId, Peer]) -> SeedTree | None:
+    def _relayed_tree(self, ref: Ref, peers: Mapping[PeerId, Peer], now: float) -> SeedTree | None:
         key, index = ArtifactKey(ref[0]), ref[1]
         best: SeedTree | None = None
         for tree in self.trees:
-            if not tree.relays or not tree.window.has_room:
+            if not tree.relays or not tree.window.has_room(now):
                 continue
-            if not all(relay in peers and not peers[relay].has(key, index) for relay in tree.relays):
+            if not all(r in peers and not peers[r].is_stuck and not peers[r].has(key, index) for r in tree.relays):
                 continue
             if best is None or tree.window.sent_bytes / tree.weight < best.window.sent_bytes / best.weight:
                 best = tree
@@ -117,7 +117,7 @@ class Seeding:
             total_bytes = sum(tree.window.sent_bytes for tree in self.trees)
             if direct.window.sent_bytes <= direct.weight * total_bytes:
                 return direct
-        has_relays = any(tree.relays and not tree.window.is_suspended for tree in self.trees)
+        has_relays = any(tree.relays and not tree.window.is_suspended(now) for tree in self.trees)
         if has_relays and now - self._relays_full_since < self._config.relays_full_s:
             return None
         return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.relay_slack_s))
@@ -128,29 +128,29 @@ class Seeding:
                 continue
             owed = tree.owed_by.get(ref)
             if owed is None:
-                tree.window.is_suspended = False
+                tree.window.resume()
                 continue
             owed.discard(peer)
             if not owed:
                 del tree.owed_by[ref]
                 tree.window.passed_on(ref, backlog, now)
 
-    def lost(self, peer: PeerId) -> None:
+    def lost(self, peer: PeerId, now: float) -> None:
         """The connection to a relay ended."""
         for tree in self._all_trees:
             if peer in tree.relays:
-                self._suspend(tree)
+                self._suspend(tree, now)
 
     def returned(self, peer: PeerId) -> None:
         for tree in self._all_trees:
             if peer in tree.relays:
-                tree.window.is_suspended = False
+                tree.window.resume()
 
     def check_timeouts(self, now: float) -> None:
         """A relay that owes a chunk for too long is replaced until it is heard of again."""
         for tree in self._all_trees:
             if tree.window.oldest_age_s(now) > self._config.relay_timeout_s + 4 * tree.window.lap_s:
-                self._suspend(tree)
+                self._suspend(tree, now)
 
     def next_timeout(self) -> float | None:
         times = [
@@ -161,8 +161,8 @@ class Seeding:
             times.append(self._relays_full_since + self._config.relays_full_s)
         return min(times, default=None)
 
-    def _suspend(self, tree: SeedTree) -> None:
-        self._hand_out_again(tree.window.suspend())
+    def _suspend(self, tree: SeedTree, now: float) -> None:
+        self._hand_out_again(tree.window.suspend(now))
         tree.owed_by.clear()
 
     def _hand_out_again(self, owed: list[Ref]) -> None:

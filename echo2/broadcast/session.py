@@ -103,7 +103,7 @@ class Session:
                 self._seeding.returned(event.peer)
                 self._greet(self.peers[event.peer])
             case PeerDown():
-                self._peer_down(event.peer)
+                self._peer_down(event.peer, now)
             case HeaderSeen():
                 self._header_seen(event, now)
             case ChunkSeen():
@@ -119,7 +119,7 @@ class Session:
             case RelayAckSeen():
                 self._seeding.acknowledged(event.peer, (event.key, event.index), event.backlog, now)
             case ChunkSent():
-                self._chunk_sent(event)
+                self._chunk_sent(event, now)
             case Wanted():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].is_wanted = True
@@ -150,10 +150,10 @@ class Session:
             if self.artifacts[key].chunk_count is not None:
                 self._actions.append(SendSeal(peer.peer_id, key))
 
-    def _peer_down(self, peer_id: PeerId) -> None:
+    def _peer_down(self, peer_id: PeerId, now: float) -> None:
         if self.peers.pop(peer_id, None) is None:
             return
-        self._seeding.lost(peer_id)
+        self._seeding.lost(peer_id, now)
         for ref in [ref for ref, job in self._jobs.items() if peer_id in job.waiting]:
             self._job_done(ref, peer_id)
         for artifact in self.artifacts.values():
@@ -259,10 +259,12 @@ class Session:
         for index in gone:
             peer.note(event.key, index)
 
-    def _chunk_sent(self, event: ChunkSent) -> None:
+    def _chunk_sent(self, event: ChunkSent, now: float) -> None:
         peer = self.peers.get(event.peer)
         if peer is not None:
             peer.in_transport = max(0, peer.in_transport - 1)
+            peer.send_s = 0.8 * peer.send_s + 0.2 * (now - peer.taken_at)
+            peer.taken_at, peer.is_stuck = now, False
         self._job_done((event.key, event.index), event.peer)
 
     def _forget_at_peers(self, key: ArtifactKey) -> None:
@@ -280,7 +282,7 @@ class Session:
         waiting: set[PeerId] = set()
         for child, relays_on in self._children_in(route):
             peer = self.peers.get(child)
-            if child == parent or peer is None or peer.has(ArtifactKey(ref[0]), ref[1]):
+            if child == parent or peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
                 continue
             outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if relays_on else None, now)
             (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
@@ -380,6 +382,7 @@ class Session:
             if picked is None:
                 return
             peer, outgoing = picked
+            peer.taken_at = peer.taken_at if peer.in_transport else now
             peer.in_transport += 1
             self._served += 1
             peer.served_at = self._served
@@ -407,7 +410,7 @@ class Session:
             targets = tree.children if tree.route.tree >= 0 else tuple(self.peers)
             for child in targets:
                 peer = self.peers.get(child)
-                if peer is None or peer.has(ArtifactKey(key), index):
+                if peer is None or peer.is_stuck or peer.has(ArtifactKey(key), index):
                     continue
                 relays_on = child in tree.relays
                 outgoing = Outgoing(ArtifactKey(key), index, tree.route if relays_on else None, now)
@@ -439,22 +442,30 @@ class Session:
 
     # ---- time
 
-    def _drop_stalled(self, now: float) -> float | None:
-        """Pushes that waited too long for a peer are left to be pulled; so one stuck peer does not hold up a tree."""
-        oldest: float | None = None
+    def _shed_stuck(self, now: float) -> float | None:
+        """A peer whose transport takes nothing holds up no tree: what waits for it is left for it to pull.
+
+        Returns when the next peer would count as stuck.
+        """
+        next_at: float | None = None
         for peer in self.peers.values():
-            for queue in (peer.relay_queue, peer.leaf_queue):
-                while queue and now - queue[0].since >= self.config.stall_s and peer.in_transport:
-                    outgoing = queue.popleft()
-                    self._job_done((outgoing.key, outgoing.index), peer.peer_id)
-                if queue and peer.in_transport:
-                    oldest = queue[0].since if oldest is None else min(oldest, queue[0].since)
-        return None if oldest is None else oldest + self.config.stall_s
+            if not peer.in_transport:
+                continue
+            stuck_at = peer.taken_at + max(self.config.stall_s, 8 * peer.send_s)
+            if now < stuck_at:
+                next_at = stuck_at if next_at is None else min(next_at, stuck_at)
+            elif not peer.is_stuck:
+                peer.is_stuck = True
+                for queue in (peer.relay_queue, peer.leaf_queue, peer.pull_queue):
+                    queue.clear()
+                for ref in [ref for ref, job in self._jobs.items() if peer.peer_id in job.waiting]:
+                    self._job_done(ref, peer.peer_id)
+        return next_at
 
     def _set_timer(self, now: float, is_housekept: bool) -> None:
         times: list[float | None] = []
         if is_housekept:
-            times += [self._drop_stalled(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
+            times += [self._shed_stuck(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
             times += [self._gossip_at if self._is_untold else None, self._next_pull(now)]
         else:
             times.append(now + HOUSEKEEPING_S)

@@ -64,6 +64,9 @@ class Peer:
     pull_queue: deque[Outgoing] = field(default_factory=deque)
     leaf_queue: deque[Outgoing] = field(default_factory=deque)
     in_transport: int = 0
+    taken_at: float = 0.0  # when the transport last took a chunk, or was first handed one
+    send_s: float = 0.0  # smoothed time in which it takes one
+    is_stuck: bool = False
     served_at: int = 0
     requests: dict[Ref, Request] = field(default_factory=dict)
     asked: dict[ArtifactKey, int] = field(default_factory=dict)  # ever asked for

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.base.rng import derived_rng
 from echo2.broadcast.events import (
     Accuse,
     Action,
@@ -62,12 +61,13 @@ class SimNode:
     wake_at: float = float("inf")
     peers: set[PeerId] = field(default_factory=set)
     backlog: list[Event] = field(default_factory=list)  # while frozen
+    untaken: list[tuple[PeerId, ChunkSent]] = field(default_factory=list)  # its full windows, while frozen
 
 
 class BroadcastNetwork:
     """`links[0]` is the seed. Runs until everyone alive is done, or `limit_s`."""
 
-    def __init__(self, plan: BroadcastPlan, *, seed: int = 0, loss_of_control: float = 0.0) -> None:
+    def __init__(self, plan: BroadcastPlan, *, seed: int = 0) -> None:
         self.now = 0.0
         self.plan = plan
         self.nodes = {link.peer_id: SimNode(link, Session(SessionConfig(me=link.peer_id), seed)) for link in plan.nodes}
@@ -75,8 +75,7 @@ class BroadcastNetwork:
         self.accusations: list[tuple[PeerId, str]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._rng = derived_rng(seed, "network")
-        self._loss = loss_of_control
+        self._epochs: dict[frozenset[PeerId], int] = {}  # of connections: what a cut one carried does not arrive
         self._chunk_bytes: list[int] = []
         self.event_count = 0
 
@@ -129,6 +128,23 @@ class BroadcastNetwork:
         backlog, node.backlog = node.backlog, []
         for event in backlog:
             self.deliver(peer, event)
+        untaken, node.untaken = node.untaken, []
+        for sender, taken in untaken:
+            if peer in self.nodes[sender].peers:
+                self.deliver(sender, taken)
+
+    def cut(self, first: PeerId, second: PeerId) -> None:
+        """The connection ends; what was on its way is lost."""
+        a, b = self.nodes[first], self.nodes[second]
+        if second in a.peers:
+            a.peers.discard(second)
+            b.peers.discard(first)
+            self._epochs[frozenset((first, second))] = self._epoch_of(first, second) + 1
+            self.deliver(first, PeerDown(second))
+            self.deliver(second, PeerDown(first))
+
+    def _epoch_of(self, first: PeerId, second: PeerId) -> int:
+        return self._epochs.get(frozenset((first, second)), 0)
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._order), act))
@@ -198,32 +214,40 @@ class BroadcastNetwork:
         return (first.link.rtt_s + second.link.rtt_s) / 4
 
     def _send_control(self, node: SimNode, to: PeerId, event: Event) -> None:
-        if to not in node.peers or (self._loss and self._rng.random() < self._loss):
+        if to not in node.peers:
             return
-        arrives_at = self.now + self._delay_s(node, self.nodes[to])
-        self.at(arrives_at, lambda: self._arrive(node.link.peer_id, to, event))
+        me = node.link.peer_id
+        arrives_at, epoch = self.now + self._delay_s(node, self.nodes[to]), self._epoch_of(me, to)
+        self.at(arrives_at, lambda: self._arrive(me, to, event, epoch))
 
-    def _arrive(self, sender: PeerId, to: PeerId, event: Event) -> None:
-        if sender in self.nodes[to].peers:
+    def _arrive(self, sender: PeerId, to: PeerId, event: Event, epoch: int) -> None:
+        if sender in self.nodes[to].peers and self._epoch_of(sender, to) == epoch:
             self.deliver(to, event)
 
     def _send_chunk(self, node: SimNode, action: SendChunk) -> None:
         me, size = node.link.peer_id, self._chunk_bytes[action.index]
         if action.peer not in node.peers:
             return
-        other = self.nodes[action.peer]
+        other, epoch = self.nodes[action.peer], self._epoch_of(me, action.peer)
         node.up_free_at = max(self.now, node.up_free_at) + size / node.link.up
         node.sent_bytes += size
         left_at = node.up_free_at
-        if not other.is_frozen:
-            self.at(left_at, lambda: self.deliver(me, ChunkSent(action.peer, action.key, action.index)))
+        taken = ChunkSent(action.peer, action.key, action.index)
+
+        def take() -> None:
+            if other.is_frozen:
+                other.untaken.append((me, taken))
+            elif action.peer in node.peers and self._epoch_of(me, action.peer) == epoch:
+                self.deliver(me, taken)
+
+        self.at(left_at, take)
         arrives_at = left_at + self._delay_s(node, other)
         other.down_free_at = max(arrives_at, other.down_free_at + size / other.link.down)
         seen = ChunkSeen(me, action.key, action.index, size, action.route, is_answer=action.is_answer)
 
         def arrive() -> None:
             other.received_bytes += size
-            self._arrive(me, action.peer, seen)
+            self._arrive(me, action.peer, seen, epoch)
 
         self.at(other.down_free_at, arrive)
 

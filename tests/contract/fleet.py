@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from echo2.base.ids import RunId
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
@@ -75,6 +75,15 @@ class Fleet:
             for i, m in enumerate(members or self.members)
         ]
         made = plan(links, self._epoch)
+        for member in self.members:
+            member.node.set_plan(made)
+        return made
+
+    def plan_with(self, peer_id: PeerId, address: str) -> BroadcastPlan:
+        """A plan of the members and of a node in another process."""
+        self._epoch += 1
+        links = [NodeLink(m.node.peer_id, f"n{i}", (m.address,), 25e6, 50e6, 0.001) for i, m in enumerate(self.members)]
+        made = plan([*links, NodeLink(peer_id, "other", (address,), 25e6, 50e6, 0.001)], self._epoch)
         for member in self.members:
             member.node.set_plan(made)
         return made

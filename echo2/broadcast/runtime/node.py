@@ -394,10 +394,12 @@ class BroadcastNode:
         link = self._links.pop(peer, None)
         if link is not None:
             self._act(PeerDown(peer))
-            self._spawn(self._close(link))
+            self._spawn(link.connection.close())
 
-    async def _close(self, link: PeerLink) -> None:
-        await link.connection.close()
+    async def drop_connections(self) -> None:
+        """Closes all connections, as a cut link would; they are dialled again."""
+        for link in list(self._links.values()):
+            await link.connection.close()
 
     def stats(self) -> NodeStats:
         """A picture of now, for heartbeats and the operator."""

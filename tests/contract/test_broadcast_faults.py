@@ -1,0 +1,250 @@
+"""Broadcast under faults, on real connections, disks and (for kills and freezes) processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.identity import Role
+from echo2.broadcast.manifest import ArtifactId, Chunk
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.library import LibraryLimits
+from echo2.broadcast.runtime.node import NodeOptions
+from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.broadcast.runtime.transport import Connection
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.wire import broadcast as wire
+from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
+
+KEYFRAME = ArtifactId(Version(0))
+BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(12)]
+
+# A worker in a process of its own; it serves until it is killed.
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.wire.broadcast import plan_from_message
+from echo2.wire.gen.echo2.v1 import broadcast_pb2
+
+async def main(folder):
+    identity = tls.load_or_create_identity(folder)
+    credentials = tls.load_credentials(folder, identity)
+    node, server = BroadcastNode(credentials, NodeOptions(folder / "chunks", chunk_bytes=16 << 10)), tls.new_server()
+    node.add_to_server(server)
+    print(tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(credentials)), flush=True)
+    await server.start()
+    await node.start()
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        node.set_plan(plan_from_message(broadcast_pb2.BroadcastPlan.FromString(bytes.fromhex(line))))
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+class WorkerProcess:
+    """Speaks the same protocol as the nodes of this process."""
+
+    def __init__(self, f: Fleet, process: asyncio.subprocess.Process, member: Member) -> None:
+        self.fleet, self.process, self.member = f, process, member
+
+    @classmethod
+    async def start(cls, f: Fleet, folder: Path) -> WorkerProcess:
+        credentials = f.credentials(Role.WORKER)
+        tls.write_secret(folder / "identity.key", credentials.identity.private_bytes())
+        tls.save_credentials(folder, credentials)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WORKER, str(folder), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        port = int(await asyncio.wait_for(process.stdout.readline(), 30))
+        stand_in = f.members[0]  # only its credentials and address are read when a plan is made
+        member = Member(stand_in.node, stand_in.server, f"127.0.0.1:{port}", credentials)
+        return cls(f, process, member)
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+async def _with_worker_process(folder: Path, signal_number: int) -> None:
+    """Two workers here, one in a process that gets the signal in the middle of a broadcast."""
+
+    def options(number: int) -> NodeOptions:
+        shape = LinkShape(uplink_bytes_per_s=1.5e6) if number == 0 else LinkShape()
+        return NodeOptions(folder / f"n{number}", chunk_bytes=16 << 10, shape=shape)
+
+    async with fleet(folder, 2, options) as f:
+        other = await WorkerProcess.start(f, folder / "process")
+        try:
+            made = f.plan_with(other.member.credentials.peer_id, other.member.address)
+            assert other.process.stdin is not None
+            other.process.stdin.write(wire.plan_to_message(made).SerializeToString().hex().encode() + b"\n")
+            await until(lambda: all(len(m.node.stats().links) == 3 for m in f.members), "the process is connected")
+            learner, *workers = (m.node for m in f.members)
+            reading = gathered(*(blocks_of(w, KEYFRAME, 20.0) for w in workers))
+            publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
+            await until(lambda: workers[0].stats().newest_chunks_held > 20, "the broadcast is on its way")
+            os.kill(other.process.pid, signal_number)
+            assert await reading == [BLOCKS] * 2
+            await publishing
+        finally:
+            await other.kill()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_lost_relay_does_not_stop_the_others(tmp_path: Path, signal_number: int) -> None:
+    asyncio.run(_with_worker_process(tmp_path, signal_number))
+
+
+async def _hostile_connection(f: Fleet, victim: Member) -> tuple[PeerId, Connection]:
+    """A member of the run, with a valid certificate, that speaks the protocol by hand."""
+    credentials = f.credentials(Role.WORKER)
+    connection = await GrpcTransport(credentials).dial(victim.address, victim.node.peer_id)
+    await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
+    assert await connection.receive() is not None
+    return credentials.peer_id, connection
+
+
+@pytest.mark.parametrize("deed", ["corrupt", "replay", "rubbish", "foreign seal"])
+def test_malicious_peer_is_named_dropped_and_banned(tmp_path: Path, deed: str) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, victim = f.members
+            await learner.node.publish(KEYFRAME, iter(BLOCKS[:2]), lambda: "p", 1 << 20)
+            await blocks_of(victim.node, KEYFRAME)
+            later = ArtifactId(Version(1), Version(0))
+            header_only = await _publish_header(learner, later)
+            await until(lambda: header_only in victim.node.library.entries, "the victim knows the header")
+            bad, connection = await _hostile_connection(f, victim)
+            key = learner.node.library.find(KEYFRAME)
+            assert key is not None
+            for _ in range(40):
+                if bad in victim.node.stats().banned:
+                    break
+                await connection.send(_bad_frame(deed, f, learner, key, header_only))
+                await asyncio.sleep(0.01)
+            await until(lambda: bad in victim.node.stats().banned, "the peer is banned")
+            assert all(link.peer_id != bad for link in victim.node.stats().links)
+            again = await GrpcTransport(f.credentials(Role.WORKER)).dial(victim.address, victim.node.peer_id)
+            await again.close()  # others are still served
+            assert victim.node.library.entries[key].is_complete
+            await connection.close()
+
+    asyncio.run(scene())
+
+
+async def _publish_header(learner: Member, artifact: ArtifactId) -> bytes:
+    """Begins a publication whose blocks do not come for a while."""
+
+    def blocks():  # type: ignore[no-untyped-def]
+        import time
+
+        time.sleep(3)
+        yield b"late"
+
+    task = asyncio.create_task(learner.node.publish(artifact, blocks(), lambda: "q", 1 << 20))
+    learner.background = task  # type: ignore[attr-defined]
+    await until(lambda: learner.node.library.find(artifact) is not None, "the header is out")
+    key = learner.node.library.find(artifact)
+    assert key is not None
+    return key
+
+
+def _bad_frame(deed: str, f: Fleet, learner: Member, key: bytes, fresh_key: bytes) -> bytes:
+    match deed:
+        case "corrupt":
+            forger = f.credentials(Role.WORKER).identity
+            return wire.chunk_to_bytes(Chunk.make(fresh_key, 0, True, b"evil", forger))  # type: ignore[arg-type]
+        case "replay":
+            frame = learner.node.library.frame(key, 0)  # type: ignore[arg-type]
+            assert frame is not None
+            return frame
+        case "rubbish":
+            return b"\xff\xff not a message"
+        case _:
+            frame = learner.node.library.seal_frame(key)  # type: ignore[arg-type]
+            assert frame is not None
+            return frame.replace(key, fresh_key)
+
+
+def test_full_disk_at_a_worker_is_told_and_the_broadcast_completes(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            store_bytes = 200_000 if number == 1 else 1 << 30
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes)
+
+        async with fleet(tmp_path, 2, options) as f:
+            learner, small, other = (m.node for m in f.members)
+            reading = gathered(blocks_of(small, KEYFRAME), blocks_of(other, KEYFRAME))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == [BLOCKS] * 2
+            assert str(small.options.folder) in small.stats().trouble
+            assert other.stats().trouble == ""
+
+    asyncio.run(scene())
+
+
+def test_worker_without_room_on_disk_and_in_memory_does_not_harm_the_others(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            store_bytes = 200_000 if number == 1 else 1 << 30
+            limits = LibraryLimits(memory_bytes_max=100_000 if number == 1 else 1 << 30)
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes, limits=limits)
+
+        async with fleet(tmp_path, 3, options) as f:
+            learner, _, *others = (m.node for m in f.members)
+            reading = gathered(*(blocks_of(node, KEYFRAME) for node in others))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == [BLOCKS] * 2
+
+    asyncio.run(scene())
+
+
+def test_learner_restarted_in_the_middle_publishes_the_version_anew(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 2) as f:
+            learner, *workers = f.members
+
+            def cut_off():  # type: ignore[no-untyped-def]
+                yield BLOCKS[0]
+                raise RuntimeError("the learner dies")
+
+            with pytest.raises(RuntimeError):
+                await learner.node.publish(KEYFRAME, cut_off(), lambda: "p", 1 << 20)
+            await f.stop(learner)
+            port = int(learner.address.rsplit(":", 1)[1])
+            f.members[0] = await f.start(learner.credentials, learner.node.options, port)
+            f.plan()
+            reading = gathered(*(blocks_of(w.node, KEYFRAME) for w in workers))
+            await f.members[0].node.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == [BLOCKS] * 2
+
+    asyncio.run(scene())
+
+
+def test_cut_connection_comes_back_and_the_broadcast_completes(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, shape=LinkShape(1.5e6))
+
+        async with fleet(tmp_path, 2, options) as f:
+            learner, first, second = (m.node for m in f.members)
+            reading = gathered(blocks_of(first, KEYFRAME), blocks_of(second, KEYFRAME))
+            publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
+            await until(lambda: first.stats().newest_chunks_held > 10, "the broadcast is on its way")
+            await learner.drop_connections()
+            assert await reading == [BLOCKS] * 2
+            await publishing
+
+    asyncio.run(scene())

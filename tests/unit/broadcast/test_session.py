@@ -1,0 +1,211 @@
+"""The real session cores on a virtual clock: near the bound, no byte twice, and done in spite of faults."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import (
+    Accuse,
+    ChunkSeen,
+    HaveSeen,
+    HeaderSeen,
+    PeerUp,
+    PlanSet,
+    SendChunk,
+    SendRequest,
+    Woken,
+)
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.policy import Pacer, SessionConfig
+from echo2.broadcast.session import Session
+from echo2.broadcast.topology import NodeLink, fluid_bound
+from echo2.broadcast.trees import plan
+from echo2.sim.broadcast_network import BroadcastNetwork
+from tests.unit.broadcast.test_topology import fleet
+
+MIB = 1 << 20
+KEY = ArtifactKey(b"0123456789abcdef")
+HETEROGENEOUS = [50.0, 200.0, 75.0, 100.0, 150.0, 50.0, 100.0, 75.0]
+
+
+def network(nodes: list[NodeLink], mib: float = 32, chunk_bytes: int = 128 << 10, seed: int = 0) -> BroadcastNetwork:
+    made = BroadcastNetwork(plan(nodes, 1, int(mib * MIB), chunk_bytes), seed=seed)
+    made.connect_all()
+    made.publish(int(mib * MIB), chunk_bytes)
+    return made
+
+
+def bound_s(nodes: list[NodeLink], mib: float = 32) -> float:
+    return mib * MIB / fluid_bound(nodes).rate_bytes_per_s
+
+
+@pytest.mark.parametrize(("uplinks", "ratio_max"), [([100.0] * 4, 1.08), ([100.0] * 8, 1.10), (HETEROGENEOUS, 1.12)])
+def test_broadcast_is_close_to_the_fluid_bound_and_sends_nothing_twice(uplinks: list[float], ratio_max: float) -> None:
+    nodes = fleet(uplinks)
+    net = network(nodes, mib=96)
+    net.run(60)
+    assert net.slowest_s <= ratio_max * bound_s(nodes, 96)
+    assert all(node.session.duplicates_bytes == 0 for node in net.nodes.values())
+    optimum = len(uplinks) * 96 * MIB - sum(n.link.up for n in list(net.nodes.values())[1:]) * bound_s(nodes, 96)
+    assert net.nodes[net.seed_id].sent_bytes <= 1.15 * optimum
+
+
+def test_workers_behind_nat_get_everything() -> None:
+    nodes = fleet([100.0] * 8, natted=2)
+    net = network(nodes)
+    net.run(60)
+    assert net.slowest_s <= 1.20 * bound_s(nodes)
+
+
+def test_broadcast_begins_while_the_seed_still_encodes() -> None:
+    nodes = fleet([100.0] * 4)
+    net = BroadcastNetwork(plan(nodes, 1))
+    net.connect_all()
+    slow_encoder = 0.5 * fluid_bound(nodes).rate_bytes_per_s
+    net.publish(16 * MIB, 128 << 10, encode_bytes_per_s=slow_encoder)
+    net.run(60)
+    assert net.slowest_s <= 16 * MIB / slow_encoder + 0.6
+
+
+def test_relay_that_dies_is_replaced() -> None:
+    nodes = fleet([100.0] * 4)
+    net = network(nodes, mib=64)
+    half = bound_s(nodes, 64) / 2
+    net.at(half, lambda: net.kill(PeerId("w1")))
+    net.run(60)
+    survivors = [n for n in nodes if n.peer_id != PeerId("w1")]
+    assert net.slowest_s <= 1.25 * max(bound_s(nodes, 64), bound_s(survivors, 64))
+
+
+def test_relay_that_freezes_is_replaced_and_catches_up() -> None:
+    nodes = fleet([100.0] * 4)
+    net = network(nodes, mib=64)
+    net.at(1.0, lambda: net.freeze(PeerId("w1")))
+    net.at(20.0, lambda: net.thaw(PeerId("w1")))
+    net.run(60)
+    times = net.worker_times()
+    others = max(t for name, t in times.items() if name != "w1" and t is not None)
+    assert others < 10.0, "the others waited for a frozen relay"
+    frozen = times["w1"]
+    assert frozen is not None and frozen < 28.0
+
+
+def test_late_joiner_pulls_from_peers_rather_than_from_the_seed() -> None:
+    nodes = fleet([100.0] * 5)
+    late = PeerId("w4")
+    net = BroadcastNetwork(plan(nodes, 1))
+    full = plan(nodes, 1)
+    for link in nodes:
+        for peer in full.neighbours(link.peer_id):
+            if late not in (link.peer_id, peer):
+                net.connect(link.peer_id, peer)
+    for link in nodes:
+        net.deliver(link.peer_id, PlanSet(plan(nodes[:-1], 1)))
+    net.publish(8 * MIB, 128 << 10)
+
+    def join() -> None:
+        for link in nodes[:-1]:
+            net.connect(late, link.peer_id)
+
+    net.at(4.0, join)
+    net.run(3.9)
+    before = net.nodes[net.seed_id].sent_bytes
+    net.run(60)
+    assert net.is_done
+    assert net.nodes[net.seed_id].sent_bytes <= before + 1 * MIB
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    uplinks=st.lists(st.sampled_from([20.0, 50.0, 100.0, 400.0]), min_size=2, max_size=6),
+    seed=st.integers(0, 1000),
+    deaths=st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 4.0)), max_size=2),
+    freezes=st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 4.0)), max_size=2),
+    cuts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0.0, 3.0)), max_size=4),
+)
+def test_once_faults_stop_every_living_worker_has_everything(
+    uplinks: list[float],
+    seed: int,
+    deaths: list[tuple[int, float]],
+    freezes: list[tuple[int, float]],
+    cuts: list[tuple[int, int, float]],
+) -> None:
+    nodes = fleet(uplinks)
+    net = BroadcastNetwork(plan(nodes, 1), seed=seed)
+    net.connect_all()
+    net.publish(4 * MIB, 64 << 10)
+    for number, when in deaths:
+        if number < len(uplinks):  # the last worker lives
+            net.at(when, lambda n=number: net.kill(nodes[n].peer_id))  # type: ignore[misc]
+    for number, when in freezes:
+        peer = nodes[min(number, len(uplinks))].peer_id
+        net.at(when, lambda p=peer: net.freeze(p))  # type: ignore[misc]
+        net.at(when + 3.0, lambda p=peer: net.thaw(p))  # type: ignore[misc]
+
+    for first, second, when in cuts:
+        one, two = (nodes[min(n, len(uplinks))].peer_id for n in (first, second))
+        if one != two:
+            net.at(when, lambda a=one, b=two: net.cut(a, b))  # type: ignore[misc]
+            net.at(when + 1.0, lambda a=one, b=two: net.connect(a, b))  # type: ignore[misc]
+    net.run(120)
+    assert net.is_done, f"at {net.now}: {net.worker_times()}"
+    assert not net.accusations, "an honest peer was accused"
+
+
+def _session(**changes: float) -> Session:
+    return Session(SessionConfig(me=PeerId("me"), **changes))  # type: ignore[arg-type]
+
+
+def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
+    session = _session()
+    session.handle(PeerUp(PeerId("bad")), 0.0)
+    session.handle(HeaderSeen(PeerId("bad"), KEY, is_wanted=True), 0.0)
+    accused = []
+    for i in range(40):
+        seen = ChunkSeen(PeerId("bad"), KEY, 0, 1000)
+        accused += [a for a in session.handle(seen, 0.01 * i) if isinstance(a, Accuse)]
+        if accused:
+            break
+    assert accused and accused[0].peer == PeerId("bad") and i == SessionConfig(me=PeerId("me")).replays_max
+
+
+def test_request_that_is_not_answered_goes_to_another_holder() -> None:
+    session = _session()
+    for name in ("a", "b"):
+        session.handle(PeerUp(PeerId(name)), 0.0)
+        session.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+        session.handle(HaveSeen(PeerId(name), KEY, 0b1, True), 0.0)
+    asked: list[PeerId] = []
+    now = 0.0
+    while now < 20.0 and len(set(asked)) < 2:
+        asked += [a.peer for a in session.handle(Woken(), now) if isinstance(a, SendRequest)]
+        now += 0.1
+    assert set(asked) == {PeerId("a"), PeerId("b")}
+    assert now < 10.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(10_000, 10_000_000), st.lists(st.integers(1, 300_000), min_size=1, max_size=60))
+def test_pacer_never_lets_more_through_than_its_rate(rate: int, sizes: list[int]) -> None:
+    pacer, now, sent = Pacer(rate), 0.0, 0
+    for size in sizes:
+        now = pacer.ready_at(now)
+        pacer.spend(size, now)
+        sent += size
+        assert sent <= rate * (now + pacer.burst_s) + size + 1
+
+
+def test_transport_never_holds_more_than_its_slots() -> None:
+    session = _session()
+    session.handle(PeerUp(PeerId("a")), 0.0)
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    out = 0
+    for index in range(50):
+        out += sum(
+            isinstance(a, SendChunk)
+            for a in session.handle(ChunkSeen(None, KEY, index, 1000, is_fresh=True), 0.001 * index)
+        )
+    assert out == session.config.slots_per_peer
