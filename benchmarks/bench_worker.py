@@ -16,7 +16,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,14 +126,9 @@ def requests(asked: list[Ask], prefix: str = "r") -> list[GenerateRequest]:
     ]
 
 
-def rate(run: Callable[..., int], *arguments: object) -> float:
-    """Tokens per CPU second."""
+def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> float:
+    """Tokens per CPU second of `generate` over batches in the order asked, padded on the left."""
     began = time.process_time()
-    tokens = run(*arguments)
-    return tokens / (time.process_time() - began)
-
-
-def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> int:
     for start in range(0, len(asked), batch):
         part = asked[start : start + batch]
         width = max(len(a.prompt) for a in part)
@@ -142,7 +137,7 @@ def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> int:
         longest = max(a.count for a in part)
         with torch.inference_mode():
             model.generate(ids, attention_mask=mask, max_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0)
-    return sum(a.count for a in asked)
+    return sum(a.count for a in asked) / (time.process_time() - began)
 
 
 def by_continuous_batching(model: torch.nn.Module, asked: list[Ask], batch: int) -> float:
@@ -169,19 +164,19 @@ class Nowhere(Outbox):
         return
 
 
-def by_bare_loop(base: Staged, asked: list[Ask], batch: int) -> int:
-    """The step loop in this thread, with nobody to stream to."""
+def by_bare_loop(base: Staged, asked: list[Ask], batch: int) -> float:
+    """Tokens per CPU second of the step loop in this thread, with nobody to stream to; start-up not counted."""
     weights = LiveWeights(read_shape(CONFIG))
     loop = StepLoop(weights, batch, CONTEXT_TOKENS, Nowhere())
     with torch.inference_mode():
         loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
+        began = time.process_time()
         for request in requests(asked):
             loop.submit(request)
-        while True:
+        while loop.stats().running_sequences + loop.stats().waiting_sequences:
             loop.step()
-            if loop.stats().running_sequences + loop.stats().waiting_sequences == 0:
-                return loop.stats().sampled_tokens
+        return loop.stats().sampled_tokens / (time.process_time() - began)
 
 
 async def drained(engine: EmbeddedEngine, count: int) -> int:
@@ -259,8 +254,8 @@ def compare(batches: list[int], rounds: int) -> list[dict[str, object]]:
         best = {"ours": 0.0, "bare": 0.0, "generate": 0.0, "paged": 0.0}
         for _ in range(rounds):
             best["ours"] = max(best["ours"], by_engine(base, asked, batch))
-            best["bare"] = max(best["bare"], rate(by_bare_loop, base, asked, batch))
-            best["generate"] = max(best["generate"], rate(by_generate, model, asked, batch))
+            best["bare"] = max(best["bare"], by_bare_loop(base, asked, batch))
+            best["generate"] = max(best["generate"], by_generate(model, asked, batch))
         best["paged"] = by_continuous_batching(paged, asked[:batch], batch)
         ratio, streaming = best["ours"] / best["generate"], 1 - best["ours"] / best["bare"]
         print(

@@ -23,6 +23,9 @@ vllm_ops._supports_onednn = False
 RAW_LOGPROB_ID = -1
 """Stands in for a token id: the entry that carries the raw model's log-probability of the sampled token."""
 
+_BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+_NUMBERS_EXACT_MAX = 1 << 24  # what float32 counts exactly
+
 _SIGNED: dict[str, np.dtype[np.signedinteger]] = {"bfloat16": np.dtype(np.int16), "float32": np.dtype(np.int32)}
 
 
@@ -59,7 +62,7 @@ class WorkerExtension:
         try:
             model = self.model_runner.model
             named = {name: tuple(shape) for name, shape in shapes}
-            self._echo2_map = record_map(model.load_weights, named, model)
+            self._echo2_map = record_map(model.load_weights, named, model, _expert_orders(model))
         except EchoError as error:
             return f"error: {error}"
         return ""
@@ -84,6 +87,41 @@ class WorkerExtension:
     def echo2_piece_count(self) -> int:
         """How many pieces the map has; 0 before the first keyframe."""
         return 0 if self._echo2_map is None else self._echo2_map.piece_count
+
+
+def _expert_orders(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """How kernels for experts order their weights, by storage address; refuses kernels that change them otherwise.
+
+    The CPU kernel keeps a packed permutation under the parameter's old shape. Packing the elements' own numbers shows it.
+    """
+    orders: dict[int, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        if backend is None or backend in _BACKENDS_AS_LOADED:
+            continue
+        experts = getattr(method, "experts_cls", None)
+        if backend != "CPU" or experts is None:
+            raise EngineError(
+                f"{name}: expected experts on {', '.join(_BACKENDS_AS_LOADED)} or CPU, got {backend}, which changes "
+                "weights after loading"
+            )
+        for parameter in (module.w13_weight, module.w2_weight):
+            orders[parameter.untyped_storage().data_ptr()] = _packed_order(name, parameter, experts.isa)
+    return orders
+
+
+def _packed_order(name: str, parameter: torch.Tensor, isa: str) -> torch.Tensor:
+    count = parameter.numel()
+    if count > _NUMBERS_EXACT_MAX:
+        raise EngineError(f"{name}: expected at most {_NUMBERS_EXACT_MAX} packed weights, got {count}")
+    numbers = torch.arange(count, dtype=torch.float32).reshape(parameter.shape)
+    packed = vllm_ops.cpu_prepack_moe_weight(numbers, isa).reshape(-1).long()
+    if not torch.equal(packed.sort().values, torch.arange(count)):
+        raise EngineError(f"{name}: expected a kernel that packs weights without changing them, got {isa}")
+    order = torch.empty(count, dtype=torch.int64)
+    order[packed] = torch.arange(count)
+    return order
 
 
 def _patch(raw: np.ndarray, entry: tuple[str, str, int, int, int]) -> Patch:

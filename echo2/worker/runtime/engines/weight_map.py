@@ -23,11 +23,15 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A strided part of a published tensor (offset and strides in it) and the live view that it fills."""
+    """A strided part of a published tensor (offset and strides in it) and the live view that it fills.
+
+    `order`: where a kernel keeps the elements of the parameter in another order, the place of each; None: as loaded.
+    """
 
     offset: int
     strides: tuple[int, ...]
     live: torch.Tensor
+    order: torch.Tensor | None = None
 
     def positions(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of the flat positions of the published tensor are in this piece, and where in `live_flat` they are."""
@@ -43,17 +47,35 @@ class Piece:
             target += at * live_stride
             rest = rest - at * stride
         inside &= rest == 0
-        return inside, target[inside]
+        target = target[inside]
+        return inside, target if self.order is None else self.order[target + int(self.live.storage_offset())]
 
     @property
     def live_flat(self) -> torch.Tensor:
-        """The live view's storage from its first to its last element."""
+        """The storage of the live view from its first to its last element; with an order, all of the parameter."""
+        if self.order is not None:
+            return self.live.as_strided((self.order.numel(),), (1,), 0)
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
         return self.live.as_strided((span,), (1,))
 
     def part_of(self, published: torch.Tensor) -> torch.Tensor:
         """This part of a whole published tensor, in the live view's shape."""
         return published.as_strided(self.live.shape, self.strides, self.offset)
+
+    def read(self) -> torch.Tensor:
+        """The live values in the published order."""
+        return self.live if self.order is None else self.live_flat[self._places()].reshape(self.live.shape)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Puts values of the live view's shape where they belong."""
+        if self.order is None:
+            self.live.copy_(values)
+        else:
+            self.live_flat.index_copy_(0, self._places(), values.reshape(-1))
+
+    def _places(self) -> torch.Tensor:
+        assert self.order is not None, "only a reordered parameter has places"
+        return self.order.as_strided(self.live.shape, self.live.stride(), self.live.storage_offset()).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +122,7 @@ class WeightMap:
             dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
             whole = torch.empty(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=pieces[0].live.device)
             for piece in pieces:
-                piece.part_of(whole).copy_(_narrowed(piece.live, _TORCH_DTYPES[dtype]))
+                piece.part_of(whole).copy_(_narrowed(piece.read(), _TORCH_DTYPES[dtype]))
             total += fingerprint_tensor(name, whole, key)
         return int(total % MODULUS)
 
@@ -109,9 +131,9 @@ class WeightMap:
         device, whose = live.device, f"tensor {patch.name}"
         if patch.positions is None:
             values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
-            old = live.to("cpu", copy=True)
-            undo.append(lambda: live.copy_(old))
-            live.copy_(piece.part_of(values))
+            old = piece.read().to("cpu", copy=True)
+            undo.append(lambda: piece.write(old.to(device)))
+            piece.write(piece.part_of(values))
             return
         inside, target = piece.positions(patch.positions.to(device))
         values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
@@ -121,8 +143,18 @@ class WeightMap:
         flat.index_copy_(0, target, values)
 
 
-def record_map(load_weights: Loader, shapes: Mapping[str, tuple[int, ...]], model: torch.nn.Module) -> WeightMap:
-    """Runs a model's loader on storage-less tensors of these names and shapes, and keeps where everything would go."""
+def record_map(
+    load_weights: Loader,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: torch.nn.Module,
+    orders: Mapping[int, torch.Tensor] | None = None,
+) -> WeightMap:
+    """Runs a model's loader on storage-less tensors of these names and shapes, and keeps where everything would go.
+
+    `orders`: for parameters (by the address of their storage) that a kernel reorders after loading, the place of each
+    element.
+    """
+    reordered = orders or {}
     dtype = next(model.parameters()).dtype
     probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
@@ -134,7 +166,8 @@ def record_map(load_weights: Loader, shapes: Mapping[str, tuple[int, ...]], mode
             return False
         if live.shape != source.shape:
             raise EngineError(f"tensor {name}: expected the loader to copy equal shapes, got {tuple(source.shape)}")
-        pieces[name].append(Piece(int(source.storage_offset()), source.stride(), live.detach()))
+        order = reordered.get(live.untyped_storage().data_ptr())
+        pieces[name].append(Piece(int(source.storage_offset()), source.stride(), live.detach(), order))
         return True
 
     with _intercepted_copies(record):

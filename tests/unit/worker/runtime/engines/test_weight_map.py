@@ -120,6 +120,27 @@ def test_a_failure_in_the_middle_is_undone() -> None:
     assert weight_map.fingerprint(9) == fingerprint(tensors, 9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_a_parameter_that_a_kernel_reorders_is_written_in_the_kernels_order(data: st.DataObject, seed: int) -> None:
+    model, tensors = Fusing(), published(seed)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(seed))
+    orders = {model.qk.untyped_storage().data_ptr(): order}
+    weight_map = record_map(model.load_weights, SHAPES, model, orders)
+    weight_map.apply([Patch(name, "bfloat16", None, bits(tensor)) for name, tensor in tensors.items()])
+    places = sorted(data.draw(st.sets(st.integers(0, 7)), label="k"))
+    new = torch.randn(len(places)).bfloat16()
+    tensors["k"].reshape(-1)[places] = new
+    weight_map.apply([Patch("k", "bfloat16", torch.tensor(places, dtype=torch.int64), bits(new))])
+    as_loaded = torch.cat([tensors["q"], tensors["k"]]).float().reshape(-1)
+    assert torch.equal(model.qk.detach().reshape(-1)[order], as_loaded)
+    assert weight_map.fingerprint(3) == fingerprint(tensors, 3)
+    broken = Patch("norm", "bfloat16", None, torch.zeros(2, dtype=torch.int16))
+    with pytest.raises(EngineError, match="norm"):
+        weight_map.apply([Patch("q", "bfloat16", None, bits(torch.ones(24).bfloat16())), broken])
+    assert weight_map.fingerprint(3) == fingerprint(tensors, 3)
+
+
 @pytest.mark.parametrize(("name", "shape"), [("lossy", (6,)), ("summed", (4,)), ("unheard_of", (4,))], ids=str)
 def test_what_the_loader_does_not_place_whole_is_refused_by_name(name: str, shape: tuple[int, ...]) -> None:
     model = Fusing()
