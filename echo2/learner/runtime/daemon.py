@@ -279,6 +279,7 @@ class LearnerDaemon:
         """The first failure of any part ends the run."""
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
+            self._failure.exception()  # it may come when the run ends for another reason; that is no lost error
 
     # ---- talking to the coordinator
 
