@@ -26,7 +26,7 @@ from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import batcher_state, take
 from echo2.learner.runtime.evaluate import complete
 from echo2.learner.runtime.intake import Intake
-from echo2.learner.runtime.metrics import Sink
+from echo2.learner.runtime.metrics import Sink, past_evaluations
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import Publisher
 from echo2.learner.runtime.record import RunFacts, StepTimes, state_fields, step_row
@@ -59,7 +59,7 @@ class TrainingLoop:
         self.facts = RunFacts(parameter_count=sum(int(m.numel()) for m in prepared.model.masters))
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
-        self.evaluations: dict[int, float] = {}
+        self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
         self.on_step: Callable[[], None] = lambda: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.waiting: tuple[str, float] = ("", 0.0)

@@ -96,13 +96,18 @@ class WeightsAndBiases:
 
 def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
     """metrics.jsonl first, then those asked for by name."""
+    unknown = sorted(set(names) - {"tensorboard", "wandb"})
+    if unknown:
+        raise ConfigError(f"sink: expected tensorboard or wandb, got {unknown[0]!r}")
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     for name in names:
-        match name:
-            case "tensorboard":
-                sinks.append(TensorBoard(folder / "tensorboard"))
-            case "wandb":
-                sinks.append(WeightsAndBiases(folder, run_id))
-            case _:
-                raise ConfigError(f"sink: expected tensorboard or wandb, got {name!r}")
+        sinks.append(TensorBoard(folder / "tensorboard") if name == "tensorboard" else WeightsAndBiases(folder, run_id))
     return sinks
+
+
+def past_evaluations(path: Path) -> dict[int, float]:
+    """Held-out reward by step, of the rows written before a restart."""
+    if not path.exists():
+        return {}
+    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}

@@ -27,6 +27,7 @@ from tests.unit.learner.fleet import (
     options_for,
     prepare_node,
 )
+from tests.unit.learner.test_metrics import documented_names
 from tests.unit.learner.tiny import make_tiny_model
 
 T = TypeVar("T")
@@ -95,6 +96,8 @@ def test_a_run_trains_to_its_end_and_never_above_the_bound(model_path: Path, tmp
     summary = go(run.finish())
     assert summary.is_finished and summary.steps == 6 and summary.over_stale_tokens == 0
     rows = rows_of(tmp_path / "run")
+    undocumented = {name for row in rows for name in row} - documented_names()
+    assert not {name for name in undocumented if not name.startswith("eval/")}
     assert [row["step"] for row in rows] == list(range(7))
     assert all(row["lag/max"] <= bound for row in rows[1:])
     assert summary.trained_rollouts == 6 * 8

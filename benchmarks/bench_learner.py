@@ -1,0 +1,213 @@
+"""The training step against TRL's GRPOTrainer: tokens per second and peak memory, same model, batch, precision, CPU.
+
+Both sides make the same step on the same rollouts: forward, dapo loss, backward, clip, AdamW, in float32. TRL gets its
+own micro-batches of padded rows, in an order that suits it (as they come); ours packs. Each side runs in a process of
+its own, in turn, twice; the better round counts. TRL is looked for in this interpreter, else in $TRL_PYTHON.
+
+    python -m benchmarks.bench_learner [--threads 1] [--steps 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "learner.json"
+TARGET_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and a batch. Completion lengths: geometric with `mean`, cut at `longest`, as sampling gives them."""
+
+    name: str
+    hidden: int
+    layers: int
+    prompt: int
+    mean: int
+    longest: int
+    groups: int
+    rollouts_per_group: int
+    micro_rows: int
+    token_budget: int
+
+
+SHAPES = (
+    Shape("sort digits, 108k parameters", 64, 2, 6, 6, 6, 24, 8, 192, 4096),
+    Shape("long tail, 1.2M parameters", 128, 4, 64, 48, 256, 8, 8, 16, 5120),
+)
+
+
+def make_model(folder: Path, shape: Shape) -> None:
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {text: number for number, text in enumerate(["<pad>", "<eos>", *"0123456789>"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=shape.hidden,
+        intermediate_size=3 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=shape.hidden // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+
+
+def make_batch(shape: Shape, model: Path) -> dict[str, Any]:
+    rng = random.Random(5)
+    prompts, completions = [], []
+    for _ in range(shape.groups):
+        prompt = [rng.randrange(2, 1024) for _ in range(shape.prompt)]
+        for _ in range(shape.rollouts_per_group):
+            length = shape.longest if shape.mean == shape.longest else 1 + int(rng.expovariate(1 / shape.mean))
+            prompts.append(prompt)
+            completions.append([rng.randrange(2, 1024) for _ in range(min(length, shape.longest))])
+    return {
+        "model": str(model),
+        "prompts": prompts,
+        "completions": completions,
+        "logprobs": [[-6.9] * len(c) for c in completions],
+        "advantages": [rng.gauss(0, 1) for _ in completions],
+        "rollouts_per_group": shape.rollouts_per_group,
+        "longest": shape.longest,
+        "micro_rows": shape.micro_rows,
+        "token_budget": shape.token_budget,
+    }
+
+
+def run_ours(path: Path, steps: int, threads: int) -> None:
+    """In a process of its own: prints seconds of each step and the peak of its memory."""
+    import torch
+
+    from echo2.base.ids import GroupId, Step, Version
+    from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+    from echo2.learner.batcher import Batch, TrainGroup
+    from echo2.learner.runtime.model import PolicyModel
+    from echo2.learner.runtime.options import TrainerOptions
+    from echo2.learner.runtime.trainer import Trainer
+
+    torch.set_num_threads(threads)
+    data = json.loads(path.read_text())
+    n = data["rollouts_per_group"]
+    groups = []
+    for first in range(0, len(data["completions"]), n):
+        group_id = GroupId(f"g{first}")
+        rollouts = []
+        for index in range(n):
+            tokens, logprobs = tuple(data["completions"][first + index]), tuple(data["logprobs"][first + index])
+            spans = (VersionSpan(Version(0), len(tokens)),)
+            rollouts.append(Rollout(group_id, index, tokens, logprobs, logprobs, spans, FinishReason.STOP))
+        sampling = SamplingParams(max_new_tokens=data["longest"])
+        spec = GroupSpec(group_id, tuple(data["prompts"][first]), n, sampling, 0)
+        rewards = tuple(data["advantages"][first : first + n])
+        groups.append(TrainGroup(spec, first, tuple(rollouts), rewards))
+    options = TrainerOptions(
+        data["model"], weights_dtype="float32", device="cpu", threads=threads, lr=1e-3,
+        token_budget=data["token_budget"],
+    )  # fmt: skip
+    trainer = Trainer(PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), options, 1000)
+    batch = Batch(Step(0), tuple(groups))
+    seconds, positions = [], 0
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        positions = trainer.step(batch).positions
+        seconds.append(time.perf_counter() - began)
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"seconds": seconds[1:], "peak_kb": peak_kb, "positions": positions}))
+
+
+def trl_python() -> str | None:
+    if importlib.util.find_spec("trl") is not None:
+        return sys.executable
+    return os.environ.get("TRL_PYTHON")
+
+
+def child(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{command[0]} {command[1]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def compare(shape: Shape, steps: int, threads: int, python: str | None) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", shape)
+        path = folder / "batch.json"
+        batch = make_batch(shape, folder / "model")
+        path.write_text(json.dumps(batch))
+        tokens = sum(len(c) for c in batch["completions"])
+        numbers = [str(path), str(steps), str(threads)]
+        ours, theirs = [], []
+        for _ in range(2):
+            ours.append(child([sys.executable, "-m", "benchmarks.bench_learner", "--child", *numbers]))
+            if python is not None:
+                theirs.append(child([python, str(Path(__file__).parent / "trl_step.py"), *numbers]))
+    our_rate = tokens / min(statistics.median(run["seconds"]) for run in ours)
+    our_mb = min(run["peak_kb"] for run in ours) / 1000
+    row = {"name": f"{shape.name}: tokens/s", "value": our_rate, "unit": "tokens/s", "target": None, "better": "higher"}
+    memory = {"name": f"{shape.name}: peak memory", "value": our_mb, "unit": "MB", "target": None, "better": "lower"}
+    padded = len(batch["completions"]) * (shape.prompt + max(map(len, batch["completions"])))
+    share = ours[0]["positions"] / padded
+    rows = [row, memory]
+    rows.append({"name": f"{shape.name}: positions, packed over padded", "value": share, "unit": "", "target": None,
+                 "better": "lower"})  # fmt: skip
+    if theirs:
+        their_rate = tokens / min(statistics.median(run["seconds"]) for run in theirs)
+        their_mb = min(run["peak_kb"] for run in theirs) / 1000
+        rows.append({"name": f"{shape.name}: TRL tokens/s", "value": their_rate, "unit": "tokens/s", "target": None,
+                     "better": "higher"})  # fmt: skip
+        rows.append({"name": f"{shape.name}: tokens/s, ours over TRL", "value": our_rate / their_rate, "unit": "x",
+                     "target": TARGET_RATIO, "better": "higher"})  # fmt: skip
+        rows.append({"name": f"{shape.name}: peak memory, ours over TRL", "value": our_mb / their_mb, "unit": "x",
+                     "target": 1.0, "better": "lower"})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--child", nargs=3, metavar=("BATCH", "STEPS", "THREADS"))
+    arguments = parser.parse_args()
+    if arguments.child:
+        run_ours(Path(arguments.child[0]), int(arguments.child[1]), int(arguments.child[2]))
+        return
+    python = trl_python()
+    if python is None:
+        print("TRL is not installed and TRL_PYTHON is not set: ours alone")
+    rows = [row for shape in SHAPES for row in compare(shape, arguments.steps, arguments.threads, python)]
+    for row in rows:
+        target = "" if row["target"] is None else f"(target {row['target']:g})"
+        print(f"{row['name']:<62} {row['value']:>12.2f} {row['unit']:<9} {target}")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
