@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from echo2.cost_model.comparison import compare_run
+
+
+def test_rows_with_both_numbers_are_compared_and_others_counted() -> None:
+    rows = [
+        {"step": 1, "predicted_utilisation": 1.0, "measured_utilisation": 0.5},
+        {"step": 2, "predicted_utilisation": 0.9, "measured_utilisation": 0.95},
+        {"step": 3, "predicted_utilisation": 0.9, "measured_utilisation": 0.85, "reward": "x"},
+        {"step": 4},
+    ]
+    lines = [json.dumps(row) for row in rows] + ['{"step": 5, "predi']
+    (found,) = compare_run(lines, skip_rows=1)
+    assert (found.name, found.rows, found.rows_without) == ("utilisation", 2, 1)
+    assert found.bias == pytest.approx(0.0)
+    assert found.mean_absolute_error == pytest.approx(0.05)
+    assert compare_run([]) == []
