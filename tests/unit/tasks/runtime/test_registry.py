@@ -67,3 +67,12 @@ def test_environments_are_made_by_name_and_told_apart_from_tasks() -> None:
         make_environment_source(TaskSpec("maze"))
     with pytest.raises(ConfigError, match="arguments among turns_max; got turns"):
         make_environment_source(TaskSpec("calculator", {"turns": 2}))
+
+
+def test_the_example_of_a_users_task_works() -> None:
+    task = make_task(TaskSpec("examples.palindromes:Palindromes", {"letters": 3}, seed=1))
+    instance = task.sample(4)
+    beginning = instance.answer
+    assert task.sample(4) == instance and len(beginning) == 3
+    assert task.score(instance, beginning + beginning[::-1]).value == 1.0
+    assert task.score(instance, "x" + beginning).value == 0.0
