@@ -45,7 +45,6 @@ class Web:
     def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
         self._commands, self._csrf, self._stopping = commands, csrf, stopping
         self._view = StateView(commands)
-        self._registry = registry_of(commands.hub)
         self._streams = 0
         self._what_ifs = asyncio.Semaphore(WHAT_IFS_AT_ONCE)
 
@@ -85,7 +84,7 @@ class Web:
         return JSONResponse(document())
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(exposition(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(registry_of(self._commands.hub)), media_type=CONTENT_TYPE_LATEST)
 
     async def _healthz(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

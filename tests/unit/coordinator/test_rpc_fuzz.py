@@ -1,0 +1,121 @@
+"""Whatever bytes come over a stream, the coordinator lives, nothing it holds changes, and it says what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from echo2.broadcast.identity import Role
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+
+METHODS = ("WorkerSession", "LearnerSession")
+TRIES = 60
+
+
+def fingerprint(daemon: CoordinatorDaemon) -> str:
+    """All that must not change."""
+    hub = daemon.hub
+    assert hub is not None
+    groups = sorted((g.spec.group_id, g.phase.value, g.attempts) for g in hub.book.groups.values())
+    members = sorted((m.peer_id, m.setting.value, m.hello.name) for m in hub.membership.members.values())
+    tokens = sorted((t.token_id, t.is_revoked, len(t.peers)) for t in hub.tokens.tokens.values())
+    return repr((groups, sorted(hub.book.leases), members, tokens, hub.board.report, hub.board.totals))
+
+
+async def raw_stream(node: Node, method: str, messages: list[bytes]) -> str:
+    """Sends bytes as they are; returns how the stream ended."""
+    call = node.channel.stream_stream(f"/echo2.v1.Coordinator/{method}")()
+    try:
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        answers = [answer async for answer in call]
+        return f"ended after {len(answers)} answers"
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        return type(error).__name__
+
+
+def mutated(good: bytes, rng: random.Random) -> bytes:
+    data = bytearray(good)
+    for _ in range(rng.randint(1, 6)):
+        match rng.randrange(4):
+            case 0 if data:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            case 1 if data:
+                del data[rng.randrange(len(data)) :]
+            case 2:
+                data += rng.randbytes(rng.randint(1, 40))
+            case _:
+                data = bytearray(rng.randbytes(rng.randint(0, 200)))
+    return bytes(data)
+
+
+def test_malformed_oversized_and_unordered_messages_change_nothing(tmp_path: Path) -> None:
+    async def scene() -> None:
+        rng = random.Random(20)
+        async with running(options(tmp_path)) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            operator = await Node.join(daemon, Role.OPERATOR)
+            await learner.hello(open_groups=[group("g1"), group("g2")])
+            await asyncio.sleep(0)
+            before = fingerprint(daemon)
+            # A valid first message would be a join, which is a change: so each stream begins with something else.
+            seeds = [
+                pb.WorkerMessage(lease_request=pb.LeaseRequest(free_rollouts=8)).SerializeToString(),
+                pb.WorkerMessage(hello=pb.WorkerHello(protocol_version=9, name="x" * 900)).SerializeToString(),
+                pb.WorkerMessage(heartbeat=pb.Heartbeat(rollouts_per_s=float("nan"))).SerializeToString(),
+                pb.LearnerMessage(offer=pb.OfferGroups(groups=[group("bad")])).SerializeToString(),
+                pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g1"])).SerializeToString(),
+                pb.LearnerMessage(hello=pb.LearnerHello(rollouts_per_group=5)).SerializeToString(),
+            ]
+            for index in range(TRIES):
+                node = (worker, operator)[index % 2]
+                messages = [mutated(rng.choice(seeds), rng) for _ in range(rng.randint(1, 4))]
+                await asyncio.wait_for(raw_stream(node, rng.choice(METHODS), messages), 10)
+            for seed in seeds:
+                for method in METHODS:
+                    await asyncio.wait_for(raw_stream(worker, method, [seed, seed]), 10)
+            huge = pb.WorkerMessage(leaving=pb.WorkerLeaving(reason="x" * (17 << 20))).SerializeToString()
+            await asyncio.wait_for(raw_stream(worker, "WorkerSession", [huge]), 20)
+            assert fingerprint(daemon) == before
+            await _joined_worker_that_goes_astray(daemon, worker)
+            for node in (learner, worker, operator):
+                await node.close()
+
+    play(scene)
+
+
+async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Node) -> None:
+    """After a good hello, each bad message ends the stream with a refusal that names the trouble."""
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"hello": pb.WorkerHello(protocol_version=1, run_id="a-run")}, "after its hello"),
+        ({"heartbeat": pb.Heartbeat(tokens_per_s=float("inf"))}, "tokens_per_s"),
+        ({"lease_request": pb.LeaseRequest(free_rollouts=1 << 30)}, "lease request"),
+        ({"lease_ended": pb.LeaseEnded(lease_id="l-1")}, "reason of the end"),
+        ({"lease_progress": pb.LeaseProgress(lease_id="")}, "lease_id"),
+    ]
+    await worker.hello()
+    await worker.close()
+    worker = Node(worker.credentials)
+    before = fingerprint(daemon)
+    for message, expected in bad:
+        await worker.hello()
+        await worker.say(**message)
+        refusal = await worker.until("refusal")
+        assert (refusal.code, expected in refusal.message) == ("MalformedMessage", True), refusal.message
+    # Replayed ends of leases that are not his change nothing either.
+    await worker.hello()
+    for _ in range(3):
+        ended = pb.LeaseEnded(lease_id="l-of-another", reason=pb.LeaseEnded.REASON_FINISHED)
+        await worker.say(lease_ended=ended)
+    await worker.say(lease_progress=pb.LeaseProgress(lease_id="l-of-another", tokens=5))
+    assert (await worker.until("lease_revoke")).lease_id == "l-of-another"
+    assert fingerprint(daemon) == before
+    await worker.close()

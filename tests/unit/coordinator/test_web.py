@@ -1,0 +1,83 @@
+"""The page's API: who may look, who may act, and that the documents match what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+from starlette.routing import Route
+
+from echo2.coordinator.runtime.web.app import Web
+from echo2.coordinator.runtime.web.guard import Guard
+from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.runtime.web.openapi import document
+from tests.unit.coordinator.test_daemon import options, play, running
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"
+
+
+def test_actions_need_our_header_our_origin_and_our_host(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+            csrf = (await web.get("/api/session")).json()["csrf"]
+            wish = {"role": "worker", "lifetime_s": 60}
+            assert (await web.post("/api/tokens", json=wish)).status_code == 403
+            foreign = {"x-echo2-csrf": csrf, "origin": "http://evil.example"}
+            assert (await web.post("/api/tokens", json=wish, headers=foreign)).status_code == 403
+            assert (await web.get("/api/state", headers={"host": "evil.example"})).status_code == 421
+            good = {"x-echo2-csrf": csrf}
+            made = await web.post("/api/tokens", json=wish, headers=good)
+            assert made.json()["join_link"].startswith("echo2://")
+            for body in ({}, {"role": "king", "lifetime_s": 1}, {"role": "worker", "lifetime_s": "x"}, [1], "no"):
+                answer = await web.post("/api/tokens", json=body, headers=good)
+                assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
+            answer = await web.post("/api/workers/state", json={"peer_id": "x", "activation": "fly"}, headers=good)
+            assert "automatic, active, standby, draining, banned" in answer.json()["error"]
+            assert (await web.get("/api/what-if")).status_code == 409
+            state = (await web.get("/api/state")).json()
+            assert made.json()["token_id"] in [token["id"] for token in state["tokens"]]
+            assert made.json()["join_link"].partition("token=")[2] not in str(state)
+            assert "default-src 'self'" in (await web.get("/")).headers["content-security-policy"]
+
+    play(scene)
+
+
+def test_off_loopback_the_page_takes_the_token() -> None:
+    async def scene() -> None:
+        async def app(scope: object, receive: object, send: object) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+            await send({"type": "http.response.body", "body": b"in"})  # type: ignore[operator]
+
+        guarded = Guard(app, "secret-token", frozenset(), "csrf")  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=guarded)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="https://10.0.0.1") as web:
+            assert (await web.get("/")).status_code == 401
+            assert (await web.get("/healthz")).status_code == 200
+            assert (await web.get("/?token=wrong")).status_code == 401
+            assert (await web.get("/", headers={"authorization": "Bearer secret-token"})).status_code == 200
+            welcome = await web.get("/?token=secret-token")
+            assert (welcome.status_code, welcome.headers["location"]) == (303, "/")
+            cookie = welcome.headers["set-cookie"]
+            assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Secure"))
+            assert (await web.get("/")).status_code == 200
+
+    asyncio.run(scene())
+
+
+def test_every_route_is_in_the_openapi_document_and_every_metric_in_the_docs(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+            said = (await web.get("/metrics")).text
+            assert (await web.get("/readyz")).json()["status"] == "ready"
+            documented = (await web.get("/api/openapi.json")).json()["paths"]
+        shown = set(re.findall(r"^# HELP (\S+)", said, re.MULTILINE))
+        assert shown == set(METRICS) | set(WORKER_METRICS)
+        assert not [name for name in shown if f"`{name}`" not in DOCS.read_text()]
+        assert documented == document()["paths"]
+
+    play(scene)
+    web = Web(None, "", None)  # type: ignore[arg-type]  # routes alone are asked for
+    routes = {route.path for route in web.application().routes if isinstance(route, Route)}
+    assert routes - {"/", "/favicon.ico"} == set(document()["paths"])
