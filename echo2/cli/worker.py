@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     join.add_argument(
         "--folder", type=Path, help="keeps identity and chunks (default: ~/.local/share/echo2/worker-NAME)"
     )
-    join.add_argument("--checkpoint", type=Path, help="base checkpoint on this machine, so that it need not be fetched")
     join.add_argument(
         "--preemption", default="", help="watch for the notice that this machine ends: aws, azure, gcp or an address"
     )
@@ -67,7 +66,6 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         store_bytes=worker.store_bytes,
         slowdown=worker.slowdown,
         swap_mode=SwapMode(worker.swap_mode),
-        checkpoint=own.checkpoint,
         preemption_notice=own.preemption,
         seed=config.run.seed,
     )

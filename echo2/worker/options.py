@@ -47,8 +47,7 @@ class WorkerOptions:
     """Options of one worker process.
 
     `folder` keeps its identity, its chunks and its control socket between runs. `slot_count` 0 lets the engine's rule
-    decide. `slowdown` above 1 makes generation that many times slower, to pretend a weaker machine. `fresh_start`
-    forgets a certificate that was kept.
+    decide. `slowdown` above 1 makes generation that many times slower, to pretend a weaker machine.
     """
 
     join_link: str
@@ -68,7 +67,6 @@ class WorkerOptions:
     slowdown: float = 1.0
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     report_interval_s: float = 0.0  # 0: what the coordinator says
-    checkpoint: Path | None = None  # base checkpoint on this machine; None: fetched from peers
     preemption_notice: str = ""  # where a cloud says that it takes the machine: aws, azure, gcp or an address
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
