@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 import echo2
 from echo2.base.errors import EchoError
+from echo2.base.units import parse_duration_s
+from echo2.cli import plan, sim
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 
@@ -40,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_demo(commands)
     _add_status(commands)
+    _add_token(commands)
+    plan.add_plan_command(commands)
+    sim.add_sim_command(commands)
     return parser
 
 
@@ -93,6 +98,21 @@ def _status(own: argparse.Namespace, rest: Sequence[str]) -> int:
     from echo2.cli.status import show_status
 
     return show_status(own.link, own.json)
+
+
+def _add_token(commands: Commands) -> None:
+    token = add_command(commands, "link", _link, "make a join link for a worker, a learner or another operator")
+    token.add_argument("link", help="operator join link, or @FILE that holds it")
+    token.add_argument("--role", choices=["worker", "learner", "operator"], default="worker")
+    token.add_argument("--lifetime", default="7d", help="how long it can be used to join (default: 7d)")
+    token.add_argument("--uses", type=int, default=0, help="how many may join with it; 0: any number")
+    token.add_argument("--label", default="", help="what the operator calls it")
+
+
+def _link(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.status import make_link
+
+    return make_link(own.link, own.role, parse_duration_s(own.lifetime), own.uses, own.label)
 
 
 if __name__ == "__main__":

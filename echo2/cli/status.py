@@ -28,3 +28,14 @@ async def _show(link: str, as_json: bool) -> int:
         return 0
     Console().print(draw(ScreenState(title=f"run {status.run_id}", status=status)))
     return 0
+
+
+def make_link(link: str, role: str, lifetime_s: float, use_limit: int, label: str) -> int:
+    """Prints a new join link; it is shown this once."""
+
+    async def ask() -> str:
+        async with OperatorClient(link_text(link), OPERATOR_FOLDER.expanduser()) as operator:
+            return await operator.create_link(role, lifetime_s, use_limit, label)
+
+    print(asyncio.run(ask()))
+    return 0
