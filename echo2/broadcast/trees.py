@@ -5,7 +5,6 @@ Guarantees: deterministic; a candidate is only returned when it is sound and wit
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -24,7 +23,6 @@ from echo2.broadcast.topology import (
 
 PLAN_ARTIFACT_BYTES = 64 << 20
 PLAN_CHUNK_BYTES = 256 << 10
-STRIPES = 15
 
 
 def star(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
@@ -73,67 +71,94 @@ def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def interior_disjoint(nodes: Sequence[NodeLink], stripes: int = STRIPES) -> tuple[Tree, ...]:
-    """`stripes` equal trees; each worker has children in one of them, in proportion to its uplink.
+def striped(nodes: Sequence[NodeLink], stripes: int) -> tuple[Tree, ...]:
+    """`stripes` equal trees; a worker has children in one of them (rarely two), in proportion to its uplink.
 
-    An edge carries 1/stripes of the rate r, so a node with uplink u can have stripes*u/r children.
+    An edge carries 1/stripes of the rate r, so a node with uplink u has room for floor(stripes*u/r) children; r is the
+    largest rate for which that is enough for all workers in all trees. Empty when there is none within the degree.
     """
-    rate = fluid_bound(nodes).rate_bytes_per_s
-    fanout_max = DEGREE_MAX - stripes
-    fanout = [min(fanout_max, int(stripes * node.up / rate + 0.25)) for node in nodes]
-    fanout[0] = min(DEGREE_MAX, max(stripes, int(stripes * nodes[0].up / rate + 0.25)))
-    interiors = _dealt(nodes, fanout, stripes)
-    spare = fanout[0] - stripes
-    seed_children = [1 + spare // stripes + (1 if t < spare % stripes else 0) for t in range(stripes)]
-    trees: list[Tree] = []
-    for interior, room in zip(interiors, seed_children, strict=True):
-        parents = _stripe(nodes, fanout, interior, room)
-        if parents is None:
-            return ()
-        trees.append(Tree(1 / stripes, parents))
-    return tuple(trees)
+    fanout = _fanout(nodes, stripes)
+    if fanout is None:
+        return ()
+    room = _dealt(nodes, fanout, stripes)
+    trees = [_stripe(nodes, mine) for mine in room]
+    if any(parents is None for parents in trees):
+        return ()
+    return tuple(Tree(1 / stripes, parents) for parents in trees if parents is not None)
 
 
-def _dealt(nodes: Sequence[NodeLink], fanout: Sequence[int], stripes: int) -> list[list[int]]:
-    """Interior nodes per stripe: each worker to the stripe that has the least room for children so far."""
-    heap = [(0, stripe) for stripe in range(stripes)]
-    interiors: list[list[int]] = [[] for _ in range(stripes)]
-    for node in sorted(range(1, len(nodes)), key=lambda i: (-fanout[i], i)):
-        if fanout[node] < 1 or not nodes[node].addresses:
-            continue
-        room, stripe = heapq.heappop(heap)
-        interiors[stripe].append(node)
-        heapq.heappush(heap, (room + fanout[node], stripe))
-    return interiors
+def _fanout(nodes: Sequence[NodeLink], stripes: int) -> list[int] | None:
+    """Children per node at the best rate; nodes that cannot be dialled have none."""
+    needed = stripes * (len(nodes) - 1)
+    low, high = 0.0, fluid_bound(nodes).rate_bytes_per_s
+    best: list[int] | None = None
+    for _ in range(30):
+        rate = (low + high) / 2
+        fanout = [min(DEGREE_MAX, int(stripes * nodes[0].up / rate + 1e-9))]
+        for node in nodes[1:]:
+            children = int(stripes * node.up / rate + 1e-9) if node.addresses else 0
+            fanout.append(min(DEGREE_MAX - stripes, children))
+        if sum(fanout) >= needed and fanout[0] >= stripes:
+            low, best = rate, fanout
+        else:
+            high = rate
+    return best
 
 
-def _stripe(
-    nodes: Sequence[NodeLink], fanout: Sequence[int], interior: Sequence[int], room: int
-) -> tuple[int, ...] | None:
-    """Breadth first, widest nodes first; when room runs out the widest interior nodes take one more each."""
+def _dealt(nodes: Sequence[NodeLink], fanout: Sequence[int], stripes: int) -> list[dict[int, int]]:
+    """Room for children per stripe and node: the seed's evenly, then workers until a stripe has enough."""
+    room = [{0: fanout[0] // stripes + (1 if t < fanout[0] % stripes else 0)} for t in range(stripes)]
+    ranked = sorted(range(1, len(nodes)), key=lambda i: (-fanout[i], i))
+    mixed = [i for first in range(stripes) for i in ranked[first::stripes]]  # each stripe gets fast and slow ones
+    left = {i: fanout[i] for i in mixed if fanout[i] > 0}
+    queue = list(left)
+    at = 0
+    for mine in room:
+        missing = len(nodes) - 1 - mine[0]
+        while missing > 0 and at < len(queue):
+            node = queue[at]
+            taken = min(left[node], missing)
+            mine[node] = mine.get(node, 0) + taken
+            left[node] -= taken
+            missing -= taken
+            if left[node] == 0:
+                at += 1
+    return room
+
+
+def _stripe(nodes: Sequence[NodeLink], room: dict[int, int]) -> tuple[int, ...] | None:
+    """Breadth first, widest nodes first, so that the tree is shallow; leaves take the places left."""
     parents = [0] * (len(nodes) - 1)
-    slots: list[tuple[int, int]] = [(0, room)]
+    interior = sorted((i for i in room if i != 0), key=lambda i: (-room[i], i))
     inner = set(interior)
     order = [*interior, *(i for i in range(1, len(nodes)) if i not in inner)]
+    places = [0]
     at, used = 0, 0
-    overflow = 0
     for child in order:
-        while at < len(slots) and used >= slots[at][1]:
+        while at < len(places) and used >= room[places[at]]:
             at, used = at + 1, 0
-        if at < len(slots):
-            parent = slots[at][0]
-            used += 1
-        elif interior:
-            parent = interior[overflow % len(interior)]
-            overflow += 1
-        else:
+        if at == len(places):
             return None
-        if parent == child:
-            return None
-        parents[child - 1] = parent
+        parents[child - 1] = places[at]
+        used += 1
         if child in inner:
-            slots.append((child, fanout[child]))
+            places.append(child)
     return tuple(parents)
+
+
+STRIPES_TRIED = (6, 8, 12)
+STRIPES_OF_LARGE_FLEETS, LARGE_FLEET = (8,), 200  # one candidate keeps a plan for 1,000 workers well under 200 ms
+
+
+def interior_disjoint(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
+    """The number of stripes that is predicted best."""
+    tried = STRIPES_OF_LARGE_FLEETS if len(nodes) > LARGE_FLEET else STRIPES_TRIED
+    candidates = [trees for stripes in tried if (trees := striped(nodes, stripes))]
+    candidates = [trees for trees in candidates if degree_of(trees, len(nodes)) <= DEGREE_MAX]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else ()
+    best = lambda trees: predict(nodes, trees, PLAN_ARTIFACT_BYTES, PLAN_CHUNK_BYTES).all_s  # noqa: E731
+    return min(candidates, key=best, default=())
 
 
 _BUILDERS: tuple[tuple[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]], ...] = (

@@ -18,6 +18,7 @@ from echo2.broadcast.topology import (
     predict,
 )
 from echo2.broadcast.trees import chain, plan, star, weighted_multi_tree
+from echo2.sim.broadcast_scenarios import broadcast, wan_fleet
 
 MBIT = 125e3
 
@@ -84,3 +85,20 @@ def test_a_tree_with_a_loop_is_not_sound() -> None:
     nodes = fleet([100, 100, 100])
     assert not is_sound(nodes, (Tree(1.0, (0, 3, 2)),))
     assert not is_sound(nodes, (Tree(0.5, (0, 0, 0)),))
+
+
+@pytest.mark.parametrize("kind", ["homogeneous", "heterogeneous"])
+@pytest.mark.parametrize("count", [64, 256, 1000])
+def test_large_fleets_get_shallow_trees_of_bounded_degree_near_the_bound(count: int, kind: str) -> None:
+    nodes = wan_fleet(kind, count)
+    made = plan(nodes, 1, artifact_bytes=128 << 20, chunk_bytes=128 << 10)
+    assert is_sound(nodes, made.trees)
+    assert degree_of(made.trees, len(nodes)) <= DEGREE_MAX
+    assert all(len(made.neighbours(node.peer_id)) <= DEGREE_MAX for node in nodes[:: max(1, count // 50)])
+    assert made.predicted_all_s <= 1.15 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
+
+
+def test_sessions_of_64_nodes_reach_what_the_plan_predicts() -> None:
+    got = broadcast(wan_fleet("heterogeneous", 64), 8 << 20, 128 << 10)
+    assert got.duplicate_bytes == 0
+    assert got.slowest_s <= 1.3 * got.predicted_s
