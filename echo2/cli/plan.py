@@ -6,9 +6,12 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import sys
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -56,11 +59,13 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     question = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
-    answer = plan(question.snapshot(), question.wishes)
-    if own.plot:
-        _plot(question, own.plot)
+    with solver_kept_quiet():
+        answer = plan(question.snapshot(), question.wishes)
+        if own.plot:
+            _plot(question, own.plot)
+        told = as_json(question, answer) if own.json else {}
     if own.json:
-        print(json.dumps(as_json(question, answer), indent=2))
+        print(json.dumps(told, indent=2))
         return 0
     console = Console(highlight=False)
     _print_plan(console, question, answer)
@@ -71,6 +76,20 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         for advice in advise(question.snapshot(), question.wishes):
             console.print(f"  would do alone: {advice.change} ({advice.usd_per_hour:.2f} USD/h)")
     return 0
+
+
+@contextmanager
+def solver_kept_quiet() -> Iterator[None]:
+    """The integer solver's library prints a line of its own on rare occasions: to standard error, so that JSON stays JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 # ---- reading

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.base.errors import ConfigError
-from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml
+from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml, solver_kept_quiet
 from echo2.cost_model.catalogue import Gpu, gpu_of, train_s_prior
 from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
 from echo2.cost_model.snapshot import DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
@@ -52,7 +52,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         for bound in bounds:
             kappa = min(scenario.config.fixed_kappa, bound)
             wishes = replace(scenario.config, staleness_bound=bound, fixed_kappa=kappa)
-            reports.append((bound, simulate(replace(scenario, config=wishes))))
+            with solver_kept_quiet():
+                reports.append((bound, simulate(replace(scenario, config=wishes))))
     if own.json:
         print(json.dumps([{"S": bound, **dataclasses.asdict(one)} for bound, one in reports], indent=2))
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PAIRS = {
-    "utilisation": ("predicted_utilisation", "measured_utilisation"),
+    "utilisation": ("utilisation/predicted", "utilisation"),
     "broadcast_s": ("predicted_broadcast_s", "measured_broadcast_s"),
 }
 

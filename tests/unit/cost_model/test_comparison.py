@@ -9,9 +9,9 @@ from echo2.cost_model.comparison import compare_run
 
 def test_rows_with_both_numbers_are_compared_and_others_counted() -> None:
     rows = [
-        {"step": 1, "predicted_utilisation": 1.0, "measured_utilisation": 0.5},
-        {"step": 2, "predicted_utilisation": 0.9, "measured_utilisation": 0.95},
-        {"step": 3, "predicted_utilisation": 0.9, "measured_utilisation": 0.85, "reward": "x"},
+        {"step": 1, "utilisation/predicted": 1.0, "utilisation": 0.5},
+        {"step": 2, "utilisation/predicted": 0.9, "utilisation": 0.95},
+        {"step": 3, "utilisation/predicted": 0.9, "utilisation": 0.85, "reward": "x"},
         {"step": 4},
     ]
     lines = [json.dumps(row) for row in rows] + ['{"step": 5, "predi']
