@@ -427,16 +427,19 @@ class Hub:
             self.note("plan", plan.reason)
         self.plan_update = update
 
-    def adopt_broadcast_plan(self, plan: BroadcastPlan) -> None:
-        """The same message to every node."""
+    def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
+        """The plan goes to the learner now, and to the sessions returned as fast as the caller sees fit."""
         self.broadcast_plan = plan
         message = plan_to_message(plan)
         self._broadcast_message = pb.WorkerOrder(broadcast_plan=message)
-        for session in self.workers.values():
-            session.send(self._broadcast_message)
         if self.learner is not None:
             self.learner.send(pb.LearnerOrder(broadcast_plan=message))
         self.note("broadcast", f"plan {plan.epoch}: {plan.topology} over {len(plan.nodes)} nodes: {plan.reason}")
+        return list(self.workers.values())
+
+    def send_broadcast_plan(self, session: WorkerSession) -> None:
+        """The newest plan to one worker."""
+        session.send(self._broadcast_message)
 
     # ---- time
 

@@ -24,6 +24,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
 SETTLE_S = 0.2
 SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
+SENDS_AT_ONCE, SEND_PAUSE_S = 32, 0.05
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -84,7 +85,10 @@ class Planning:
             size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
             self._epoch = max(self._epoch + 1, int(time.time() * 1000))
             plan = await asyncio.to_thread(_broadcast_plan, nodes, self._epoch, max(1, size))
-            self._hub.adopt_broadcast_plan(plan)
+            for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):
+                self._hub.send_broadcast_plan(session)
+                if index % SENDS_AT_ONCE == SENDS_AT_ONCE - 1:
+                    await asyncio.sleep(SEND_PAUSE_S)  # a large plan to a large fleet must not fill the memory
 
 
 def _missing(hub: Hub) -> str:
