@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.cli.demo.model import ModelRecipe, make_model
 from tests.e2e.cluster import MODULES, Cluster, environment_of
 
 
@@ -115,3 +116,31 @@ def test_a_full_disk_is_named(tmp_path: Path, run_config: str) -> None:
             assert "DiskFull" in line and str(small) in line
     finally:
         subprocess.run(["umount", "-l", str(small)], check=False)
+
+
+def test_another_protocol_version_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
+    link = (coordinator.run_folder / "links" / "worker.link").read_text().strip()
+    program = (
+        "import sys, echo2.broadcast.runtime.tls as tls; tls.PROTOCOL_VERSION = 99;"
+        "from echo2.cli.worker import main; sys.exit(main(['join', sys.argv[1], '--name', 'x']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, link],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment_of(tmp_path), check=False,
+    )  # fmt: skip
+    line = error_line(result)
+    assert "VersionMismatch" in line and "99" in line
+
+
+def test_another_model_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
+    """By the run folder where it is the same, by the coordinator where the folder is new."""
+    other = tmp_path / "other"
+    make_model(other, ModelRecipe(hidden_size=32, warmup_steps=1))
+    coordinator.start("learner")
+    coordinator.wait_until(lambda: "connected to the coordinator" in coordinator.log("learner"), 60, "the learner")
+    coordinator.kill("learner")
+    arguments = [*coordinator.commands["learner"][1:], "--model.path", str(other)]
+    line = error_line(run("echo-learner", *arguments, cwd=tmp_path, timeout_s=60))
+    assert "StateError" in line and "model" in line
+    line = error_line(run("echo-learner", *arguments, "--folder", str(tmp_path / "new"), cwd=tmp_path, timeout_s=60))
+    assert "model" in line and "expected" in line
