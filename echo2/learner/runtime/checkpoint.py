@@ -113,11 +113,13 @@ def put_back_batcher(state: Mapping[str, Any], step: Step, batcher: Batcher) -> 
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder. Only the learner that holds the folder's lock may own it."""
 
-    def __init__(self, folder: Path, options: CheckpointOptions) -> None:
+    def __init__(self, folder: Path, options: CheckpointOptions, is_owner: bool = True) -> None:
         self.folder = folder
         self.options = options
+        if not is_owner:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         for torn in folder.glob("*.partial"):
             shutil.rmtree(torn)

@@ -9,7 +9,7 @@ prefer other prompts; rollouts that were recorded are trained on alike. Leaves t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Prompts:
     """One task with the model's tokenizer."""
 
     def __init__(self, options: LearnerOptions, vocabulary_size: int, stop_token_ids: Sequence[int]) -> None:
-        self.tokenizer = _load_tokenizer(options.trainer.model_path)
+        self.tokenizer = load_tokenizer(options.trainer.model_path)
         if len(self.tokenizer) > vocabulary_size:
             raise ConfigError(
                 f"model {options.trainer.model_path}: expected a tokenizer of at most {vocabulary_size} tokens (the "
@@ -50,6 +50,7 @@ class Prompts:
         limit_tokens = options.sampling.max_new_tokens
         self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
         self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
+        self.check_length: Callable[[int], None] = lambda tokens: None  # the model's own, once it is loaded
 
     def next_wanted(self, cursor: int) -> int:
         """The first cursor from this one on whose prompt the curriculum wants; after a bounded search, the next."""
@@ -81,6 +82,7 @@ class Prompts:
                 f"prompt {instance.index} of task {self.task.name}: expected 1 or more token ids below "
                 f"{self.vocabulary_size}, got {len(ids)} up to {max(ids, default=-1)}: wrong tokenizer for this model?"
             )
+        self.check_length(len(ids) + self.sampling.max_new_tokens)
         return tuple(ids)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -106,7 +108,8 @@ class Prompts:
         self.scorer.close()
 
 
-def _load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer beside a model."""
     from transformers import AutoTokenizer
 
     try:

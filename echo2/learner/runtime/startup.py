@@ -7,7 +7,9 @@ be the one recorded, or the start ends with `FingerprintMismatch`. Leaves to oth
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,8 @@ from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, put_back_batcher
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
-from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
+from echo2.learner.runtime.prompts import Prompts, load_tokenizer
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.trainer import Trainer
 from echo2.staleness.ledger import Ledger
@@ -65,6 +67,7 @@ def prepare(options: LearnerOptions, folder: RunFolder) -> Prepared:
     device = pick_device(options.trainer.device)
     model = PolicyModel(options.trainer.model_path, options.trainer.weights_dtype, device, options.sampling.temperature)
     prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
+    prompts.check_length = model.check_length
     folder.check_identity(_identity_of(options, model))
     trainer = Trainer(model, options.trainer, options.steps)
     bound = options.staleness_bound
@@ -157,7 +160,7 @@ def _train_again(prepared: Prepared) -> None:
         if recorded and recorded != found:
             raise FingerprintMismatch(
                 f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} "
-                "after training on the recorded batches again (another machine, thread count or library version?)"
+                "after training on the recorded batches again (another machine, thread count, option or library version?)"
             )
     prepared.batcher.take_closures()  # the coordinator learns what is open from the hello
     prepared.batcher.drop_stale()
@@ -179,7 +182,22 @@ def export(model: PolicyModel, tokenizer: object, folder: Path) -> None:
     partial.rename(folder)
 
 
-def _remove(folder: Path) -> None:
-    import shutil
+def export_run(folder: Path, model_path: str, target: Path) -> Step:
+    """The policy of a run folder's newest checkpoint as a Hugging Face folder; returns its step.
 
+    For a run that was stopped, or that still runs: checkpoints are never changed in place.
+    """
+    if not (folder / "checkpoints").is_dir():
+        raise StateError(f"run folder {folder}: expected checkpoints, found none")
+    checkpoint = CheckpointStore(folder / "checkpoints", CheckpointOptions(), is_owner=False).load_newest()
+    if checkpoint is None:
+        raise StateError(f"run folder {folder}: expected a whole checkpoint, found none yet")
+    identity = json.loads((folder / "run.json").read_text())
+    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0)
+    model.load_masters(checkpoint.masters)
+    export(model, load_tokenizer(model_path), target)
+    return checkpoint.step
+
+
+def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from echo2.base.errors import EchoError, FingerprintMismatch, StateError
+from echo2.base.errors import ConfigError, EchoError, FingerprintMismatch, StateError
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
+from echo2.base.rollout import SamplingParams
 from echo2.broadcast.delta import Encoding, HostWeights, fingerprint
 from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.run_folder import RunFolder
-from echo2.learner.runtime.startup import Prepared, prepare
+from echo2.learner.runtime.startup import Prepared, export_run, prepare
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.unit.learner.fleet import (
     Coordinator,
@@ -211,6 +212,27 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on(model_path: Path, tmp_pat
     again = prepared_from(options)
     assert again.trained_again == 0 and again.trainer.step_count == 3
     again.prompts.close()
+
+
+def test_a_run_folder_is_exported_from_its_newest_checkpoint(model_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(StateError, match="expected checkpoints"):
+        export_run(tmp_path / "run", str(model_path), tmp_path / "out")
+    run = Run(options_for(tmp_path / "run", model_path, steps=20))
+    run.at_step[2] = run.daemon.stop
+    summary = go(run.finish())
+    assert export_run(tmp_path / "run", str(model_path), tmp_path / "out") == summary.steps
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert run.daemon.loop is not None
+    for name, tensor in run.daemon.loop.p.model.snapshot().items():
+        assert torch.equal(tensor, dict(exported.named_parameters())[name])
+
+
+def test_prompts_beyond_the_models_context_are_refused_at_once(model_path: Path, tmp_path: Path) -> None:
+    options = options_for(tmp_path / "run", model_path, sampling=SamplingParams(max_new_tokens=300))
+    with pytest.raises(ConfigError, match="context of 256"):
+        go(Run(options).finish())
 
 
 def test_a_version_that_comes_out_differently_is_found(model_path: Path, tmp_path: Path) -> None:
