@@ -29,7 +29,7 @@ from echo2.cost_model.snapshot import (
 )
 
 SPOT_HAZARD_PER_HOUR = 0.05
-DWELL_HEARTBEATS = 12
+DWELL_HEARTBEATS = 30
 BROADCAST_EFFICIENCY = 0.8
 RATE_MIN = 1e-9
 

@@ -6,6 +6,7 @@ Guarantees: what a command has done is kept before it returns. Leaves to others:
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
@@ -13,7 +14,9 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.identity import JoinLink
 from echo2.coordinator import accounts
 from echo2.coordinator.membership import Member, Setting
+from echo2.coordinator.provisioning import Machine, Provider
 from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.saved import PaidAction
 from echo2.coordinator.tokens import Token
 from echo2.wire.coordinator import (
     heartbeat_to_message,
@@ -25,6 +28,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 EVENTS_SHOWN = 200
 REASON_CHARS_MAX = 300
+RENT_TOKEN_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,9 @@ class Wait:
 class Commands:
     """`enrol_host`, `enrol_port`: what join links name."""
 
-    def __init__(self, hub: Hub, enrol_host: str, enrol_port: int) -> None:
+    def __init__(self, hub: Hub, enrol_host: str, enrol_port: int, providers: Sequence[Provider] = ()) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
+        self._providers = {provider.name: provider for provider in providers}
 
     def join_link(self, secret: str) -> str:
         return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))
@@ -69,6 +74,35 @@ class Commands:
             raise MalformedMessage(f"reason: expected up to {REASON_CHARS_MAX} printable characters")
         self.hub.set_worker(PeerId(peer_id), wanted, reason)
 
+    async def rent(self, provider: str, label: str) -> Machine:
+        """One machine more; its token lets one peer in, for a day."""
+        chosen = self._provider(provider)
+        _, link = self.create_token("worker", label or f"rented from {provider}", RENT_TOKEN_S, 1)
+        machine = await chosen.rent(label, link)
+        self._journal(f"rent from {provider}", machine.machine_id, label or "the operator's word")
+        return machine
+
+    async def release(self, provider: str, machine_id: str) -> None:
+        """Gives a machine back."""
+        await self._provider(provider).release(machine_id)
+        self._journal(f"release to {provider}", machine_id, "the operator's word")
+
+    def machines(self) -> list[Machine]:
+        return [machine for provider in self._providers.values() for machine in provider.machines()]
+
+    def _provider(self, name: str) -> Provider:
+        chosen = self._providers.get(name)
+        if chosen is None:
+            raise MalformedMessage(f"provider: expected one of {', '.join(self._providers)}, got {name[:40]!r}")
+        return chosen
+
+    def _journal(self, action: str, whom: str, reason: str) -> None:
+        hub = self.hub
+        spent = accounts.usd_spent(hub.membership.members.values())
+        hub.keeper.paid_action(PaidAction(hub.clock.now(), action, whom, reason, 0.0, spent))
+        hub.note("machine", f"{action}: {whom} ({reason})")
+        hub.flush_now()
+
     # ---- looking
 
     def waits(self) -> list[Wait]:
@@ -76,7 +110,7 @@ class Commands:
         hub, now = self.hub, self.hub.clock.now()
         found = [Wait(what, since) for what, since in hub.book.waits(now)]
         board = hub.board
-        if not board.is_connected:
+        if not board.is_connected and not board.report.is_finished:
             since = board.changed_at or hub.started_at
             found.append(Wait("the coordinator waits for the learner to connect", since))
         elif board.report.waits_for:

@@ -27,6 +27,7 @@ from echo2.coordinator.runtime.enrolment import EnrolmentService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.planning import Planning
+from echo2.coordinator.runtime.providers import LocalProvider, ManualProvider
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import Dashboard, listening
@@ -100,7 +101,8 @@ class CoordinatorDaemon:
         bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": listener.getsockname()[1]}
         store.write(Changes(meta={name: str(number) for name, number in bound.items()}))
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
-        commands = Commands(hub, options.link_host, enrol_port)
+        providers = (ManualProvider(), LocalProvider(options.folder / "local-workers"))
+        commands = Commands(hub, options.link_host, enrol_port, providers)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
         service = EnrolmentService(hub, authority, self.services_address)

@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Web:
         self._what_ifs = asyncio.Semaphore(WHAT_IFS_AT_ONCE)
 
     def application(self) -> Starlette:
-        def act(path: str, action: Callable[[Body], Body]) -> Route:
+        def act(path: str, action: Callable[[Body], Body | Awaitable[Body]]) -> Route:
             return Route(path, _acting(action), methods=["POST"])
 
         routes = [
@@ -58,6 +59,7 @@ class Web:
             Route("/api/what-if", self._what_if), Route("/api/openapi.json", self._openapi),
             act("/api/workers/state", self._set_worker), act("/api/tokens", self._create_token),
             act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
+            act("/api/machines", self._rent), act("/api/machines/release", self._release),
             Route("/metrics", self._metrics), Route("/healthz", self._healthz), Route("/readyz", self._readyz),
             Route("/favicon.ico", self._icon), Mount("/static", StaticFiles(directory=STATIC)),
         ]  # fmt: skip
@@ -157,6 +159,14 @@ class Web:
         self._commands.revoke_token(_text(body, "token_id"))
         return {}
 
+    async def _rent(self, body: Body) -> Body:
+        machine = await self._commands.rent(_text(body, "provider"), _text(body, "label", ""))
+        return asdict(machine)
+
+    async def _release(self, body: Body) -> Body:
+        await self._commands.release(_text(body, "provider"), _text(body, "machine_id"))
+        return {}
+
     def _apply_plan(self, body: Body) -> Body:
         hub = self._commands.hub
         if hub.plan is None:
@@ -181,7 +191,7 @@ def _news(sections: dict[str, Any], sent: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _acting(action: Callable[[Body], Body]) -> Callable[[Request], Awaitable[Response]]:
+def _acting(action: Callable[[Body], Body | Awaitable[Body]]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             body = json.loads(await request.body() or b"{}")
@@ -189,7 +199,8 @@ def _acting(action: Callable[[Body], Body]) -> Callable[[Request], Awaitable[Res
             raise MalformedMessage("request body: expected a JSON object, got something else") from None
         if not isinstance(body, dict):
             raise MalformedMessage("request body: expected a JSON object, got something else")
-        return JSONResponse(action(body))
+        answer = action(body)
+        return JSONResponse(answer if isinstance(answer, dict) else await answer)
 
     return endpoint
 

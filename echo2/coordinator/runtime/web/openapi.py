@@ -77,6 +77,13 @@ def document() -> dict[str, Any]:
             ),
             "/api/tokens/revoke": _post("Revokes a join token.", "Nothing.", {"token_id": _TEXT}, ["token_id"]),
             "/api/plan/apply": _post("Carries out the plan that is shown.", "Nothing.", {}, []),
+            "/api/machines": _post(
+                "Gets a machine from a provider.", "The machine; `command` is what to run where a person has to.",
+                {"provider": {"enum": ["manual", "local"]}, "label": _TEXT}, ["provider"],
+            ),
+            "/api/machines/release": _post(
+                "Gives a machine back.", "Nothing.", {"provider": _TEXT, "machine_id": _TEXT}, ["provider", "machine_id"]
+            ),
             "/metrics": _get("Prometheus metrics.", "Text exposition.", "text/plain"),
             "/healthz": _get("Whether the process lives.", "`status`: ok."),
             "/readyz": _get("Whether it serves.", "`status`: ready."),
