@@ -18,7 +18,7 @@ from echo2.base.rollout import FinishReason
 from echo2.broadcast.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.loop import StepLoop, Swap
-from echo2.worker.runtime.engines.outbox import Outbox
+from echo2.worker.runtime.engines.outbox import TOKENS_MAX, Outbox
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
 from echo2.worker.slots import WAITING_MAX
@@ -36,6 +36,7 @@ class EmbeddedEngine:
         slot_count: int = 32,
         context_tokens: int = 0,
         slowdown: float = 1.0,
+        outbox_tokens_max: int = TOKENS_MAX,
     ) -> None:
         shape = read_shape(config)
         context = context_tokens or shape.context_tokens
@@ -46,7 +47,7 @@ class EmbeddedEngine:
         self._shape = shape
         self._context_tokens = context
         self._slot_count = slot_count
-        self._outbox = Outbox()
+        self._outbox = Outbox(outbox_tokens_max)
         self._weights = LiveWeights(shape)
         self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown)
         self._thread: threading.Thread | None = None
