@@ -20,6 +20,7 @@ raw bits and never converts. `fingerprint(weights, key)` says whether two nodes 
 from echo2.broadcast.delta.compose import compose, densified
 from echo2.broadcast.delta.container import DeltaHeader, FrameReader, Setting, join_frames, parse_frame
 from echo2.broadcast.delta.decode import DecodeLimits, Decoder, StagedDelta
+from echo2.broadcast.delta.device import apply_updates
 from echo2.broadcast.delta.elements import WeightSet, untied
 from echo2.broadcast.delta.encode import Encoding, encode_delta, encode_keyframe
 from echo2.broadcast.delta.fingerprint import fingerprint, fingerprint_tensor, fingerprint_update
@@ -35,6 +36,7 @@ __all__ = [
     "Setting",
     "StagedDelta",
     "WeightSet",
+    "apply_updates",
     "compose",
     "densified",
     "encode_delta",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -167,11 +168,18 @@ def encode_block(
             changed = after[positions - np.uint32(segment.base)]
             step += sum_changes(segment.spec.name, key, segment.start, segment.base, positions, before, changed)
             fits = fits and packer.add(scratch.changes, count)
+    return coded_block(block, packer, fits, step, lambda: new)
+
+
+def coded_block(
+    block: Block, packer: Packer, fits: bool, step: int, whole: Callable[[], list[Bits]]
+) -> EncodedBlock:  # fmt: skip
+    """The block after all of its changes went to `packer`; as whole elements where these are shorter."""
     if fits and packer.change_count == 0:
         return EncodedBlock(Method.UNCHANGED, b"", 0, 0)
     payload = packer.payload() if fits else None
     if payload is None or len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
-        return EncodedBlock(*encode_whole(new, element), step % MODULUS, block.element_count)
+        return EncodedBlock(*encode_whole(whole(), block.element), step % MODULUS, block.element_count)
     return EncodedBlock(Method.SPARSE, payload, step % MODULUS, packer.change_count)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
+import torch
+
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch
 from echo2.broadcast.delta.block import EncodedBlock, ScratchPool, encode_block, encode_whole
 from echo2.broadcast.delta.container import (
@@ -25,7 +27,8 @@ from echo2.broadcast.delta.container import (
     encode_end,
     encode_header,
 )  # fmt: skip
-from echo2.broadcast.delta.elements import Bits, WeightSet, bits_of
+from echo2.broadcast.delta.device import encode_block_on_device
+from echo2.broadcast.delta.elements import Bits, WeightSet, bits_of, flat_bits
 from echo2.broadcast.delta.fingerprint import MODULUS, header_term, sum_bits
 from echo2.broadcast.delta.host import HostWeights, table_of
 from echo2.broadcast.delta.layout import Block, blocks_of
@@ -115,18 +118,38 @@ def _in_order(
 
 
 class _Source:
-    """Segments of a weight set, as raw bits. Contiguous tensors are not copied."""
+    """Segments of a weight set, as raw bits. Contiguous tensors are not copied, and tensors on a device stay there."""
 
     def __init__(self, weights: WeightSet | HostWeights) -> None:
+        self._on_device: dict[str, torch.Tensor] = {}
         if isinstance(weights, HostWeights):
             self.table = weights.table
             self._bits = {spec.name: weights.bits(spec.name) for spec in self.table.specs}
         else:
             self.table = table_of(weights)
-            self._bits = {spec.name: bits_of(weights[spec.name]) for spec in self.table.specs}
+            self._bits = {}
+            for spec in self.table.specs:
+                tensor = weights[spec.name]
+                if tensor.device.type == "cpu":
+                    self._bits[spec.name] = bits_of(tensor)
+                else:
+                    self._on_device[spec.name] = flat_bits(tensor)
+
+    def is_on_device(self, block: Block) -> bool:
+        """Whether all of a block lies on a device."""
+        return all(s.spec.name in self._on_device for s in block.segments)
+
+    def device_segments(self, block: Block) -> list[torch.Tensor]:
+        return [self._on_device[s.spec.name][s.start : s.start + s.count] for s in block.segments]
 
     def segments(self, block: Block) -> list[Bits]:
-        return [self._bits[s.spec.name][s.start : s.start + s.count] for s in block.segments]
+        """Bits on the host; what lies on a device is copied, a segment at a time."""
+        out: list[Bits] = []
+        for s in block.segments:
+            part = slice(s.start, s.start + s.count)
+            on_device = self._on_device.get(s.spec.name)
+            out.append(self._bits[s.spec.name][part] if on_device is None else bits_of(on_device[part].cpu()))
+        return out
 
 
 def _check_same_tensors(parent: TensorTable, target: TensorTable, header: DeltaHeader) -> None:
@@ -164,9 +187,11 @@ def encode_delta(
 
     def code(block: Block) -> EncodedBlock:
         scratch = pool.take(block)
-        coded = encode_block(
-            block, old.segments(block), new.segments(block), header.setting, header.fingerprint_key, scratch
-        )
+        how = (header.setting, header.fingerprint_key, scratch)
+        if old.is_on_device(block) and new.is_on_device(block):
+            coded = encode_block_on_device(block, old.device_segments(block), new.device_segments(block), *how)
+        else:
+            coded = encode_block(block, old.segments(block), new.segments(block), *how)
         pool.give(scratch)
         return coded
 

@@ -22,9 +22,9 @@ _PLANE = struct.Struct("<BI")
 _RAW, _ZSTD = 0, 1
 _SAMPLE_BYTES = 1 << 14
 _ENTROPY_WORTH_CODING = 7.7
-# Matches shorter than seven bytes hurt here: what pays is the entropy stage.
+# What pays here is the entropy stage: matches of noise only hurt, so few are looked for (a tiny hash table).
 _PARAMETERS = zstandard.ZstdCompressionParameters(
-    window_log=18, hash_log=12, min_match=7, strategy=zstandard.STRATEGY_FAST, write_content_size=1
+    window_log=18, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST, write_content_size=1
 )
 
 

@@ -56,10 +56,15 @@ def choose_class_base(old: Bits, new: Bits, exponent_shift: int, exponent_bits: 
     but 0 changes more often than `OFTEN`.
     """
     stride = max(1, old.size // SAMPLE)
+    return choose_class_base_of_sample(old[::stride], new[::stride], exponent_shift, exponent_bits)
+
+
+def choose_class_base_of_sample(old: Bits, new: Bits, exponent_shift: int, exponent_bits: int) -> int:
+    """`choose_class_base` once the sample is drawn."""
     mask = (1 << exponent_bits) - 1
-    exponents = ((old[::stride].astype(np.uint64) >> np.uint64(exponent_shift)) & np.uint64(mask)).astype(np.int64)
+    exponents = ((old.astype(np.uint64) >> np.uint64(exponent_shift)) & np.uint64(mask)).astype(np.int64)
     counts = np.bincount(exponents, minlength=mask + 1)
-    changed = np.bincount(exponents[old[::stride] != new[::stride]], minlength=mask + 1)
+    changed = np.bincount(exponents[old != new], minlength=mask + 1)
     top = int(np.searchsorted(counts.cumsum(), 0.97 * exponents.size))
     often = np.flatnonzero((changed > OFTEN * counts) & (counts >= 16))
     highest_often = int(often[-1]) if often.size else 0

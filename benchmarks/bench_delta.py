@@ -1,0 +1,283 @@
+"""Weight deltas against the entropy bounds and against what peers do, on honest snapshots.
+
+    python -m benchmarks.bench_delta [--large] [--quick]
+
+Sizes: both settings at three learning rates, 1 to 8 steps apart. Speeds: bytes of full bf16 weights per CPU second of
+one core, as a share of memcpy measured in the same run; 1 and 2 threads by wall clock. Peers: XOR + byte shuffle +
+zstd-1 and -3, index + value + zstd, gaps + value + zstd, whole zstd-3. Every decoded result is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+from benchmarks.delta_snapshots import LARGE, LEARNING_RATES, SMALL, STEPS_APART, Snapshot, load_or_train
+from echo2.base.ids import Version
+from echo2.broadcast.delta import (
+    Decoder,
+    DeltaHeader,
+    HostWeights,
+    Setting,
+    compose,
+    encode_delta,
+    encode_keyframe,
+    fingerprint,
+)  # fmt: skip
+
+Words = npt.NDArray[np.uint16]
+Row = dict[str, object]
+REPEATS = 3
+
+
+def flat(snapshot: Snapshot) -> Words:
+    """All weights as one array of bit patterns."""
+    return np.concatenate([t.view(torch.int16).numpy().view(np.uint16).ravel() for t in snapshot.values()])
+
+
+def _bits(counts: npt.NDArray[np.int64]) -> float:
+    shares = counts[counts > 0].astype(float)
+    return float(-(shares * np.log2(shares / shares.sum())).sum())
+
+
+def entropy_bytes(old: Words, new: Words) -> float:
+    """Bytes for positions as independent draws and for steps by their frequencies, over these elements."""
+    steps = (new - old)[old != new]
+    counts = np.bincount(steps, minlength=1 << 16) if steps.size else np.zeros(1, np.int64)
+    return (_bits(np.array([steps.size, old.size - steps.size])) + _bits(counts)) / 8
+
+
+def conditioned_bytes(old: Words, new: Words) -> float:
+    """The same for each exponent of the old weight by itself."""
+    exponents = (old >> 7) & 255
+    total = 0.0
+    for exponent in np.unique(exponents):
+        mine = exponents == exponent
+        total += entropy_bytes(old[mine], new[mine])
+    return total
+
+
+def _zstd(level: int, data: bytes) -> int:
+    return len(zstandard.ZstdCompressor(level=level).compress(data))
+
+
+def peer_sizes(old: Words, new: Words) -> dict[str, int]:
+    """Encoded bytes of what peers do."""
+    shuffled = (old ^ new).view(np.uint8).reshape(-1, 2).T.tobytes()
+    positions = np.flatnonzero(old != new)
+    values = new[positions].tobytes()
+    gaps = np.diff(positions, prepend=-1) - 1
+    short = np.minimum(gaps, 65535).astype(np.uint16).tobytes() + gaps[gaps >= 65535].astype(np.uint32).tobytes()
+    return {
+        "xor+shuffle+zstd-1": _zstd(1, shuffled), "xor+shuffle+zstd-3": _zstd(3, shuffled),
+        "index+value+zstd-1": _zstd(1, positions.astype(np.int32).tobytes() + values),
+        "gaps+value+zstd-1": _zstd(1, short + values), "whole zstd-3": _zstd(3, new.tobytes()),
+    }  # fmt: skip
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """The least CPU seconds of this thread over a few runs: other processes on the machine do not count."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        start = time.thread_time()
+        work()
+        best = min(best, time.thread_time() - start)
+    return best
+
+
+def memcpy_bytes_per_s(count: int) -> float:
+    """One core's memcpy of this many bytes."""
+    source, target = np.ones(count, np.uint8), np.empty(count, np.uint8)
+    return count / cpu_s(lambda: np.copyto(target, source))
+
+
+def header_for(base: HostWeights, setting: Setting, steps: int) -> DeltaHeader:
+    return DeltaHeader(
+        target_version=Version((base.version or 0) + steps), parent_version=base.version,
+        parent_fingerprint=base.fingerprint(), setting=setting,
+    )  # fmt: skip
+
+
+def decode_and_apply(base: HostWeights, frames: list[bytes]) -> float:
+    """CPU seconds from frames to the committed version; `base` ends at it."""
+    start = time.thread_time()
+    decoder = Decoder(base)
+    for frame in frames:
+        decoder.feed(frame)
+    base.commit(decoder.finish())
+    return time.thread_time() - start
+
+
+def measure_pair(old: Snapshot, new: Snapshot, setting: Setting, steps: int) -> tuple[int, float, float]:
+    """Encoded bytes, CPU seconds to encode, CPU seconds to decode and apply; checks every bit."""
+    base = HostWeights.from_tensors(old, Version(0))
+    header = header_for(base, setting, steps)
+    frames = list(encode_delta(base, new, header))
+    encode = cpu_s(lambda: list(encode_delta(base, new, header)))
+    expected = fingerprint(new, 1)
+    decode = float("inf")
+    for _ in range(REPEATS):
+        host = HostWeights.from_tensors(old, Version(0))
+        host.fingerprint()
+        decode = min(decode, decode_and_apply(host, frames))
+        assert host.fingerprint(1) == expected, "the decoded weights are not the learner's"
+    return sum(map(len, frames)), encode, decode
+
+
+class Table:
+    """Prints rows as they come and keeps them for the results file."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, name: str, value: float, unit: str, target: float | None = None, better: str = "lower") -> None:
+        met = "" if target is None else ("ok" if (value <= target) == (better == "lower") else "MISSED")
+        print(f"{name:62s} {value:9.4f} {unit:10s} {'' if target is None else f'target {target:g} {met}'}", flush=True)
+        self.rows.append({"name": name, "value": value, "unit": unit, "target": target, "better": better})
+
+
+def bench_rates(table: Table, snapshots: dict[float, dict[int, Snapshot]], copy: float) -> None:
+    """Sizes and speeds at every learning rate and distance."""
+    for rate in LEARNING_RATES:
+        for steps in STEPS_APART:
+            bench_pair(table, f"lr {rate:g} x{steps}", snapshots[rate], steps, copy)
+
+
+def bench_pair(table: Table, name: str, snapshots: dict[int, Snapshot], steps: int, copy: float) -> None:
+    """One pair of snapshots: bounds, peers, both settings."""
+    old, new = snapshots[0], snapshots[steps]
+    a, b = flat(old), flat(new)
+    iid, conditioned, peers = entropy_bytes(a, b), conditioned_bytes(a, b), peer_sizes(a, b)
+    table.add(f"{name}: changed", 100 * float((a != b).mean()), "%")
+    table.add(f"{name}: bound, iid positions", 100 * iid / a.nbytes, "% of bf16")
+    table.add(f"{name}: bound, given exponents", 100 * conditioned / a.nbytes, "% of bf16")
+    for peer, size in peers.items():
+        table.add(f"{name}: {peer}", 100 * size / a.nbytes, "% of bf16")
+    size, encode, decode = measure_pair(old, new, Setting.DENSE, steps)
+    table.add(f"{name}: dense", 100 * size / a.nbytes, "% of bf16")
+    table.add(f"{name}: dense / bound given exponents", size / conditioned, "x", 1.12)
+    table.add(f"{name}: dense / iid bound", size / iid, "x", 0.80)
+    table.add(f"{name}: dense / xor+shuffle+zstd-1", size / peers["xor+shuffle+zstd-1"], "x", 0.40)
+    table.add(f"{name}: dense encode / memcpy", a.nbytes / encode / copy, "x", 0.08, "higher")
+    table.add(f"{name}: dense decode+apply / memcpy", a.nbytes / decode / copy, "x", 0.10, "higher")
+    size, encode, decode = measure_pair(old, new, Setting.FAST, steps)
+    table.add(f"{name}: fast", 100 * size / a.nbytes, "% of bf16")
+    table.add(f"{name}: fast / iid bound", size / iid, "x", 1.03)
+    table.add(f"{name}: fast encode / memcpy", a.nbytes / encode / copy, "x", 0.25, "higher")
+    table.add(f"{name}: fast decode+apply / memcpy", a.nbytes / decode / copy, "x", 0.40, "higher")
+
+
+def bench_merge(table: Table, snapshots: dict[int, Snapshot]) -> None:
+    """Eight versions in a chain against one merged delta, and the keyframe."""
+    chain = []
+    for step in range(8):
+        base = HostWeights.from_tensors(snapshots[step], Version(step))
+        chain.append(list(encode_delta(base, snapshots[step + 1], header_for(base, Setting.FAST, 1))))
+    merged = list(compose(*chain))
+    total = sum(len(frame) for container in chain for frame in container)
+    table.add("merged over 8 versions / chain", sum(map(len, merged)) / total, "x", 0.55)
+    host = HostWeights.from_tensors(snapshots[0], Version(0))
+    decode_and_apply(host, merged)
+    assert host.fingerprint(1) == fingerprint(snapshots[8], 1), "the merged delta leads elsewhere"
+    frames = list(encode_keyframe(snapshots[8], DeltaHeader(target_version=Version(8))))
+    raw = sum(t.nbytes for t in snapshots[8].values())
+    table.add("keyframe", 100 * sum(map(len, frames)) / raw, "% of bf16", 66.5)
+    encode = cpu_s(lambda: list(encode_keyframe(snapshots[8], DeltaHeader(target_version=Version(8)))))
+    table.add("keyframe encode", raw / encode / 1e9, "GB/s", None, "higher")
+    table.add(
+        "keyframe decode+apply", raw / decode_and_apply(HostWeights.empty(), frames) / 1e9, "GB/s", None, "higher"
+    )
+
+
+def bench_threads(table: Table, snapshots: dict[int, Snapshot]) -> None:
+    """Wall-clock scaling from 1 to 2 threads."""
+    old, new = snapshots[0], snapshots[1]
+    for setting in Setting:
+        base = HostWeights.from_tensors(old, Version(0))
+        base.fingerprint()
+        header = header_for(base, setting, 1)
+        frames = list(encode_delta(base, new, header))
+        seconds: dict[tuple[str, int], float] = {}
+        for threads in (1, 2):
+            with ThreadPoolExecutor(threads) as executor:
+                for _ in range(REPEATS):
+                    start = time.perf_counter()
+                    list(encode_delta(base, new, header, executor=executor, ahead=2 * threads))
+                    took = time.perf_counter() - start
+                    seconds["encode", threads] = min(seconds.get(("encode", threads), took), took)
+                    decoder = Decoder(base)
+                    decoder.feed(frames[0])
+                    start = time.perf_counter()
+                    list(executor.map(decoder.feed, frames[1:]))
+                    decoder.finish()
+                    took = time.perf_counter() - start
+                    seconds["decode", threads] = min(seconds.get(("decode", threads), took), took)
+        for what in ("encode", "decode"):
+            ratio = seconds[what, 1] / seconds[what, 2]
+            table.add(f"{setting.name.lower()} {what}: 2 threads / 1", ratio, "x", None, "higher")
+
+
+def bench_memory(table: Table, snapshots: dict[int, Snapshot]) -> None:
+    """Peak extra memory, in % of the weights, block size chosen for weights as small as these."""
+    old, new = snapshots[0], snapshots[1]
+    raw = sum(t.nbytes for t in old.values())
+    base = HostWeights.from_tensors(old, Version(0))
+    base.fingerprint()
+    for setting in Setting:
+        header = DeltaHeader(
+            target_version=Version(1), parent_version=Version(0), parent_fingerprint=base.fingerprint(),
+            setting=setting, block_elements=1 << 18,
+        )  # fmt: skip
+        frames = list(encode_delta(base, new, header))
+        tracemalloc.start()
+        for _ in encode_delta(base, new, header):
+            pass
+        encoding = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        host = HostWeights.from_tensors(old, Version(0), copy=False)
+        host._fingerprint = base.fingerprint()
+        decoder = Decoder(host)
+        for frame in frames:
+            decoder.feed(frame)
+        decoder.finish()
+        applying = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+        table.add(f"{setting.name.lower()}: peak extra memory encoding", 100 * encoding / raw, "% of bf16", 10)
+        table.add(f"{setting.name.lower()}: peak extra memory applying", 100 * applying / raw, "% of bf16", 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--large", action="store_true", help="30M parameters instead of 7M")
+    parser.add_argument("--quick", action="store_true", help="one pair only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    snapshots = load_or_train(LARGE if options.large else SMALL)
+    table = Table()
+    copy = memcpy_bytes_per_s(sum(t.nbytes for t in snapshots[LEARNING_RATES[0]][0].values()))
+    table.add("memcpy, one core", copy / 1e9, "GB/s", None, "higher")
+    if options.quick:
+        bench_pair(table, "lr 1e-06 x1", snapshots[1e-6], 1, copy)
+    else:
+        bench_rates(table, snapshots, copy)
+    bench_merge(table, snapshots[1e-6])
+    bench_threads(table, snapshots[1e-6])
+    bench_memory(table, snapshots[1e-6])
+    results = Path(__file__).parent / "results" / "delta.json"
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(table.rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
