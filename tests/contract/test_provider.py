@@ -17,8 +17,9 @@ from tests.unit.coordinator.test_daemon import options, play, running
 LINK = "echo2://h:1/peer?token=it's"
 
 
-def _sleeper(join_link: str, folder: Path) -> list[str]:
-    assert join_link == LINK
+def _sleeper(link_path: Path, folder: Path) -> list[str]:
+    assert link_path.read_text() == LINK
+    assert link_path.stat().st_mode & 0o077 == 0
     return [sys.executable, "-c", "import time; time.sleep(600)"]
 
 

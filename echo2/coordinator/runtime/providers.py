@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from echo2.base.errors import LimitExceeded, StateError
+from echo2.broadcast.runtime.tls import write_secret
 from echo2.coordinator.provisioning import Machine
 
 MACHINES_MAX = 64
@@ -29,12 +30,12 @@ def join_command(join_link: str) -> str:
     return f"echo-worker join {shlex.quote(join_link)}"
 
 
-def _local_arguments(join_link: str, folder: Path) -> list[str]:
+def _local_arguments(link_path: Path, folder: Path) -> list[str]:
     beside = Path(sys.executable).with_name("echo-worker")
     program = str(beside) if beside.exists() else shutil.which("echo-worker")
     if program is None:
         raise StateError("local provider: expected echo-worker beside this Python or on the PATH, found none")
-    return [program, "join", join_link, "--folder", str(folder)]
+    return [program, "join", f"@{link_path}", "--folder", str(folder)]
 
 
 class ManualProvider:
@@ -67,7 +68,7 @@ class LocalProvider:
     name = "local"
 
     def __init__(
-        self, folder: Path, arguments: Callable[[str, Path], list[str]] = _local_arguments, machines_max: int = 8
+        self, folder: Path, arguments: Callable[[Path, Path], list[str]] = _local_arguments, machines_max: int = 8
     ) -> None:
         self._folder, self._arguments, self._machines_max = folder, arguments, machines_max
         self._processes: dict[str, tuple[Machine, Process]] = {}
@@ -79,10 +80,11 @@ class LocalProvider:
         self._count += 1
         machine = Machine(f"local-{os.getpid()}-{self._count}", self.name, label)
         folder = self._folder / machine.machine_id
-        folder.mkdir(parents=True, exist_ok=True)
+        link_path = folder / "join.link"
+        write_secret(link_path, join_link.encode())  # not on the command line, which all users can read
         with (folder / "worker.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *self._arguments(join_link, folder), stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
+                *self._arguments(link_path, folder), stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         self._processes[machine.machine_id] = (machine, process)
         return machine
