@@ -50,7 +50,7 @@ from echo2.worker.runtime.weights import WeightKeeper, WeightsHooks
 from echo2.worker.swap import SwapMachine
 from echo2.worker.telemetry import RateWindow
 
-PUMP_PAUSE_S = 0.005
+PUMP_PAUSE_S = 0.02
 """Between two looks for tokens: those of several steps then travel through the machine together."""
 LEAVE_S = 0.5
 _log = logging.getLogger("echo2.worker")

@@ -138,6 +138,7 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     continues: set[str] = field(default_factory=set)
     refusal: coordinator_pb2.Refusal | None = None
     report_interval_s: float = 0.1
+    heartbeat_interval_s: float = 0.2
     lease_s: float = 60.0
     hellos: list[coordinator_pb2.WorkerHello] = field(default_factory=list)
     heartbeats: list[coordinator_pb2.Heartbeat] = field(default_factory=list)
@@ -162,7 +163,7 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             welcome=coordinator_pb2.WorkerWelcome(
                 run_id=self.run_id,
                 staleness_bound=4,
-                heartbeat_interval_s=0.2,
+                heartbeat_interval_s=self.heartbeat_interval_s,
                 report_interval_s=self.report_interval_s,
                 learner=self.learner,
             )

@@ -1,8 +1,9 @@
-"""A worker in a process of its own: `python -m tests.unit.worker.worker_process LINK FOLDER SLOWDOWN`."""
+"""A worker in a process of its own: `python -m tests.unit.worker.worker_process LINK FOLDER SLOWDOWN SLOTS`."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -10,18 +11,20 @@ from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.daemon import WorkerDaemon
 
 if __name__ == "__main__":
-    link, folder, slowdown = sys.argv[1:]
+    link, folder, slowdown, slots = sys.argv[1:]
     options = WorkerOptions(
         join_link=link,
         folder=Path(folder),
         name="doomed",
         engine=EngineChoice.EMBEDDED,
-        slot_count=8,
+        slot_count=int(slots),
         listen_host="127.0.0.1",
         slowdown=float(slowdown),
     )
 
     async def run() -> None:
-        await WorkerDaemon(options).run()
+        daemon = WorkerDaemon(options)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, daemon.stop, "SIGTERM")
+        await daemon.run()
 
     asyncio.run(run())
