@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -30,6 +31,8 @@ UTILISATION_TOLERANCE = 0.005
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
 FLUID_CHECKS_MAX = 3
 EFFORTS_MAX = 1
+NEIGHBOURHOOD_WORKERS_MAX = 40
+NEIGHBOURS_MAX = 30
 EFFORT_SHARE = 0.9
 
 
@@ -119,7 +122,7 @@ class _Planner:
             for found in self._candidates(raised, dearer)[:FLUID_CHECKS_MAX]:
                 predicted = refined(self.search.snapshot, self.search.config, found)
                 if predicted.utilisation >= goal:
-                    return predicted, True
+                    return (self._trimmed(predicted, goal) if denied else predicted), True
                 denied.append(predicted)
             if not denied:
                 break
@@ -128,6 +131,36 @@ class _Planner:
         busiest = max(one.utilisation for one in known)
         nearly = [one for one in known if one.utilisation >= EFFORT_SHARE * busiest]
         return min(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), -one.utilisation)), False
+
+    def _trimmed(self, found: Evaluation, goal: float) -> Evaluation:
+        """A cheaper neighbour of a pool that was made larger for the fluid's sake: one worker fewer, or others.
+
+        Tries, cheapest first, to drop one or two workers and take in at most one; at most `NEIGHBOURS_MAX` by the fluid.
+        """
+        search, price = self.search, self.search.columns.price
+        inside = np.flatnonzero(found.chosen & ~search.is_must).tolist()
+        outside = np.flatnonzero(search.columns.is_available & ~found.chosen).tolist()
+        if len(inside) + len(outside) > NEIGHBOURHOOD_WORKERS_MAX:
+            return found
+        moves = [
+            (float(price[list(into)].sum() - price[list(out)].sum()), out, into)
+            for count in (1, 2)
+            for out in combinations(inside, count)
+            for into in [(), *((one,) for one in outside)]
+        ]
+        tried = 0
+        for saved, out, into in sorted(moves):
+            if saved >= 0 or tried == NEIGHBOURS_MAX:
+                break
+            chosen = found.chosen.copy()
+            chosen[list(out)], chosen[list(into)] = False, True
+            near = search.evaluate(self.period(found.kappa), chosen)
+            if near.keeps_relations(search.rate_needed):
+                tried += 1
+                near = refined(search.snapshot, search.config, replace(near, solver=found.solver))
+                if near.utilisation >= goal:
+                    return near
+        return found
 
     def _candidates(self, raised: float, dearer: float) -> list[Evaluation]:
         """Each period's cheapest pool for `raised` times the rate, best first: cost, then slack, then more versions.

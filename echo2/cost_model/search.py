@@ -21,6 +21,8 @@ from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
 
 BATCH_POINTS = 16
 TRANSFER_POINTS = 5
+# In a small fleet one worker more or less moves the swarm's time by much: finer steps.
+SMALL_FLEET, TRANSFER_POINTS_SMALL = 40, 25
 GREEDY_GAP_WANTED = 2e-3  # without the exact solver: a pool this close to the bound is not improved on
 
 
@@ -217,7 +219,8 @@ class Search:
         most_s = min(max(free_s, period.seed_s), max(period.period_s, period.seed_s))
         if most_s <= period.seed_s * (1 + TOLERANCE):
             return [period.seed_s]
-        return [float(one) for one in np.geomspace(most_s, period.seed_s, TRANSFER_POINTS)]
+        points = TRANSFER_POINTS_SMALL if self.is_exact and len(columns) <= SMALL_FLEET else TRANSFER_POINTS
+        return [float(one) for one in np.geomspace(most_s, period.seed_s, points)]
 
     def _batch_ceilings(self, batch_room: Floats, batch_most_s: float) -> list[float]:
         """R/mu ceilings: what the rate needs anyway, and below it the points at which slower workers come in."""
