@@ -289,7 +289,7 @@ class Session:
             waiting.add(child)
         has_children = bool(self._children_in(route))
         if waiting:
-            self._jobs[ref] = RelayJob(parent, waiting)
+            self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
         elif has_children and parent in self.peers:
             self._acknowledge(parent, ref)
 
@@ -318,7 +318,9 @@ class Session:
                 self._acknowledge(job.parent, ref)
 
     def _acknowledge(self, parent: PeerId, ref: Ref) -> None:
-        backlog = sum(1 for job in self._jobs.values() if job.parent == parent)
+        """The backlog counts sends to come per child, so that one slow child does not hide that the others idle."""
+        jobs = [job for job in self._jobs.values() if job.parent == parent]
+        backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
         self._actions.append(SendRelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog))
 
     # ---- telling

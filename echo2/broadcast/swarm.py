@@ -99,3 +99,4 @@ class RelayJob:
 
     parent: PeerId | None
     waiting: set[PeerId]
+    child_count: int

@@ -51,8 +51,10 @@ from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 16 * 2**20
 ENROL_TIMEOUT_S = 20.0
+STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better
 # Bulk streams must see a dead peer within seconds, also while nothing is sent.
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", 10_000),
