@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import os
 import random
@@ -207,36 +208,77 @@ def by_engine(base: Staged, asked: list[Ask], batch: int) -> float:
 
 
 def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float) -> float:
-    """Share of the time, under 32 running sequences, that goes to standing still and to recomputing caches."""
+    """Share of `interval_s` of CPU that one swap takes from generation, with 32 sequences of mixed lengths running.
 
-    async def run() -> float:
-        engine = EmbeddedEngine(CONFIG, slot_count=32)
-        await engine.start()
-        await engine.swap(base, SwapMode.KEEP_KV)
-        for request in requests(asks(4000), "s"):
-            engine.submit(request)
-        reader = asyncio.create_task(drained(engine, 4000))
-        changes = [delta(base, version) for version in range(1, swaps + 1)]
-        await asyncio.sleep(interval_s)
-        before, began = engine.stats(), time.monotonic()
-        prefill_before = before.prefill_s
-        recomputing_s = 0.0
-        for change in changes:
-            at_swap = engine.stats().prefill_s
-            await engine.swap(change, mode)
-            # The prefill right after a swap is the recomputation; what comes later fills new prompts.
-            await asyncio.sleep(interval_s / 4)
-            first_s = engine.stats().prefill_s - at_swap
-            at_rest = engine.stats().prefill_s
-            await asyncio.sleep(interval_s * 3 / 4)
-            recomputing_s += max(0.0, first_s - (engine.stats().prefill_s - at_rest) / 3)
-        after, took_s = engine.stats(), time.monotonic() - began
-        assert after.prefill_s >= prefill_before
-        reader.cancel()
-        await engine.stop()
-        return (after.swap_s - before.swap_s + recomputing_s) / took_s
+    The swap and the steps after it, less as many steps without one: standing still and recomputing caches together.
+    """
+    weights = LiveWeights(read_shape(CONFIG))
+    loop = StepLoop(weights, 32, CONTEXT_TOKENS, Nowhere())
+    extra_s = 0.0
+    with torch.inference_mode():
+        loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
+        loop.run_commands()
+        for request in requests([Ask(ask.prompt, 400) for ask in asks(32)]):
+            loop.submit(request)
+        _steps(loop, 32)  # contexts of 8 + 32 to 48 + 32 tokens
+        for version in range(1, swaps + 1):
+            plain_s = _steps(loop, 4)
+            change = delta(base, version)
+            scatters = weights.checked(change)
+            began = time.process_time()
+            loop.swap(Swap(change.version, change.parent, scatters, mode))
+            loop.run_commands()
+            swap_s = time.process_time() - began
+            extra_s += swap_s + max(0.0, _steps(loop, 4) - plain_s)
+    return extra_s / swaps / interval_s
 
-    return asyncio.run(run())
+
+def kept_cache_error(base: Staged, model: torch.nn.Module, swaps: int) -> float:
+    """Mean error, in nats, of raw log-probabilities after `swaps` changes with the cache kept, 32 sequences.
+
+    Each token is judged by the full forward under the version that it carries.
+    """
+    weights = LiveWeights(read_shape(CONFIG))
+    box = Outbox()
+    loop = StepLoop(weights, 32, CONTEXT_TOKENS, box)
+    asked = asks(32)
+    got: dict[str, list[tuple[int, float, int]]] = {f"r{i}": [] for i in range(32)}
+
+    def collect() -> None:
+        for chunk in asyncio.run(box.take()):
+            got[chunk.request_id] += zip(chunk.token_ids, chunk.raw_logprobs, [chunk.version] * 999, strict=False)
+
+    errors = []
+    judge = copy.deepcopy(model)
+    with torch.inference_mode():
+        loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
+        loop.run_commands()
+        for request in requests([Ask(ask.prompt, 400) for ask in asked]):
+            loop.submit(request)
+        _steps(loop, 32)
+        for version in range(1, swaps + 1):
+            change = delta(base, version)
+            loop.swap(Swap(change.version, change.parent, weights.checked(change), SwapMode.KEEP_KV))
+            loop.run_commands()
+            _steps(loop, 16)
+        collect()
+        for name, parameter in judge.named_parameters():
+            parameter.copy_(weights.tensors[name])
+        for number, ask in enumerate(asked):
+            tokens = [token for token, _, _ in got[f"r{number}"]]
+            logits = judge(torch.tensor([ask.prompt + tokens])).logits[0, len(ask.prompt) - 1 : -1]
+            exact = torch.log_softmax(logits, dim=-1)
+            for at, (token, raw, version) in enumerate(got[f"r{number}"]):
+                if version == swaps:
+                    errors.append(abs(float(exact[at, token]) - raw))
+    return sum(errors) / len(errors)
+
+
+def _steps(loop: StepLoop, count: int) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        loop.step()
+    return time.process_time() - began
 
 
 def row(name: str, value: float, unit: str, target: float | None, better: str) -> dict[str, object]:
@@ -282,6 +324,9 @@ def main() -> None:
         share = swap_share(base, mode, 2 if quick else 6, 2.0)
         print(f"share of time lost to swaps every 2 s, {mode.value}: {share:.2%} (target <= {target:.0%})")
         rows.append(row(f"time lost to swaps every 2 s, {mode.value}", share, "share", target, "lower"))
+    error = kept_cache_error(base, make_model("sdpa"), 2 if quick else 6)
+    print(f"mean error of log-probabilities with the cache kept over {2 if quick else 6} swaps: {error:.1e} nats")
+    rows.append(row("mean error with the cache kept over 6 swaps", error, "nats", None, "lower"))
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     if not quick:
         RESULTS.parent.mkdir(exist_ok=True)
