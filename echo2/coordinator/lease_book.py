@@ -326,6 +326,8 @@ class LeaseBook:
                 del seekers[worker_id]
             elif not self._has_room(worker_id):
                 del seekers[worker_id]
+            if worker_id not in seekers:
+                newest = max((seeker.version for seeker in seekers.values()), default=newest)
 
     def _best_seeker(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> PeerId | None:
         """Who is through with what it holds soonest; of equals, who has waited longest."""
