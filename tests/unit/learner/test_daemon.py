@@ -244,7 +244,7 @@ def test_a_version_that_comes_out_differently_is_found(model_path: Path, tmp_pat
     changed = LearnerOptions(
         **{
             **{name: getattr(options, name) for name in options.__dataclass_fields__},
-            "trainer": type(options.trainer)(str(model_path), device="cpu", lr=2e-3),
+            "trainer": type(options.trainer)(str(model_path), device="cpu", lr=1e-3, weight_decay=0.5),
         }
     )
     with pytest.raises(FingerprintMismatch, match=r"version \d+: expected the fingerprint"):
