@@ -13,8 +13,9 @@ packs frames into chunks as it likes and `FrameReader` cuts them out again. Typi
               host.commit(staged)                                             # wholly or not at all
 
 `compose` merges deltas without weights, policy.py says which pieces to fetch, which edges to publish and what to keep.
-Names are the Hugging Face ones; of tied tensors one name is kept (`untied`). Every call that takes weights reads their
-raw bits and never converts. `fingerprint(weights, key)` says whether two nodes hold the same weights.
+`warm_up` compiles the kernels ahead, once a machine. Names are the Hugging Face ones; of tied tensors one name is kept
+(`untied`). Every call that takes weights reads their raw bits and never converts. `fingerprint(weights, key)` says
+whether two nodes hold the same weights.
 """
 
 from echo2.broadcast.delta.compose import compose, densified
@@ -25,6 +26,7 @@ from echo2.broadcast.delta.elements import WeightSet, untied
 from echo2.broadcast.delta.encode import Encoding, encode_delta, encode_keyframe
 from echo2.broadcast.delta.fingerprint import fingerprint, fingerprint_tensor, fingerprint_update
 from echo2.broadcast.delta.host import HostWeights
+from echo2.broadcast.delta.warm import warm_up
 
 __all__ = [
     "DecodeLimits",
@@ -47,4 +49,5 @@ __all__ = [
     "join_frames",
     "parse_frame",
     "untied",
+    "warm_up",
 ]
