@@ -62,7 +62,7 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
         "learner.steps": str(options.steps),
         "learner.prompts_per_step": "24",
         "learner.rollouts_per_prompt": "8",
-        "learner.lr": "1e-3",
+        "learner.lr": "8e-4",
         "learner.correction": "behaviour",
         "learner.checkpoint_every_steps": "10",
         "worker.engine": options.engine,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from echo2.cli.demo.model import ModelRecipe, cached_model_folder
 from echo2.cli.demo.plan import PORTS, WORKERS, DemoOptions, commands, demo_config, shown
 from echo2.cli.demo.ports import choose_ports
 from echo2.cli.demo.screen import ScreenState, draw
-from echo2.cli.demo.warm import is_warm
+from echo2.cli.demo.warm import is_warm, warm_once
 from echo2.cli.link_text import link_text
 from echo2.cli.operator import OperatorClient
 from echo2.config.load import to_toml
@@ -111,12 +112,14 @@ class _Demo:
             raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
 
     async def _compile_codec(self) -> None:
-        if is_warm():
+        cache = CACHE.expanduser()
+        if is_warm(cache):
             return
         self.console.print("compiling the delta codec (once, then cached) …")
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "echo2.cli.demo.warm")
-        if await process.wait() != 0:
-            raise ChildFailed("the delta codec could not be compiled; its output is above")
+        try:
+            await asyncio.to_thread(warm_once, cache)
+        except subprocess.SubprocessError as error:
+            raise ChildFailed(f"the delta codec could not be compiled: {error}") from None
 
     def _print_commands(self) -> None:
         self.console.print(f"run folder {self.run_folder}; the same run by hand, in five terminals:\n", highlight=False)

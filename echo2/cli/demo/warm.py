@@ -5,16 +5,37 @@ Run as a module; ends when the codec has encoded and decoded one small delta of 
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import echo2.broadcast
 
+WARM_WITHIN_S = 300.0
 
-def is_warm() -> bool:
-    """Whether compiled code of the codec lies in the package's cache."""
-    folder = Path(echo2.broadcast.__file__).parent / "delta" / "__pycache__"
-    return any(folder.glob("encode*.nbi")) or any(folder.glob("planes*.nbi"))
+
+def warm_once(cache: Path) -> None:
+    """Compiles in a process of its own unless this very code, in this place, was compiled before."""
+    stamp = cache / f"codec-{_digest()}"
+    if stamp.exists():
+        return
+    subprocess.run([sys.executable, "-m", "echo2.cli.demo.warm"], check=True, timeout=WARM_WITHIN_S)
+    cache.mkdir(parents=True, exist_ok=True)
+    stamp.touch()
+
+
+def is_warm(cache: Path) -> bool:
+    """Whether `warm_once` would have nothing to do."""
+    return (cache / f"codec-{_digest()}").exists()
+
+
+def _digest() -> str:
+    """Of the codec's source, where it lies, and the compiler's version: what the compiled code depends on."""
+    folder = Path(echo2.broadcast.__file__).parent / "delta"
+    text = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(f"{folder}/{metadata.version('numba')}/{text}".encode()).hexdigest()[:16]
 
 
 def warm() -> None:
