@@ -99,6 +99,7 @@ class SqlStore:
 
     def __init__(self, url: str, run_id: RunId) -> None:
         self._engine = _engine_of(url)
+        self._upserts: dict[str, Any] = {}
         self._where = self._engine.url.render_as_string(hide_password=True)
         self._insert: Any = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
         try:
@@ -153,10 +154,16 @@ class SqlStore:
         found = list(rows)
         if not found:
             return
+        if table.name not in self._upserts:
+            self._upserts[table.name] = self._upsert(table)
+        connection.execute(self._upserts[table.name], found)
+
+    def _upsert(self, table: sa.Table) -> Any:
+        """Built once: building costs more than running."""
         key = next(iter(table.primary_key.columns))
         statement = self._insert(table)
         update = {column.name: statement.excluded[column.name] for column in table.columns if column is not key}
-        connection.execute(statement.on_conflict_do_update(index_elements=[key], set_=update), found)
+        return statement.on_conflict_do_update(index_elements=[key], set_=update)
 
     def load(self) -> SavedState:
         try:
