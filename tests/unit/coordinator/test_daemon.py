@@ -57,6 +57,7 @@ class Node:
         self.credentials = credentials
         self.channel = tls.open_channel(credentials.coordinator_address, credentials.coordinator_peer_id, credentials)
         self.call: Any = None
+        self._writing = asyncio.Lock()
 
     @classmethod
     async def join(cls, daemon: CoordinatorDaemon, role: Role, identity: Identity | None = None) -> Node:
@@ -92,7 +93,8 @@ class Node:
 
     async def say(self, **kind: Any) -> None:
         message = pb.WorkerMessage if self.credentials.role is Role.WORKER else pb.LearnerMessage
-        await self.call.write(message(**kind))
+        async with self._writing:  # gRPC takes one write at a time
+            await self.call.write(message(**kind))
 
     async def close(self) -> None:
         if self.call is not None:
