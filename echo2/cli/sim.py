@@ -1,4 +1,4 @@
-"""`echo2 sim`: a scenario under the real planner, staleness rule, ledger and lease book, on a virtual clock."""
+"""`echo2 sim`: a scenario under the real planner, staleness rule and ledger, on a virtual clock."""
 
 from __future__ import annotations
 
