@@ -76,7 +76,7 @@ def _add_demo(commands: Commands) -> None:
     demo = add_command(commands, "demo", _demo, "train a small model over three emulated rented machines", True)
     demo.add_argument("--name", help="names the run folder (default: demo-DATE-TIME)")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--steps", type=int, default=160)
+    demo.add_argument("--steps", type=int, default=120)
     demo.add_argument("--staleness", type=int, default=4, metavar="S", help="the staleness bound S")
     demo.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     demo.add_argument("--plain", action="store_true", help="print lines instead of the live screen")

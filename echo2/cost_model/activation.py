@@ -74,7 +74,8 @@ def _settled_effort(
     margins = search.config.hysteresis
     is_better = fresh.utilisation > stayed.utilisation * (1 + margins.add_margin) + 1e-9
     is_cheaper = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9
-    if is_better or is_cheaper:
+    falls_behind = fresh.keeps_up and not stayed.keeps_up
+    if is_better or is_cheaper or falls_behind:
         return Standing(fresh, "best effort: no plan reaches the target")
     return Standing(stayed, "kept as best effort: no plan reaches the target")
 

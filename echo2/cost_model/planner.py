@@ -86,6 +86,12 @@ def refined(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> E
     return replace(found, utilisation=float(predict(inputs).utilisation), is_refined=True)
 
 
+def _keeping_up(found: list[Evaluation]) -> list[Evaluation]:
+    """Those whose broadcast keeps up with the publications, where there are any: what the relations promise else is
+    true of the first version only."""
+    return [one for one in found if one.keeps_up] or found
+
+
 @dataclass(slots=True)
 class _Planner:
     """Periods with the broadcast's efficiency as the predictor has it."""
@@ -127,7 +133,7 @@ class _Planner:
             if not denied:
                 break
         efforts = [refined(self.search.snapshot, self.search.config, one) for one in self.best_efforts()]
-        known = [*denied, *efforts]
+        known = _keeping_up([*denied, *efforts])
         busiest = max(one.utilisation for one in known)
         nearly = [one for one in known if one.utilisation >= EFFORT_SHARE * busiest]
         return min(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), -one.utilisation)), False
@@ -210,7 +216,7 @@ class _Planner:
 
     def best_efforts(self) -> list[Evaluation]:
         """Nothing keeps the relations: pools that keep the learner nearly as busy as can be, cheapest rollouts first."""
-        found = [self.search.evaluate(self.period(kappa), chosen) for kappa, chosen in self._efforts()]
+        found = _keeping_up([self.search.evaluate(self.period(kappa), chosen) for kappa, chosen in self._efforts()])
         busiest = max(one.utilisation for one in found)
         nearly = [one for one in found if one.utilisation >= EFFORT_SHARE * busiest]
         return sorted(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), one.kappa))[:EFFORTS_MAX]

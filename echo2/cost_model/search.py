@@ -54,9 +54,14 @@ class Evaluation:
         point, roof = self.point, 1 + TOLERANCE
         return (
             point.throughput >= rate_needed * (1 - TOLERANCE)
-            and point.transfer_s <= self.period_s * roof
+            and self.keeps_up
             and point.staleness_use_s <= point.staleness_budget_s * roof
         )
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether a version is spread before the next is published; else versions queue and grow ever older."""
+        return self.point.transfer_s <= self.period_s * (1 + TOLERANCE)
 
     @property
     def least_slack(self) -> float:

@@ -25,11 +25,11 @@ class ModelRecipe:
     """What decides the base model. `digits` belongs to the task."""
 
     digits: int = 5
-    hidden_size: int = 64
+    hidden_size: int = 128
     layers: int = 2
     heads: int = 4
     kv_heads: int = 4
-    intermediate_size: int = 192
+    intermediate_size: int = 384
     context_tokens: int = 64
     warmup_steps: int = 120
     batch: int = 64

@@ -26,13 +26,13 @@ class DemoWorker:
 
 
 WORKERS = (
-    DemoWorker("berlin", 0.40, False, 1.0, "16mbit/s", "48mbit/s", "30ms"),
-    DemoWorker("oregon", 0.22, True, 1.6, "8mbit/s", "32mbit/s", "90ms"),
-    DemoWorker("mumbai", 0.15, True, 2.4, "6mbit/s", "24mbit/s", "140ms"),
+    DemoWorker("berlin", 0.40, False, 2.0, "20mbit/s", "60mbit/s", "30ms"),
+    DemoWorker("oregon", 0.22, True, 3.0, "12mbit/s", "40mbit/s", "90ms"),
+    DemoWorker("mumbai", 0.15, True, 4.5, "10mbit/s", "30mbit/s", "140ms"),
 )
 # Enrolment, services, page, learner; others are taken where these are busy.
 PORTS = (8418, 8419, 8420, 8421)
-LEARNER_LINK = {"emulated_uplink": "4mbit/s", "emulated_downlink": "100mbit/s", "emulated_rtt": "20ms"}
+LEARNER_LINK = {"emulated_uplink": "10mbit/s", "emulated_downlink": "100mbit/s", "emulated_rtt": "20ms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class DemoOptions:
 
     name: str
     seed: int = 0
-    steps: int = 160
+    steps: int = 120
     staleness_bound: int = 4
     engine: str = "embedded"
     overrides: dict[str, str] = field(default_factory=dict)
@@ -62,10 +62,11 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
         "learner.steps": str(options.steps),
         "learner.prompts_per_step": "24",
         "learner.rollouts_per_prompt": "8",
-        "learner.lr": "8e-4",
+        "learner.lr": "5e-4",
         "learner.correction": "behaviour",
         "learner.checkpoint_every_steps": "10",
         "worker.engine": options.engine,
+        "worker.slots": "64",
         "coordinator.enrol_port": str(ports[0]),
         "coordinator.port": str(ports[1]),
         "coordinator.dashboard_port": str(ports[2]),

@@ -206,3 +206,17 @@ def test_a_much_cheaper_pool_is_taken_after_the_dwell_but_relays_stay() -> None:
 def test_bad_input_names_the_field_the_value_and_the_range(make: object, told: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){told}.*expected.*got"):
         make()  # type: ignore[operator]
+
+
+def test_a_best_effort_publishes_no_faster_than_its_versions_spread() -> None:
+    """Where nothing reaches the target, versions must still not queue behind each other."""
+    link = LinkEstimate(1e6, 1e6, 0.05)
+    workers = tuple(
+        worker(f"w{i}", 400.0, link=link, rollout_s_mean=1.0, rollout_s_tail=3.0, rollout_s_max=3.0) for i in range(3)
+    )
+    trains = learner(
+        train_s=1.0, rollouts_per_step=192, rollouts_per_group=8, link=link, delta_bytes=1.2e6, full_snapshot_bytes=4e6
+    )
+    chosen = plan(snapshot(workers, learner=trains), PlanConfig(staleness_bound=4))
+    assert not chosen.is_feasible
+    assert chosen.transfer_s <= chosen.kappa * trains.train_s * (1 + 1e-6), chosen.reason
