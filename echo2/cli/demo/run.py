@@ -125,7 +125,8 @@ class _Demo:
         self.console.print(f"run folder {self.run_folder}; the same run by hand, in five terminals:\n", highlight=False)
         for command in commands(self.run_folder).values():
             self.console.print(f"  {shown(command)}", highlight=False, soft_wrap=True)
-        self.console.print()
+        page = f"http://{self.config.coordinator.host}:{self.config.coordinator.dashboard_port}"
+        self.console.print(f"\nthe operator's page is at {page} while it runs\n", highlight=False)
 
     async def _run_processes(self, children: Children) -> None:
         try:
