@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = coordinator_options(config, folder)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options))
+    return run_daemon(lambda: _daemon(options), folder)
 
 
 def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = learner_options(config, link, folder)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options))
+    return run_daemon(lambda: _daemon(options), folder)
 
 
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from echo2.base.errors import DiskFull, EchoError
@@ -66,15 +67,15 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
-def run_daemon(make: Callable[[], Daemon]) -> int:
-    """Runs the daemon that `make` gives until its end. Returns the exit code."""
+def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
+    """Runs the daemon that `make` gives, which writes under `folder`, until its end. Returns the exit code."""
     try:
         asyncio.run(_with_signals(make))
     except EchoError as error:
         return report_error(error)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return report_error(DiskFull(f"expected free space to write, got none: {error}"))
+            return report_error(DiskFull(f"{folder}: expected room to write, got: {error}"))
         raise
     return 0
 

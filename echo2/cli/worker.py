@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = worker_options(own, config)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options))
+    return run_daemon(lambda: _daemon(options), options.folder)
 
 
 def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:

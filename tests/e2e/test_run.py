@@ -20,11 +20,12 @@ def trained_groups(cluster: Cluster) -> dict[str, int]:
     return trained
 
 
-def assert_run_ended_well(cluster: Cluster, steps: int, staleness_bound: int) -> None:
+def assert_run_ended_well(cluster: Cluster, steps: int, staleness_bound: int, kills: int = 0) -> None:
+    """A kill may cost the metrics row of the step in flight; it never costs the step."""
     rows = [row for row in cluster.metrics() if "reward/mean" in row]
     last = rows[-1]
     assert last["step"] == steps
-    assert len({row["step"] for row in rows}) == steps
+    assert len({row["step"] for row in rows}) >= steps - kills
     lags = last["lag/histogram"]
     assert sum(lags) > 0
     assert sum(lags[staleness_bound + 1 :]) == 0, f"tokens over S were trained on: {lags}"
@@ -63,7 +64,7 @@ def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: s
             cluster.kill(name)
             cluster.start(name)
         assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
-        assert_run_ended_well(cluster, 40, 4)
+        assert_run_ended_well(cluster, 40, 4, kills=1)
         per_step = Counter(trained_groups(cluster).values())
         assert per_step == dict.fromkeys(range(40), 12), "a step trained on more or fewer groups than its own"
         rows = [row for row in cluster.metrics() if "reward/mean" in row]

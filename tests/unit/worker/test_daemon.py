@@ -105,7 +105,7 @@ def test_a_worker_joins_gets_weights_generates_and_delivers_whole_groups(tmp_pat
                 beat = run.coordinator.heartbeats[-1]
                 assert run.published is not None
                 assert (beat.version, beat.fingerprint) == (0, f"{run.published.fingerprint():016x}")
-                assert any(one.tokens_per_s > 0 for one in run.coordinator.heartbeats)  # the window may be over by now
+                assert beat.sampled_tokens >= 16  # the rate needs a longer window than this takes: test_telemetry
                 status = await ask(daemon.folder, "status")
                 assert (status["version"], status["finished_rollouts"]) == (0, 16)
             assert run.coordinator.leavings == ["the test ends"]
