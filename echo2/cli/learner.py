@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import ConfigError, EchoError
 from echo2.base.rollout import SamplingParams
+from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
+        require_extra("learner", "echo-learner")
         link = link_text(own.link)
         if not config.model.path:
             raise ConfigError("model.path: expected a model folder or hub id, got nothing")

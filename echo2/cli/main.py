@@ -12,6 +12,7 @@ import echo2
 from echo2.base.errors import EchoError
 from echo2.base.units import parse_duration_s
 from echo2.cli import plan, sim
+from echo2.cli.extras import require_extra
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 
@@ -83,6 +84,7 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    require_extra("learner", "echo2 demo")
     from echo2.cli.demo.run import run_demo  # only the demo pays for its imports
 
     return run_demo(own, parse_overrides(rest))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.errors import EchoError
+from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_control(parser.parse_args(arguments))
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
+        require_extra("engine", "echo-worker")
         options = worker_options(own, config)
     except EchoError as error:
         return report_error(error)

@@ -1,0 +1,23 @@
+"""Says which extra a command needs, before a traceback would."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from echo2.base.errors import ConfigError
+
+MODULES = {
+    "engine": ("torch", "transformers", "safetensors"),
+    "learner": ("torch", "transformers", "safetensors", "tokenizers", "matplotlib", "reasoning_gym", "math_verify"),
+}
+"""Modules that each extra brings, of those that its commands import."""
+
+
+def require_extra(extra: str, command: str) -> None:
+    """ConfigError that names what to install, unless everything of `extra` is there."""
+    missing = [name for name in MODULES[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{command}: expected the packages of echo2[{extra}], {', '.join(missing)} not found; "
+            f"install them with: pip install 'echo2[{extra}]'"
+        )

@@ -1,0 +1,111 @@
+"""Environments that hold the built wheel, and of the libraries only what chosen requirements pull in.
+
+Real installations would fetch gigabytes; here each distribution that the requirements name, and all that these
+require, is linked file by file from the environment that runs the tests. What a plain install would not bring is
+not there, so an import of it fails as it would for a user.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment. `run` gives it an empty home and nothing of this process's Python settings."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def scripts(self) -> Path:
+        return self.folder / "bin"
+
+    def variables(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        return kept | {
+            "HOME": str(self.home),
+            "PATH": f"{self.scripts}:/usr/bin:/bin",
+            "HF_HUB_OFFLINE": "1",
+            "NUMBA_CACHE_DIR": str(ROOT / "build" / "numba"),  # compiled once for all tests
+        }
+
+    def run(self, *command: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        name, *rest = command
+        return subprocess.run(
+            [str(self.scripts / name), *rest],
+            env=self.variables(), cwd=self.home, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+
+def build(target: Path) -> tuple[Path, Path]:
+    """Wheel and source distribution of this tree, by the project's own backend."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(target.glob("*.whl")), next(target.glob("*.tar.gz"))
+
+
+def install(wheel: Path, folder: Path, extras: Iterable[str] = ()) -> Environment:
+    """A new environment with the wheel, `extras` chosen, and the closure of what it then requires."""
+    home = folder.with_name(folder.name + "-home")
+    home.mkdir()
+    venv.EnvBuilder(with_pip=True).create(folder)
+    environment = Environment(folder, home)
+    done = environment.run("python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel))
+    assert done.returncode == 0, done.stderr
+    site = next((folder / "lib").glob("python3*/site-packages"))
+    metadata = next(site.glob("echo2-*.dist-info"))
+    wanted = Distribution.at(metadata).requires or []
+    for found in _closure(_named(wanted, tuple(extras))):
+        _link(found, site)
+    return environment
+
+
+def _named(requirements: Iterable[str], extras: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for text in requirements:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield canonicalize_name(requirement.name), tuple(sorted(requirement.extras))
+
+
+def _closure(wanted: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[Distribution]:
+    pending, seen, given = list(wanted), set(), set()
+    while pending:
+        name, extras = pending.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue  # a requirement of another platform, or of an extra that this environment lacks
+        pending.extend(_named(found.requires or [], extras))
+        if name not in given:
+            given.add(name)
+            yield found
+
+
+def _link(found: Distribution, site: Path) -> None:
+    """Links the top-level names of a distribution; folders that several share are merged file by file."""
+    for file in found.files or ():
+        if file.parts[0] == ".." or "__pycache__" in file.parts or file.suffix == ".pth":
+            continue
+        target = site / file
+        if target.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(Path(str(file.locate())).resolve())

@@ -1,0 +1,81 @@
+"""The wheel and the source distribution, tried in empty environments as a user would install them."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.installed import ROOT, Environment, build, install
+
+COMMANDS = ("echo2", "echo-coordinator", "echo-learner", "echo-worker")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def plain(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """`pip install echo2`: what an operator or a coordinator's machine gets."""
+    return install(built[0], tmp_path_factory.mktemp("plain") / "env")
+
+
+@pytest.fixture(scope="module")
+def whole(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """`pip install 'echo2[learner,engine]'`: what a laptop gets that runs everything."""
+    return install(built[0], tmp_path_factory.mktemp("whole") / "env", ("learner", "engine"))
+
+
+def test_wheel_holds_the_package_and_what_it_reads(built: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(built[0]).namelist()
+    for needed in ("echo2/py.typed", "echo2/cost_model/gpus.toml", "echo2/cli/main.py"):
+        assert needed in names
+    assert any(name.startswith("echo2/coordinator/runtime/web/") for name in names), "the dashboard's page"
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_source_distribution_can_be_built_from_again(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[1]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "echo2/py.typed"} <= names
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_answer_without_torch(plain: Environment, command: str) -> None:
+    done = plain.run(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {command}")
+
+
+def test_plain_install_has_no_torch_and_says_what_is_missing(plain: Environment, tmp_path: Path) -> None:
+    assert plain.run("python", "-c", "import torch").returncode != 0
+    done = plain.run("echo2", "demo", "--plain")
+    assert done.returncode == 2, done.stderr
+    assert "echo2[learner]" in done.stderr and "Traceback" not in done.stderr
+    joined = plain.run("echo-worker", "join", "echo2://127.0.0.1:1/x?token=y")
+    assert joined.returncode == 2 and "echo2[engine]" in joined.stderr
+
+
+def test_planner_and_config_work_without_torch(plain: Environment, tmp_path: Path) -> None:
+    config = plain.run("echo2", "config", "show", "--preset", "wan")
+    assert tomllib.loads(config.stdout)["staleness"]["bound"] == 4
+    scenario = ROOT / "examples" / "scenarios" / "slow-uplink.toml"
+    done = plain.run("echo2", "sim", str(scenario), "--json")
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout)
+
+
+def test_loopback_run_from_the_wheel(whole: Environment) -> None:
+    """The demo's real processes, all started from the installed wheel, to the last step."""
+    done = whole.run("echo2", "demo", "--plain", "--steps", "4", "--name", "wheel", timeout_s=300.0)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((whole.home / "runs" / "wheel" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["tokens_over_bound"] == 0 and all(summary["versions_equal"].values())
