@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from echo2.base.errors import ConfigError
-from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml, solver_kept_quiet
+from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml
+from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import Gpu, gpu_of, train_s_prior
 from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
 from echo2.cost_model.snapshot import DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
-from echo2.sim.fleet_report import FleetReport, simulate
 from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
 from echo2.sim.lengths import Lengths
 
@@ -40,6 +37,9 @@ def add_sim_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.sim_report import print_reports  # loads the planner: only this command pays for it
+    from echo2.sim.fleet_report import simulate
+
     catalogue = load_catalogue(own.catalogue)
     reports = []
     for path in own.files:
@@ -52,33 +52,13 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         for bound in bounds:
             kappa = min(scenario.config.fixed_kappa, bound)
             wishes = replace(scenario.config, staleness_bound=bound, fixed_kappa=kappa)
-            with solver_kept_quiet():
+            with quiet_solver():
                 reports.append((bound, simulate(replace(scenario, config=wishes))))
     if own.json:
         print(json.dumps([{"S": bound, **dataclasses.asdict(one)} for bound, one in reports], indent=2))
     else:
-        _print(reports)
+        print_reports(reports)
     return 0
-
-
-def _print(reports: Sequence[tuple[int, FleetReport]]) -> None:
-    console = Console(highlight=False)
-    table = Table(title="fleet simulation")
-    for column in (
-        "scenario", "S", "kappa", "pool", "step s", "utilisation", "predicted", "USD/step", "saving", "dropped",
-        "preemptions", "activations/worker h",
-    ):  # fmt: skip
-        table.add_column(column, overflow="fold")
-    for bound, one in reports:
-        table.add_row(
-            one.name, str(bound), str(one.kappa), str(one.pool), f"{one.step_s:.1f}", f"{one.utilisation:.3f}",
-            f"{one.predicted_utilisation:.3f}", f"{one.usd_per_step:.3f}",
-            "-" if one.saving is None else f"{one.saving:.1%}", f"{one.dropped_share:.1%}", str(one.preemptions),
-            f"{one.activations_per_worker_hour:.3f}",
-        )  # fmt: skip
-    console.print(table)
-    for bound, one in reports:
-        console.print(f"{one.name}, S={bound}: {one.reason}")
 
 
 # ---- reading a scenario

@@ -15,6 +15,8 @@ from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig, W
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.int64] | slice
+ALL_ROWS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ class PeriodColumns:
         """Third term of the fluid bound: `count` copies over all uplinks, the seed's included."""
         return count * self.artifact_bytes / (uplinks * self.efficiency)
 
-    def rate(self, columns: FleetColumns, transfer_s: Floats, download: DownloadMode) -> Floats:
-        """Rollouts/s after the share of each period in which a worker stands still: swapping, or downloading too."""
-        still_s = columns.swap_s if download is DownloadMode.BACKGROUND else columns.swap_s + transfer_s
-        return columns.rate * np.maximum(0.0, 1.0 - still_s / self.period_s)
+    def rate(self, columns: FleetColumns, transfer_s: Floats, download: DownloadMode, rows: Rows = ALL_ROWS) -> Floats:
+        """Rollouts/s of `rows` after the share of each period in which a worker stands still: swapping, or downloading
+        too. `transfer_s` is theirs."""
+        swap_s = columns.swap_s[rows]
+        still_s = swap_s if download is DownloadMode.BACKGROUND else swap_s + transfer_s
+        return columns.rate[rows] * np.maximum(0.0, 1.0 - still_s / self.period_s)

@@ -17,10 +17,11 @@ import numpy as np
 
 from echo2.cost_model.activation import Standing, held_workers, settled
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
+from echo2.cost_model.exhaustive import is_small, pools_in_order
 from echo2.cost_model.explanation import PlanFacts, in_flight_cap, plan_of
 from echo2.cost_model.fluid import FluidInputs, log_normal_quantiles, longest_of, predict
 from echo2.cost_model.plan import Plan
-from echo2.cost_model.pool import TOLERANCE
+from echo2.cost_model.pool import TOLERANCE, within_provider_limits
 from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
 from echo2.cost_model.transfer import BroadcastPredictor, FluidBroadcast
@@ -30,6 +31,7 @@ UTILISATION_TOLERANCE = 0.005
 # How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
 FLUID_CHECKS_MAX = 3
+EVERY_POOL_CHECKS_MAX = 60
 EFFORTS_MAX = 1
 NEIGHBOURHOOD_WORKERS_MAX = 40
 NEIGHBOURS_MAX = 30
@@ -124,7 +126,13 @@ class _Planner:
         """
         goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
         denied: list[Evaluation] = []
-        for raised, dearer in PASSES:
+        has_weighed_all = False
+        if is_small(self.search):
+            first = self._chosen_of_every_pool(goal, denied)
+            if first is not None:
+                return first, True
+            has_weighed_all = len(denied) < EVERY_POOL_CHECKS_MAX
+        for raised, dearer in PASSES if not has_weighed_all else ():
             for found in self._candidates(raised, dearer)[:FLUID_CHECKS_MAX]:
                 predicted = refined(self.search.snapshot, self.search.config, found)
                 if predicted.utilisation >= goal:
@@ -137,6 +145,37 @@ class _Planner:
         busiest = max(one.utilisation for one in known)
         nearly = [one for one in known if one.utilisation >= EFFORT_SHARE * busiest]
         return min(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), -one.utilisation)), False
+
+    def _chosen_of_every_pool(self, goal: float, denied: list[Evaluation]) -> Evaluation | None:
+        """The first of all pools, cheapest first, that the fluid (and the predictor) does not deny; None if it denies
+        `EVERY_POOL_CHECKS_MAX` that differ. Those denied are added to `denied`."""
+        for _ in range(PREDICTOR_ROUNDS if self.predictor is not None else 1):
+            told: set[tuple[float, ...]] = set()
+            for found in pools_in_order(self.search, self.period):
+                sign = (found.kappa, *(round(one, 9) for one in found.numbers))
+                if sign in told:
+                    continue
+                if len(told) == EVERY_POOL_CHECKS_MAX:
+                    break
+                told.add(sign)
+                predicted = refined(self.search.snapshot, self.search.config, found)
+                if predicted.utilisation < goal:
+                    denied.append(predicted)
+                    continue
+                ratio = self._slower_by(found) if self.predictor is not None else 1.0
+                if ratio <= 1 + 1e-3:
+                    return self._beside_greedy(predicted)
+                self.efficiencies[found.kappa] /= ratio
+                break
+            else:
+                break
+        return None
+
+    def _beside_greedy(self, found: Evaluation) -> Evaluation:
+        """With how much dearer the greedy's pool for the same period would be."""
+        by_greedy = replace(self.search, is_exact=False, proven=[]).best(self.period(found.kappa))
+        gap = by_greedy.usd_per_hour / found.usd_per_hour - 1 if by_greedy and found.usd_per_hour > 0 else 0.0
+        return replace(found, greedy_gap=max(0.0, gap))
 
     def _trimmed(self, found: Evaluation, goal: float) -> Evaluation:
         """A cheaper neighbour of a pool that was made larger for the fluid's sake: one worker fewer, or others.
@@ -224,19 +263,19 @@ class _Planner:
     def _efforts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Pools to consider for each period: nobody but the pinned, and best-rate prefixes, dear and cheap links."""
         columns, config = self.search.columns, self.search.config
-        cap = config.usd_per_hour_cap or np.inf
+        cap = (config.usd_per_hour_cap or np.inf) - float(columns.price[columns.is_pinned].sum())
         order = np.argsort(columns.price / columns.rate, kind="stable")
+        order = order[(columns.is_available & ~columns.is_pinned)[order]]
+        limits = [most for _, most in config.provider_workers_max]
+        order = within_provider_limits(order, columns.provider, limits, columns.is_pinned)
         for kappa in config.kappas:
             period = self.period(kappa)
-            late = period.own_s + columns.latency_s + columns.tail_s
             yield kappa, columns.is_pinned.copy()
-            for share in (1.0, 0.75, 0.5, 0.25):
-                in_time = (
-                    columns.is_available & (late <= np.quantile(late[columns.is_available], share))
-                    if columns.is_available.any()
-                    else columns.is_available
-                )
-                rows = order[in_time[order]]
+            if not len(order):
+                continue
+            late = (period.own_s + columns.latency_s + columns.tail_s)[order]
+            for latest_s in np.quantile(late, (1.0, 0.75, 0.5, 0.25)).tolist():
+                rows = order[late <= latest_s]
                 rate, usd = np.cumsum(columns.rate[rows]), np.cumsum(columns.price[rows])
                 for need in (self.search.rate_needed, 2 * self.search.rate_needed, np.inf):
                     count = min(int(np.searchsorted(rate, need)) + 1, int(np.searchsorted(usd, cap, side="right")))

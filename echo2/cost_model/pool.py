@@ -10,11 +10,11 @@ what is a candidate, and the relations that couple rate, staleness and broadcast
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from echo2.cost_model.columns import Flags, Floats
 
@@ -102,7 +102,7 @@ def _greedy_under(problem: PoolProblem, burden_most: float) -> Flags | None:
     chosen = problem.is_must.copy()
     index = np.flatnonzero(problem.is_candidate & ~chosen & (value > 0) & (problem.burden <= burden_most))
     index = index[np.argsort(price[index] / value[index], kind="stable")]
-    index = _within_provider_limits(problem, index)
+    index = within_provider_limits(index, problem.provider, problem.provider_max.tolist(), problem.is_must)
     reached = float(value[chosen].sum()) + np.cumsum(value[index])
     count = 0 if problem.need <= float(value[chosen].sum()) else int(np.searchsorted(reached, problem.need)) + 1
     chosen[index[:count]] = True
@@ -110,12 +110,14 @@ def _greedy_under(problem: PoolProblem, burden_most: float) -> Flags | None:
     return chosen if problem.is_satisfied_by(chosen) else None
 
 
-def _within_provider_limits(problem: PoolProblem, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`index` without the workers that come after their provider's limit is reached."""
+def within_provider_limits(
+    index: npt.NDArray[np.int64], provider: npt.NDArray[np.int64], limits: Sequence[int], is_must: Flags
+) -> npt.NDArray[np.int64]:
+    """`index` without the workers that come after their provider's limit is reached; `is_must` count first."""
     keep = np.ones(len(index), dtype=np.bool_)
-    for provider, most in enumerate(problem.provider_max.tolist()):
-        own = problem.provider[index] == provider
-        room = most - int(np.count_nonzero(problem.is_must & (problem.provider == provider)))
+    for number, most in enumerate(limits):
+        own = provider[index] == number
+        room = most - int(np.count_nonzero(is_must & (provider == number)))
         keep &= ~own | (np.cumsum(own) <= room)
     return index[keep]
 
@@ -135,6 +137,8 @@ def _delete_in_reverse(problem: PoolProblem, chosen: Flags, added: npt.NDArray[n
 
 def exact(problem: PoolProblem) -> Flags | None:
     """The integer program by HiGHS; None when nothing satisfies it (or none was found within the node limit)."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # loads for longer than a small fleet is planned
+
     free = np.flatnonzero(problem.is_candidate & ~problem.is_must)
     must = problem.is_must
     if not len(free):

@@ -49,6 +49,15 @@ class Evaluation:
     def period_s(self) -> float:
         return self.point.kappa * self.point.train_s
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What tells it from pools of other machines; pools of like machines have the same."""
+        point = self.point
+        return (
+            self.usd_per_hour, point.throughput, point.transfer_s, point.latency_s, point.rollout_s,
+            self.rollout_mean_s, self.rollout_tail_s, self.rollout_longest_s,
+        )  # fmt: skip
+
     def keeps_relations(self, rate_needed: float) -> bool:
         """Whether rate, broadcast and staleness hold, up to rounding."""
         point, roof = self.point, 1 + TOLERANCE
@@ -96,20 +105,19 @@ class Search:
     def evaluate(self, period: PeriodColumns, chosen: Flags) -> Evaluation:
         """What the relations say of a pool; a pool may break them."""
         columns, learner = self.columns, self.snapshot.learner
-        count = int(np.count_nonzero(chosen))
-        if count:
-            uplinks = learner.link.uplink_bytes_per_s + float(columns.uplink[chosen].sum())
-            transfer = np.maximum(period.own_s[chosen], period.swarm_s(count, uplinks))
-            transfer_s, latency = float(transfer.max()), columns.latency_s[chosen]
-            broadcast_s = float((transfer + latency).max())
-            rollout_s = float((transfer + latency + columns.tail_s[chosen]).max()) - broadcast_s
-            every_transfer = np.maximum(period.own_s, period.swarm_s(count, uplinks))
-            rates = period.rate(columns, every_transfer, self.config.download)[chosen]
+        rows = np.flatnonzero(chosen)
+        if len(rows):
+            uplinks = learner.link.uplink_bytes_per_s + float(columns.uplink[rows].sum())
+            transfer = np.maximum(period.own_s[rows], period.swarm_s(len(rows), uplinks))
+            live = transfer + columns.latency_s[rows]
+            transfer_s, broadcast_s = float(transfer.max()), float(live.max())
+            rollout_s = float((live + columns.tail_s[rows]).max()) - broadcast_s
+            rates = period.rate(columns, transfer, self.config.download, rows)
             throughput = float(rates.sum())
             shares = rates / max(throughput, 1e-12)
-            mean_s = float((shares * columns.mean_s[chosen]).sum())
-            tail_s = float((shares * columns.tail_s[chosen]).sum())
-            longest_s = float((shares * columns.longest_s[chosen]).sum())
+            mean_s = float((shares * columns.mean_s[rows]).sum())
+            tail_s = float((shares * columns.tail_s[rows]).sum())
+            longest_s = float((shares * columns.longest_s[rows]).sum())
         else:
             transfer_s = broadcast_s = rollout_s = throughput = mean_s = tail_s = longest_s = 0.0
         point = OperatingPoint(

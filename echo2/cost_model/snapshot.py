@@ -174,8 +174,8 @@ class Hysteresis:
 class PlanConfig:
     """What the user wants. fixed_kappa 0: choose; caps and budgets 0: none.
 
-    `preemption_loss_s` is the work lost with a worker: one report interval. `exact_workers_max`: up to this many
-    workers the exact solver is used.
+    `preemption_loss_s` is the work lost with a worker: one report interval. `exhaustive_workers_max`: up to this many
+    free workers every pool is weighed; `exact_workers_max`: up to this many the exact solver is used.
     """
 
     staleness_bound: int
@@ -189,6 +189,7 @@ class PlanConfig:
     broadcast_efficiency: float = 0.8
     preemption_loss_s: float = 5.0
     exact_workers_max: int = 300
+    exhaustive_workers_max: int = 14
 
     def __post_init__(self) -> None:
         checked("plan", "staleness_bound S", self.staleness_bound, 1, STALENESS_BOUND_MAX)
@@ -202,6 +203,7 @@ class PlanConfig:
         checked("plan", "broadcast_efficiency", self.broadcast_efficiency, 0.01, 1.0)
         checked("plan", "preemption_loss_s", self.preemption_loss_s, 0.0)
         checked("plan", "exact_workers_max", self.exact_workers_max, 0, 1000)
+        checked("plan", "exhaustive_workers_max", self.exhaustive_workers_max, 0, 16)
         for provider, count in self.provider_workers_max:
             checked("plan", f"provider_workers_max of {provider!r}", count, 0)
 

@@ -19,6 +19,7 @@ from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
 from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
@@ -32,7 +33,8 @@ def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None
     """The planner, loaded when it is first needed: its libraries take longer to load than the daemon to start."""
     from echo2.cost_model.planner import plan
 
-    return plan(snapshot, config, previous)
+    with quiet_solver():
+        return plan(snapshot, config, previous)
 
 
 class Planning:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,10 @@ def test_sim_runs_a_scenario_for_several_bounds(capsys: pytest.CaptureFixture[st
     assert narrow["S"] == 2 and wide["S"] == 6
     assert wide["utilisation"] >= narrow["utilisation"] - 0.02
     assert wide["over_stale_tokens"] == 0
+
+
+def test_help_is_printed_without_loading_the_planner() -> None:
+    heavy = {"numpy", "scipy", "torch", "rich"}
+    code = f"import sys; from echo2.cli.main import _parser; _parser(); print({heavy!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
