@@ -1,26 +1,29 @@
 """How much staleness each correction bears: reward after training when every rollout is exactly S steps old.
 
-One process stands in for the whole system: a model of about 108,000 parameters learns to sort five digits from a start
+One process stands in for the whole system: a model of about 21,000 parameters learns to sort three digits from a start
 that knows the format only, sampling from a copy of itself that is S optimiser steps behind. Weights are bf16 values for
-sampling and training, masters float32, as in a real run. The learning rate is a thousand times that of a large model,
+sampling and training, masters float32, as in a real run. The learning rate is two thousand times that of a large model,
 so staleness bites early: read the table for the order of the methods, not for the S that a large model bears.
 
-    python -m benchmarks.bench_corrections            # 8 methods, S = 0 2 4 8 16, 3 seeds: about an hour on two cores
-    python -m benchmarks.bench_corrections --quick    # 3 methods, S = 0 4, 1 seed: about two minutes
+    python -m benchmarks.bench_corrections              # 10 methods, S = 0 2 4 8 16, 3 seeds: about ten minutes on two cores
+    python -m benchmarks.bench_corrections --quick      # 3 methods, S = 0 4, 1 seed: under a minute
+    python -m benchmarks.bench_corrections --seconds 200  # begins no run after 200 s; the next call goes on from there
 
-Finished runs are kept in results/corrections_runs.json, so that an interrupted benchmark goes on where it stopped.
+Finished runs are kept in results/corrections_runs.json, so that an interrupted benchmark goes on where it stopped. Table,
+plot and results/corrections.json are written once every run is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
-import random
 import statistics
+import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,18 +39,26 @@ from echo2.learner.correction import (
     learning_rate_scale,
     score_norm_sq_proxy,
 )
-from echo2.learner.loss import BatchTotals, Objective, PackedTokens, PolicyLossConfig, loss_metrics, policy_loss
+from echo2.learner.loss import (
+    BatchTotals,
+    Normalisation,
+    Objective,
+    PackedTokens,
+    PolicyLossConfig,
+    loss_metrics,
+    policy_loss,
+)
 from echo2.tasks.sort_digits import ALPHABET, SortDigits, format_only_target
 from echo2.tasks.split import TaskSplit
 
 RESULTS = Path(__file__).parent / "results"
 FIGURE = Path(__file__).parents[1] / "docs" / "corrections.svg"
 END = len(ALPHABET)
-TASK = SortDigits(5)
-PROMPT_TOKENS, COMPLETION_TOKENS = 6, 7
-PROMPTS, ROLLOUTS = 24, 8
+TASK = SortDigits(3)
+PROMPT_TOKENS, COMPLETION_TOKENS = 4, 5
+PROMPTS, ROLLOUTS = 12, 8
 HELD_OUT = 256
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +69,17 @@ class Method:
     advantage: str = "grpo"
     objective: Objective = Objective.TOKEN_CLIP
     scales_learning_rate: bool = False
+    is_clipped: bool = True
 
 
 METHODS: Mapping[str, Method] = {
     "none": Method(Correction.NONE),
     "behaviour": Method(Correction.BEHAVIOUR_RATIO),
+    "unclipped": Method(Correction.BEHAVIOUR_RATIO, is_clipped=False),  # what `behaviour` is without its clip
     "tis_token": Method(Correction.TIS_TOKEN),
     "tis_sequence": Method(Correction.TIS_SEQUENCE),
     "masked": Method(Correction.MASKED),
+    "masked_sequence": Method(Correction.MASKED_SEQUENCE),
     "decoupled": Method(Correction.DECOUPLED),
     "gspo": Method(Correction.BEHAVIOUR_RATIO, objective=Objective.GSPO),
     "vcpo": Method(Correction.TIS_SEQUENCE, advantage="vcpo", scales_learning_rate=True),
@@ -98,7 +112,7 @@ class Samples:
 def tiny_model(seed: int) -> PreTrainedModel:
     torch.manual_seed(derived_seed(seed, "model"))
     config = Qwen3Config(
-        vocab_size=END + 1, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=END + 1, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, max_position_embeddings=32, tie_word_embeddings=True,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
@@ -108,8 +122,10 @@ def encoded(text: str) -> list[int]:
     return [ALPHABET.index(letter) for letter in text]
 
 
-def warm_up(model: PreTrainedModel, rng: random.Random) -> None:
-    """Teaches the format: the prompt's digits in any order, then the end."""
+@functools.cache
+def warmed_up(seed: int) -> PreTrainedModel:
+    """Knows the format: the prompt's digits in any order, then the end. Made once a process and seed."""
+    model, rng = tiny_model(seed), derived_rng(seed, "warm-up")
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
     for _ in range(120):
         instances = [TASK.sample(rng.randrange(TASK.size)) for _ in range(64)]
@@ -120,15 +136,17 @@ def warm_up(model: PreTrainedModel, rng: random.Random) -> None:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
+    return model
 
 
 @torch.no_grad()
 def sampled(model: PreTrainedModel, prompts_BP: Tensor, generator: torch.Generator) -> Samples:
     tokens_BL, ended_B = prompts_BP, torch.zeros(len(prompts_BP), dtype=torch.bool)
-    logprobs, mask = [], []
+    logprobs, mask, cache, unread_BL = [], [], None, prompts_BP
     for _ in range(COMPLETION_TOKENS):
-        logprobs_BV = model(input_ids=tokens_BL, use_cache=False, logits_to_keep=1).logits[:, -1].log_softmax(-1)
-        chosen_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
+        done = model(input_ids=unread_BL, use_cache=True, past_key_values=cache, logits_to_keep=1)
+        logprobs_BV, cache = done.logits[:, -1].log_softmax(-1), done.past_key_values
+        chosen_B1 = unread_BL = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
         logprobs.append(logprobs_BV.gather(1, chosen_B1)[:, 0])
         mask.append(~ended_B)
         ended_B = ended_B | (chosen_B1[:, 0] == END)
@@ -151,13 +169,15 @@ class Learner:
 
     def __init__(self, trial: Trial):
         self.method = METHODS[trial.method]
-        self.model = tiny_model(trial.seed)
-        warm_up(self.model, derived_rng(trial.seed, "warm-up"))
+        self.model = copy.deepcopy(warmed_up(trial.seed))
         self.masters = [p.detach().clone() for p in self.model.parameters()]
         self.optimiser = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-        self.config = PolicyLossConfig(
-            objective=self.method.objective, correction=CorrectionConfig(self.method.correction)
-        )
+        correction = CorrectionConfig(self.method.correction)
+        is_sequence = self.method.objective is Objective.GSPO
+        normalisation = Normalisation.GRPO if is_sequence else Normalisation.DAPO
+        self.config = PolicyLossConfig(self.method.objective, normalisation, correction)
+        if not self.method.is_clipped:
+            self.config = replace(self.config, clip_low=1.0, clip_high=1e9)
         self._round()
 
     def step(self, samples: Samples, rewards: list[float]) -> None:
@@ -215,18 +235,26 @@ def prompts_of(indices: Iterable[int]) -> Tensor:
     return torch.tensor([encoded(str(TASK.sample(index).prompt)) for index in indices])
 
 
-def run_all(trials: list[Trial], processes: int) -> dict[str, float]:
-    """Rewards by trial; each is written down as soon as it is known."""
+def run_all(trials: list[Trial], processes: int, seconds: float) -> dict[str, float]:
+    """Rewards by trial, of those that were done in time; each is written down as soon as it is known."""
+    began = time.monotonic()
     store = RESULTS / "corrections_runs.json"
     done: dict[str, float] = json.loads(store.read_text()) if store.exists() else {}
     RESULTS.mkdir(exist_ok=True)
     waiting = [trial for trial in trials if trial.key not in done]
     with ProcessPoolExecutor(processes) as pool:
-        for trial, reward in zip(waiting, pool.map(run, waiting), strict=True):
-            done[trial.key] = reward
-            store.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n")
-            print(f"{trial.key}: {reward:.3f}", flush=True)
-    return {trial.key: done[trial.key] for trial in trials}
+        running: dict[Future[float], Trial] = {}
+        while running or (waiting and time.monotonic() - began < seconds):
+            while waiting and len(running) < processes and time.monotonic() - began < seconds:
+                trial = waiting.pop(0)
+                running[pool.submit(run, trial)] = trial
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                trial = running.pop(future)
+                done[trial.key] = future.result()
+                store.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n")
+                print(f"{trial.key}: {done[trial.key]:.3f}", flush=True)
+    return {trial.key: done[trial.key] for trial in trials if trial.key in done}
 
 
 def rows_of(trials: list[Trial], rewards: Mapping[str, float]) -> list[dict[str, object]]:
@@ -287,8 +315,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=86_400.0, help="begin no run later than this")
     parser.add_argument("--quick", action="store_true", help="a trial: no results file, no plot")
     options = parser.parse_args()
     if options.quick:
@@ -299,7 +328,11 @@ def main() -> None:
         for staleness in options.staleness
         for method in options.methods
     ]
-    rows = rows_of(trials, run_all(trials, options.processes))
+    rewards = run_all(trials, options.processes, options.seconds)
+    if len(rewards) < len(trials):
+        print(f"{len(rewards)} of {len(trials)} runs done; the same command goes on from there")
+        return
+    rows = rows_of(trials, rewards)
     print_table(rows, options.methods, options.staleness)
     if not options.quick:
         (RESULTS / "corrections.json").write_text(json.dumps(rows, indent=1) + "\n")

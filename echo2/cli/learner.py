@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = learner_options(config, link, folder)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options), folder)
+    return (
+        follow_rank_0(options) if int(os.environ.get("RANK") or 0) > 0 else run_daemon(lambda: _daemon(options), folder)
+    )
 
 
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
@@ -110,6 +114,23 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         advantage=ADVANTAGES[learner.advantage],
         token_budget=learner.token_budget,
     )
+
+
+def follow_rank_0(options: LearnerOptions) -> int:
+    """One of several processes that torchrun started: the first is the daemon, this one does what that says.
+
+    Signals are rank 0's to answer: it leaves a checkpoint behind, for which it needs the others.
+    """
+    from echo2.learner.runtime.ranks import ranks_of_environment
+    from echo2.learner.runtime.startup import follow
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(options, ranks_of_environment())
+    except EchoError as error:
+        return report_error(error)
+    return 0
 
 
 def _daemon(options: LearnerOptions) -> Daemon:

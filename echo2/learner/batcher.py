@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
-from echo2.learner.group import Draw, Group, group_id_of
+from echo2.learner.group import Draw, Group, Insertion, group_id_of
 from echo2.learner.segment import empty_rollout, extended
 from echo2.learner.selection import DynamicSampling, GroupVerdict
 from echo2.staleness.ledger import Ledger
@@ -48,12 +48,22 @@ class BatcherConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainGroup:
-    """A complete group as it is trained on. Rollouts whose reward failed are left out, so it may be ragged."""
+    """A complete group as it is trained on. Rollouts whose reward failed are left out, so it may be ragged.
+
+    `rollouts` hold the sampled tokens alone. `insertions` holds, for each of them, what the world said in between,
+    which is read and not trained on; empty for a group of one turn.
+    """
 
     spec: GroupSpec
     cursor: int
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float, ...]
+    insertions: tuple[tuple[Insertion, ...], ...] = ()
+
+    def tokens_of(self, index: int) -> int:
+        """All tokens behind the prompt of its rollout `index`, the world's included."""
+        said = self.insertions[index] if self.insertions else ()
+        return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,14 @@ class Draw:
         return replace(self, retry=self.retry + 1, sampling=replace(self.sampling, seed=seed))
 
 
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """Tokens of the world that stand before the sampled token at `position` of a rollout of several turns."""
+
+    position: int
+    token_ids: tuple[int, ...]
+
+
 def group_id_of(cursor: int, retry: int) -> GroupId:
     return GroupId(f"g{cursor:08d}" if retry == 0 else f"g{cursor:08d}r{retry}")
 

@@ -1,9 +1,10 @@
 """Checkpoints on disk: masters, optimiser, published weights, ledger; whole or not there at all.
 
-Guarantees: a checkpoint's folder gets its name by one rename after every byte of it is on the disk, so a kill at any
-instant leaves the earlier ones usable; one that needs more room than the disk has is refused with `DiskFull` before a
-byte is written; the newest `kept` remain. Nothing is pickled: tensors are safetensors, the rest is JSON. Leaves to
-others: taking the snapshot between two steps (daemon), what happened since (journal).
+Guarantees: every rank writes its own shards beside the next steps, through torch.distributed.checkpoint; a checkpoint's
+folder gets its name by one rename after every byte of every rank is on the disk, so a kill at any instant leaves the
+earlier ones usable; one that needs more room than the disk has is refused with `DiskFull` before a byte is written; the
+newest `kept` remain; any number of ranks can read what any number wrote. Nothing is pickled: tensors are safetensors,
+the rest is JSON. Leaves to others: taking the snapshot between two steps (loop), what happened since (journal).
 """
 
 from __future__ import annotations
@@ -14,39 +15,55 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.batcher import Batcher, BatcherCounts
 from echo2.learner.runtime.options import CheckpointOptions
+from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
 from echo2.learner.runtime.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
+STATE_FILE = "state.json"
+_MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything that step `step` needs to go on, apart from the journal. Tensors are copies on the host."""
+    """Everything that step `step` needs to go on, apart from the journal. Tensors are copies on the host.
+
+    `shards`: this rank's masters and optimiser state by `masters|NAME` and `optimiser|NAME|FIELD`. `published`: whole,
+    on rank 0 alone.
+    """
 
     step: Step
-    masters: Mapping[str, Tensor]
-    optimiser: Mapping[str, Tensor]
+    shards: Mapping[str, Tensor]
     published: Mapping[str, Tensor]
     published_version: Version
     state: Mapping[str, Any]
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def tensor_bytes(self) -> int:
-        groups = (self.masters, self.optimiser, self.published)
-        return sum(t.numel() * t.element_size() for group in groups for t in group.values())
+        """Of all ranks."""
+        tensors = (*self.shards.values(), *self.published.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        return {key.removeprefix(_MASTERS): t for key, t in self.shards.items() if key.startswith(_MASTERS)}
 
 
 def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]) -> Checkpoint:
@@ -54,7 +71,6 @@ def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, st
 
     `state`: what else must be kept, taken at the same step boundary on the event loop's thread.
     """
-    masters = {name: master.detach().cpu().clone() for name, master in trainer.model.masters_by_name().items()}
     whole = {
         **state,
         "format": FORMAT,
@@ -63,35 +79,36 @@ def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, st
         "nonfinite_steps": trainer.nonfinite_steps,
         "nonfinite_in_a_row": trainer.nonfinite_in_a_row,
     }
-    return Checkpoint(Step(trainer.step_count), masters, _optimiser_tensors(trainer), published, version, whole)
+    return Checkpoint(Step(trainer.step_count), shards_of(trainer), published, version, whole, trainer.ranks)
+
+
+def shards_of(trainer: Trainer) -> dict[str, Tensor]:
+    """This rank's part of masters and optimiser, copied to the host."""
+    shards: dict[str, Tensor] = {}
+    for name, master in trainer.model.masters_by_name().items():
+        shards[f"{_MASTERS}{name}"] = on_host(master, trainer.ranks)
+        for key, value in trainer.optimiser.state.get(master, {}).items():
+            shards[f"{_OPTIMISER}{name}|{key}"] = on_host(torch.as_tensor(value), trainer.ranks)
+    return shards
 
 
 def put_back(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """The trainer as it was."""
+    masters = trainer.model.masters_by_name()
     trainer.model.load_masters(checkpoint.masters)
     trainer.step_count = int(checkpoint.step)
     trainer.nonfinite_steps = int(checkpoint.state["nonfinite_steps"])
     trainer.nonfinite_in_a_row = int(checkpoint.state["nonfinite_in_a_row"])
-    for name, master in trainer.model.masters_by_name().items():
-        fields = {key.rpartition("|")[2]: value for key, value in checkpoint.optimiser.items() if _is_of(key, name)}
-        if fields:
-            trainer.optimiser.state[master] = {
-                field: value.clone() if field == "step" else value.to(master.device, copy=True)
-                for field, value in fields.items()
-            }
-
-
-def _is_of(key: str, name: str) -> bool:
-    return key.rpartition("|")[0] == name
-
-
-def _optimiser_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """`name|field` -> tensor: first and second moments and step counts of AdamW."""
-    tensors: dict[str, Tensor] = {}
-    for name, master in trainer.model.masters_by_name().items():
-        for field, value in trainer.optimiser.state.get(master, {}).items():
-            tensors[f"{name}|{field}"] = torch.as_tensor(value).detach().cpu().clone()
-    return tensors
+    for key, value in checkpoint.shards.items():
+        if not key.startswith(_OPTIMISER):
+            continue
+        name, _, kept = key.removeprefix(_OPTIMISER).rpartition("|")
+        state = trainer.optimiser.state[masters[name]]
+        if kept == "step":
+            state[kept] = value.clone()
+        else:
+            state[kept] = torch.zeros_like(masters[name])
+            own_part(state[kept]).copy_(own_part(value))
 
 
 def batcher_state(batcher: Batcher) -> dict[str, Any]:
@@ -112,6 +129,12 @@ def put_back_batcher(state: Mapping[str, Any], step: Step, batcher: Batcher) -> 
     batcher.published = [Version(int(version)) for version in state["published"]]
 
 
+def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs. A collective."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.count == 1)
+
+
 class CheckpointStore:
     """The checkpoints of one run folder. Only the learner that holds the folder's lock may own it."""
 
@@ -128,52 +151,73 @@ class CheckpointStore:
         """Steps of the whole checkpoints, oldest first."""
         return sorted(Step(int(path.name.removeprefix("step-"))) for path in self.folder.glob("step-????????"))
 
-    def save(self, checkpoint: Checkpoint) -> Step:
-        """Writes it, lets old ones go, and returns the oldest journal segment still needed. Runs in a thread."""
+    def folder_of(self, step: Step) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def begin(self, checkpoint: Checkpoint) -> Path:
+        """Makes the folder that all ranks then write to, if there is room."""
         self._check_room(checkpoint.tensor_bytes)
-        target = self.folder / f"step-{checkpoint.step:08d}"
+        partial = self.folder_of(checkpoint.step).with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        return partial
+
+    def save(self, checkpoint: Checkpoint) -> Step:
+        """Writes what was begun, lets old ones go, and returns the oldest journal segment still needed. In a thread."""
+        target = self.folder_of(checkpoint.step)
         partial = target.with_suffix(".partial")
+        published = {f"{_PUBLISHED}{name}": tensor for name, tensor in checkpoint.published.items()}
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            _save_tensors(checkpoint.masters, partial / "masters.safetensors")
-            _save_tensors(checkpoint.optimiser, partial / "optimiser.safetensors")
-            _save_tensors(checkpoint.published, partial / "published.safetensors")
-            (partial / "state.json").write_text(json.dumps(checkpoint.state))
+            write_shards({**checkpoint.shards, **published}, partial, checkpoint.ranks)
+            (partial / STATE_FILE).write_text(json.dumps(checkpoint.state))
             for path in (*partial.iterdir(), partial):
                 _sync(path)
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
             _sync(self.folder)
-        except OSError as error:
+        except (OSError, SafetensorError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if _is_disk_full(error):
                 raise DiskFull(f"checkpoint of step {checkpoint.step}: no space left in {self.folder}") from error
             raise
         kept = self.steps()[-self.options.kept :]
         for step in self.steps():
             if step not in kept:
-                shutil.rmtree(self.folder / f"step-{step:08d}")
-        oldest = json.loads((self.folder / f"step-{kept[0]:08d}" / "state.json").read_text())
+                shutil.rmtree(self.folder_of(step))
+        oldest = json.loads((self.folder_of(kept[0]) / STATE_FILE).read_text())
         return Step(int(oldest["journal_from"]))
 
-    def load_newest(self) -> Checkpoint | None:
+    def load(self, step: Step, trainer: Trainer | None) -> Checkpoint:
+        """The checkpoint of `step`: the shards of `trainer`'s rank, everything whole where there is none."""
+        return self.load_shards(self.folder_of(step), trainer, step)
+
+    def load_newest(self, trainer: Trainer | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None when there is none."""
         steps = self.steps()
-        if not steps:
-            return None
-        folder = self.folder / f"step-{steps[-1]:08d}"
+        return self.load(steps[-1], trainer) if steps else None
+
+    @staticmethod
+    def load_shards(folder: Path, trainer: Trainer | None, step: Step) -> Checkpoint:
+        ranks = trainer.ranks if trainer is not None else Ranks()
         try:
-            state = json.loads((folder / "state.json").read_text())
+            state = json.loads((folder / STATE_FILE).read_text())
             if state["format"] != FORMAT:
                 raise StateError(f"checkpoint {folder}: expected format {FORMAT}, got {state['format']}")
-            masters, optimiser, published = (
-                load_file(folder / f"{name}.safetensors") for name in ("masters", "optimiser", "published")
-            )
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            reader = HuggingFaceStorageReader(str(folder))
+            found = {
+                key: said
+                for key, said in reader.read_metadata().state_dict_metadata.items()
+                if isinstance(said, TensorStorageMetadata)
+            }
+            wanted = {key: said for key, said in found.items() if ranks.is_leader or not key.startswith(_PUBLISHED)}
+            tensors = {key: _room_for(key, said, trainer, folder) for key, said in wanted.items()}
+            load(tensors, storage_reader=reader, process_group=ranks.writers, no_dist=ranks.count == 1)
+        except (OSError, ValueError, KeyError, IndexError, SafetensorError, CheckpointException) as error:
             raise StateError(f"checkpoint {folder}: cannot be read: {error}") from error
-        return Checkpoint(steps[-1], masters, optimiser, published, Version(state["published_version"]), state)
+        published = {key.removeprefix(_PUBLISHED): t for key, t in tensors.items() if key.startswith(_PUBLISHED)}
+        shards = {key: t for key, t in tensors.items() if not key.startswith(_PUBLISHED)}
+        return Checkpoint(step, shards, published, Version(state["published_version"]), state, ranks)
 
     def _check_room(self, tensor_bytes: int) -> None:
         needed = tensor_bytes + self.options.free_bytes_min
@@ -185,13 +229,32 @@ class CheckpointStore:
             )
 
 
-def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        if "os error 28" in str(error).lower() or "no space" in str(error).lower():
-            raise OSError(errno.ENOSPC, str(error)) from error
-        raise
+def _room_for(key: str, said: TensorStorageMetadata, trainer: Trainer | None, folder: Path) -> Tensor:
+    """An empty tensor to read into: sharded as the trainer's own is, else whole."""
+    whole = torch.empty(said.size, dtype=said.properties.dtype)
+    if trainer is None or key.startswith(_PUBLISHED) or not said.size:
+        return whole
+    name = key.split("|")[1]
+    master = trainer.model.masters_by_name().get(name)
+    if master is None:
+        raise StateError(f"checkpoint {folder}: expected the tensors of {trainer.model.path}, got another: {name}")
+    if tuple(master.shape) != tuple(said.size):
+        raise StateError(
+            f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(said.size)} in {folder}"
+        )
+    part = torch.empty(own_part(master).shape, dtype=said.properties.dtype)
+    return as_sharded(part, master, trainer.ranks)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Whether the disk was full, in whatever the writer's layers made of that."""
+    reasons = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    causes = [reason[0] if isinstance(reason, tuple) else reason for reason in reasons]
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    text = str(error).lower()
+    is_said = isinstance(error, SafetensorError) and ("os error 28" in text or "no space" in text)
+    return is_said or any(_is_disk_full(cause) for cause in causes if isinstance(cause, BaseException))
 
 
 def _sync(path: Path) -> None:

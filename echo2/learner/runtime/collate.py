@@ -55,7 +55,7 @@ class PackedBatch:
 
 
 def lengths_of(groups: Sequence[TrainGroup]) -> list[Lengths]:
-    return [Lengths(len(g.spec.prompt_token_ids), tuple(len(r.token_ids) for r in g.rollouts)) for g in groups]
+    return [Lengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
 
 
 def behaviour_logprobs(rollout: Rollout, sampling: SamplingParams) -> tuple[float, ...]:
@@ -66,6 +66,21 @@ def behaviour_logprobs(rollout: Rollout, sampling: SamplingParams) -> tuple[floa
     correction sees.
     """
     return rollout.raw_logprobs if sampling.temperature == 1.0 else rollout.logprobs
+
+
+def laid_out(group: TrainGroup, member: int) -> tuple[list[int], list[int]]:
+    """All tokens behind the prompt of one rollout, the world's among them, and the places of the sampled ones."""
+    token_ids = group.rollouts[member].token_ids
+    text: list[int] = []
+    sampled_at: list[int] = []
+    begin = 0
+    for insertion in group.insertions[member] if group.insertions else ():
+        sampled_at += range(len(text), len(text) + insertion.position - begin)
+        text += [*token_ids[begin : insertion.position], *insertion.token_ids]
+        begin = insertion.position
+    sampled_at += range(len(text), len(text) + len(token_ids) - begin)
+    text += token_ids[begin:]
+    return text, sampled_at
 
 
 def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
@@ -93,15 +108,16 @@ def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
             column = start + len(prompt)
             for member_number, member in enumerate(piece.members):
                 rollout = group.rollouts[member]
-                count = len(rollout.token_ids)
-                ids[b, column : column + count] = torch.tensor(rollout.token_ids)
+                text, sampled_at = laid_out(group, member)
+                count = len(text)
+                ids[b, column : column + count] = torch.tensor(text)
                 positions[b, column : column + count] = torch.arange(len(prompt), len(prompt) + count)
                 part[b, column : column + count] = member_number + 1
                 base = b * micro.width + column
-                predictors += [last_of_prompt, *range(base, base + count - 1)]
+                predictors += [base + place - 1 if place else last_of_prompt for place in sampled_at]
                 targets += rollout.token_ids
                 behaviour += behaviour_logprobs(rollout, group.spec.sampling)
-                sequence += [len(flat)] * count
+                sequence += [len(flat)] * len(rollout.token_ids)
                 flat.append(first_rollout[piece.group] + member)
                 column += count
     inputs = PackedInputs(ids, positions, _mask(unit, part), torch.tensor(predictors), torch.tensor(targets))

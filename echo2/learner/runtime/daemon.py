@@ -42,6 +42,7 @@ from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.metrics import Sink, open_sinks
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publisher
+from echo2.learner.runtime.ranks import ranks_of_environment
 from echo2.learner.runtime.record import peak_flops_of
 from echo2.learner.runtime.reports import hello_of, published_message, report_of
 from echo2.learner.runtime.run_folder import RunFolder
@@ -123,13 +124,15 @@ class LearnerDaemon:
         """Until the last step, `stop`, or an error."""
         self._failure = asyncio.get_running_loop().create_future()
         folder = RunFolder(self.options.folder)
+        in_trainer = asyncio.get_running_loop().run_in_executor
         try:
+            ranks = await in_trainer(self._executor, ranks_of_environment)
             credentials = await self._credentials()
             self.starting = "the model and what was recorded to be trained again"
-            prepared = await asyncio.get_running_loop().run_in_executor(
-                self._executor, lambda: prepare(self.options, folder)
-            )
-            return await self._serve(prepared, credentials)
+            prepared = await in_trainer(self._executor, lambda: prepare(self.options, folder, ranks))
+            summary = await self._serve(prepared, credentials)
+            await in_trainer(self._executor, prepared.team.stop)
+            return summary
         finally:
             self._executor.shutdown(wait=True, cancel_futures=True)
             folder.release()
@@ -247,8 +250,8 @@ class LearnerDaemon:
         folder: Path | None = None
         if loop.is_finished:
             folder = self.options.folder / "model"
-            target = folder
-            await asyncio.to_thread(export, loop.p.model, loop.p.prompts.tokenizer, target)
+            policy = await asyncio.get_running_loop().run_in_executor(self._executor, loop.p.team.snapshot)
+            await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
         self._send_report()
         counts, sent = loop.p.batcher.counts, publisher.bytes
         return RunSummary(

@@ -65,13 +65,8 @@ def _batch(
     cache = None
     with torch.no_grad():
         for _ in range(sampling.max_new_tokens):
-            out = model.hf_model(
-                input_ids=ids_BL,
-                attention_mask=mask_BL,
-                position_ids=positions_BL,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
+            out = model.policy.next_logits(
+                input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache
             )
             cache = out.past_key_values
             next_B = _pick(out.logits[:, -1].float(), sampling, greedy, generator)

@@ -23,8 +23,7 @@ from torch import Tensor
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.learner.batcher import Batch
-from echo2.learner.runtime.checkpoint import batcher_state, take
-from echo2.learner.runtime.evaluate import complete
+from echo2.learner.runtime.checkpoint import batcher_state
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink, past_evaluations
 from echo2.learner.runtime.options import LearnerOptions
@@ -87,7 +86,7 @@ class TrainingLoop:
             await self._evaluate(StepTimes())
             self._write({"step": 0, "unix_s": time.time(), **self.facts.evaluation})
         if self.p.schedule.is_due(Step(self.step)):
-            await self._publish(await self._in_trainer(self.p.model.snapshot), StepTimes())
+            await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
         while not self.is_finished and not self._is_stopping:
             await self._one_step()
         await self.publisher.settled()
@@ -119,10 +118,10 @@ class TrainingLoop:
 
     def _train(self, batch: Batch) -> tuple[StepResult, dict[str, Tensor] | None, float]:
         """On the trainer's thread."""
-        result = self.p.trainer.step(batch)
+        result = self.p.team.step(batch)
         began = time.perf_counter()
         is_due = self.p.schedule.is_due(Step(result.step)) or result.step >= self.options.steps
-        snapshot = self.p.model.snapshot() if is_due else None
+        snapshot = self.p.team.snapshot() if is_due else None
         return result, snapshot, time.perf_counter() - began
 
     async def _in_trainer(self, call: Callable[[], T]) -> T:
@@ -147,7 +146,7 @@ class TrainingLoop:
         prompts = [self.p.prompts.tokens_of(instance) for instance in instances]
         seed = derived_seed(self.options.seed, "evaluation", self.step)
         sampling = replace(self.p.prompts.sampling, seed=seed)
-        done = await self._in_trainer(lambda: complete(self.p.model, prompts, sampling, given.greedy, seed))
+        done = await self._in_trainer(lambda: self.p.team.complete(prompts, sampling, given.greedy, seed))
         rewards: list[float] = []
         parts: dict[str, list[float]] = {}
         with (self.p.folder.path / "samples.jsonl").open("a", encoding="utf-8") as samples:
@@ -181,7 +180,7 @@ class TrainingLoop:
         journal_from = self.intake.begin_segment(self.options.run_id)
         state = {"journal_from": journal_from, "batcher": batcher_state(self.intake.batcher)}
         tensors, version = self.publisher.newest_tensors, self.publisher.newest_version
-        checkpoint = await self._in_trainer(lambda: take(self.p.trainer, tensors, version, state))
+        checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, tensors, version, state))
         self._checkpointed = Step(self.step)
         self._checkpoint_task = asyncio.get_running_loop().create_task(
             self._write_checkpoint(lambda: self.p.store.save(checkpoint))

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.learner.runtime.collate import PackedInputs
+from echo2.learner.runtime.ranks import Ranks, own_part, whole
 
 LOGIT_BYTES_MAX = 64 << 20
 """Logits of more bytes than this are computed in pieces, and again in the backward pass."""
@@ -81,6 +83,29 @@ class Policy(nn.Module):
             entropy_T = total_T - (torch.softmax(logits_TV, -1) * logits_TV).sum(-1)
         return logprobs_T, entropy_T
 
+    def next_logits(self, **arguments: Any) -> Any:
+        """The model's own output for sampling: logits of the last position, and its cache."""
+        return self.hf_model(use_cache=True, logits_to_keep=1, **arguments)
+
+
+def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
+    """Spreads the parameters over the ranks (FSDP2), layer by layer; gradients are summed, not averaged, over them."""
+    mesh = ranks.mesh(device.type)
+    if mesh is None:
+        return
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    layer_classes = set(getattr(policy.hf_model, "_no_split_modules", None) or ())
+    for module in list(policy.modules()):
+        if type(module).__name__ in layer_classes:
+            fully_shard(module, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(policy, "next_logits")
+
 
 def _backbone(hf_model: Any) -> Any:
     base = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
@@ -94,16 +119,21 @@ class PolicyModel:
     tensors where the policy itself is float32.
     """
 
-    def __init__(self, path: str, weights_dtype: str, device: torch.device, temperature: float) -> None:
+    def __init__(
+        self, path: str, weights_dtype: str, device: torch.device, temperature: float, ranks: Ranks | None = None
+    ) -> None:
         self.path = path
         self.device = device
+        self.ranks = ranks or Ranks()
         self.weights_dtype = weights_dtype
         self.hf_model = _load(path, torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32)
-        self.hf_model.to(device)
+        if self.ranks.count == 1:
+            self.hf_model.to(device)
         _switch_dropout_off(self.hf_model)
         self.config = self.hf_model.config
         self.policy = Policy(self.hf_model, temperature, slices_head=True)
         self.policy.slices_head = self._head_can_be_sliced()
+        shard(self.policy, self.ranks, device)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
         self.is_rounded = weights_dtype == "bfloat16"
@@ -153,6 +183,32 @@ class PolicyModel:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master.to(torch.bfloat16))
 
+    def gather_gradients(self) -> None:
+        """After each micro-batch: gradients of bf16 parameters are added up in float32."""
+        if not self.is_rounded or not self.parameters or self.parameters[0].dtype == torch.float32:
+            return
+        self._add_gradients()
+
+    def hand_over_gradients(self) -> None:
+        """After the last micro-batch: the masters have the batch's gradients."""
+        if self.is_rounded:
+            self._add_gradients()
+            return
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = parameter.grad
+
+    def _add_gradients(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.grad is None:
+                continue
+            found = parameter.grad.to(torch.float32)
+            master.grad = found if master.grad is None else master.grad.add_(found)
+            parameter.grad = None
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def masters_by_name(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.masters, strict=True))
 
@@ -168,17 +224,27 @@ class PolicyModel:
                     raise StateError(
                         f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
                     )
-                master.copy_(tensors[name])
+                own_part(master).copy_(own_part(tensors[name]))
         self.round_to_policy()
 
     def snapshot(self) -> dict[str, Tensor]:
         """The policy as published: each tensor by its Hugging Face name, copies in host memory."""
         dtype = torch.bfloat16 if self.is_rounded else torch.float32
+        taken: dict[str, Tensor] = {}
         with torch.no_grad():
-            return {
-                name: parameter.detach().to(device="cpu", dtype=dtype, copy=True)
-                for name, parameter in zip(self.names, self.parameters, strict=True)
-            }
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                value = parameter.detach()
+                if self.ranks.count > 1:
+                    value = whole(value.to(dtype))  # a collective, one tensor at a time
+                if self.ranks.is_leader:
+                    taken[name] = value.to(device="cpu", dtype=dtype, copy=True)
+        return taken
+
+    def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes `policy`, a snapshot, in Hugging Face layout."""
+        kept = {name: t for name, t in self.hf_model.state_dict().items() if not isinstance(t, DTensor)}
+        trained = {name: tensor.contiguous() for name, tensor in policy.items()}
+        self.hf_model.save_pretrained(folder, state_dict={**kept, **trained})
 
     @property
     def snapshot_bytes(self) -> int:
@@ -206,7 +272,7 @@ class PolicyModel:
 
     def _head_can_be_sliced(self) -> bool:
         """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
-        ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
+        ids = torch.arange(4, device=self.hf_model.device)[None] % max(1, self.vocabulary_size)
         with torch.no_grad():
             whole = self.hf_model(input_ids=ids, use_cache=False).logits.float()
             try:

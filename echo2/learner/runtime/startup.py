@@ -24,12 +24,14 @@ from echo2.broadcast.delta import fingerprint
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, put_back_batcher
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_batcher
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 from echo2.learner.runtime.prompts import Prompts, load_tokenizer
+from echo2.learner.runtime.ranks import Ranks, local_device
 from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
 from echo2.staleness.ledger import Ledger
 
@@ -47,6 +49,7 @@ class Prepared:
     folder: RunFolder
     model: PolicyModel
     trainer: Trainer
+    team: Team
     prompts: Prompts
     batcher: Batcher
     journal: Journal
@@ -60,16 +63,24 @@ class Prepared:
     cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
 
 
-def prepare(options: LearnerOptions, folder: RunFolder) -> Prepared:
-    """Loads, resumes, trains again what was recorded. Runs on the trainer's thread."""
+def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
+    """Model and optimiser of this rank, at the run's beginning."""
     torch.set_num_threads(options.trainer.threads)
     torch.manual_seed(derived_seed(options.seed, "trainer"))
-    device = pick_device(options.trainer.device)
-    model = PolicyModel(options.trainer.model_path, options.trainer.weights_dtype, device, options.sampling.temperature)
+    device = pick_device(local_device(options.trainer.device))
+    given = options.trainer
+    model = PolicyModel(given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks)
+    return Team(Trainer(model, given, options.steps))
+
+
+def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
+    """Loads, resumes, trains again what was recorded. Runs on the trainer's thread of rank 0."""
+    team = new_team(options, ranks or Ranks())
+    trainer, model = team.trainer, team.model
     prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
     prompts.check_length = model.check_length
-    folder.check_identity(_identity_of(options, model))
-    trainer = Trainer(model, options.trainer, options.steps)
+    base = team.snapshot()
+    folder.check_identity(_identity_of(options, model, base))
     bound = options.staleness_bound
     config = BatcherConfig(
         bound,
@@ -83,27 +94,28 @@ def prepare(options: LearnerOptions, folder: RunFolder) -> Prepared:
         folder=folder,
         model=model,
         trainer=trainer,
+        team=team,
         prompts=prompts,
         batcher=Batcher(config, Ledger(bound)),
         journal=Journal(folder.path / "journal"),
         history=History(),
         store=store,
         schedule=PublicationSchedule(PublicationConfig(bound, options.kappa, chain_max=options.keyframe_chain_max)),
-        published=model.snapshot(),
+        published=base,
         fingerprint_key=derived_seed(0, "fingerprint", options.run_id),
         trained_again=0,
         checkpoint_step=None,
     )
-    _resume(prepared, options, store.load_newest())
+    _resume(prepared, options, team.load_newest(store))
     return prepared
 
 
-def _identity_of(options: LearnerOptions, model: PolicyModel) -> dict[str, object]:
+def _identity_of(options: LearnerOptions, model: PolicyModel, base: Mapping[str, Tensor]) -> dict[str, object]:
     """What must not change within a run: the journal would not give the same weights again."""
     return {
         "run_id": options.run_id,
         "model_digest": model.digest(),
-        "base_fingerprint": f"{fingerprint(model.snapshot(), 0):016x}",
+        "base_fingerprint": f"{fingerprint(dict(base), 0):016x}",
         "weights_dtype": options.trainer.weights_dtype,
         "task": options.task.name,
         "task_args": dict(options.task.args),
@@ -118,7 +130,6 @@ def _identity_of(options: LearnerOptions, model: PolicyModel) -> dict[str, objec
 def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint | None) -> None:
     journal_from = Step(0)
     if checkpoint is not None:
-        put_back(checkpoint, prepared.trainer)
         put_back_batcher(checkpoint.state["batcher"], checkpoint.step, prepared.batcher)
         prepared.published = checkpoint.published
         prepared.schedule.newest = checkpoint.published_version
@@ -147,14 +158,14 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
 def _train_again(prepared: Prepared) -> None:
     trainer, history = prepared.trainer, prepared.history
     while (batch := history.next_batch(prepared.batcher)) is not None:
-        trainer.step(batch)
+        prepared.team.step(batch)
         prepared.trained_again += 1
         version = Version(trainer.step_count)
         if version not in history.published:
             continue
         recorded = history.published[version]
         prepared.cut_off = None if recorded else (prepared.schedule.newest, prepared.published)
-        prepared.published = prepared.model.snapshot()
+        prepared.published = prepared.team.snapshot()
         prepared.schedule.newest = version
         found = f"{fingerprint(prepared.published, prepared.fingerprint_key):016x}"
         if recorded and recorded != found:
@@ -166,11 +177,15 @@ def _train_again(prepared: Prepared) -> None:
     prepared.batcher.drop_stale()
 
 
-def export(model: PolicyModel, tokenizer: object, folder: Path) -> None:
-    """The policy as a Hugging Face folder, in the dtype in which it was published."""
+def follow(options: LearnerOptions, ranks: Ranks) -> None:
+    """What every rank but the first does, from its start to its end."""
+    new_team(options, ranks).follow()
+
+
+def export(model: PolicyModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
+    """`policy`, a snapshot of `model`, as a Hugging Face folder, in the dtype in which it was published."""
     partial = folder.with_name(folder.name + ".partial")
-    state = {name: tensor.contiguous() for name, tensor in model.snapshot().items()}
-    model.hf_model.save_pretrained(partial, state_dict={**model.hf_model.state_dict(), **state})
+    model.save(policy, partial)
     tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
     if folder.exists():
         previous = folder.with_name(folder.name + ".previous")
@@ -195,7 +210,7 @@ def export_run(folder: Path, model_path: str, target: Path) -> Step:
     identity = json.loads((folder / "run.json").read_text())
     model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0)
     model.load_masters(checkpoint.masters)
-    export(model, load_tokenizer(model_path), target)
+    export(model, model.snapshot(), load_tokenizer(model_path), target)
     return checkpoint.step
 
 

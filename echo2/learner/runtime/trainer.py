@@ -26,6 +26,7 @@ from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
 from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collate, lengths_of
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
+from echo2.learner.runtime.ranks import Ranks, whole
 from echo2.learner.schedule import learning_rate
 
 
@@ -64,6 +65,7 @@ class Trainer:
 
     def __init__(self, model: PolicyModel, options: TrainerOptions, total_steps: int) -> None:
         self.model = model
+        self.ranks: Ranks = model.ranks
         self.options = options
         self.total_steps = total_steps
         self.step_count = 0
@@ -86,21 +88,23 @@ class Trainer:
         """Trains on one batch."""
         torch.set_num_threads(self.options.threads)
         watch = _Stopwatch(self.model.device)
-        layout = plan_microbatches(lengths_of(batch.groups), self.packing_limits)
-        packed = [collate(batch.groups, micro) for micro in layout]
+        layout = plan_microbatches(lengths_of(batch.groups), self._limits_of(batch))
+        packed = [collate(batch.groups, micro) for micro in self._own_share(layout)]
+        counted = len(layout[self.ranks.rank :: self.ranks.count])
         watch.lap("load")
-        advantages = self._advantages(batch.groups, packed)
+        advantages = self._advantages(batch.groups, packed, counted)
         totals = self._totals(batch, advantages, layout)
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         ratio_max = 0.0
-        for micro in packed:
-            loss = self._loss(micro, advantages, totals)
+        for number, micro in enumerate(packed):
+            loss = self._loss(micro, advantages, totals, is_counted=number < counted)
             watch.lap("forward")
             torch.autograd.backward(loss.loss)
+            self.model.gather_gradients()
             watch.lap("backward")
             sums_M += loss.sums_M.cpu()
             ratio_max = max(ratio_max, float(loss.ratio_max))
-        metrics = loss_metrics(sums_M, ratio_max)
+        metrics = loss_metrics(self.ranks.sum(sums_M), self.ranks.largest(ratio_max))
         grad_norm, lr = self._update(metrics)
         watch.lap("optimiser")
         return StepResult(
@@ -120,6 +124,23 @@ class Trainer:
         row_tokens = self.options.row_tokens or 4 * int(self.model.config.hidden_size)
         return PackingLimits(self.options.token_budget, row_tokens)
 
+    def _limits_of(self, batch: Batch) -> PackingLimits:
+        """For several ranks, micro-batches small enough that each rank has one to compute."""
+        limits = self.packing_limits
+        if self.ranks.count == 1:
+            return limits
+        positions = sum(g.prompt + sum(g.completions) for g in lengths_of(batch.groups))
+        budget = max(1, min(limits.token_budget, -(-positions // self.ranks.count)))
+        return PackingLimits(budget, min(limits.row_tokens, budget))
+
+    def _own_share(self, layout: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Every rank computes equally many, for their collectives must meet: a rank with fewer repeats one that does
+        not count.
+        """
+        own = list(layout[self.ranks.rank :: self.ranks.count])
+        rounds = -(-len(layout) // self.ranks.count)
+        return own + [layout[0]] * (rounds - len(own))
+
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[Tensor]:
         """The policy's own log-probabilities of every rollout's tokens, by rollout: for audits and tests."""
         layout = plan_microbatches(lengths_of(groups), self.packing_limits)
@@ -133,25 +154,27 @@ class Trainer:
 
     # ---- parts of a step
 
-    def _advantages(self, groups: Sequence[TrainGroup], packed: Sequence[PackedBatch]) -> Advantages:
+    def _advantages(self, groups: Sequence[TrainGroup], packed: Sequence[PackedBatch], counted: int) -> Advantages:
         rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
         group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
         weight_R = None
         if self.options.advantage.baseline is Baseline.MINIMUM_VARIANCE:
-            weight_R = self._variance_weights(packed, rewards_R.numel())
+            weight_R = self._variance_weights(packed, counted, rewards_R.numel())
         return group_advantages(rewards_R, group_R, self.options.advantage, weight_R)
 
-    def _variance_weights(self, packed: Sequence[PackedBatch], count: int) -> Tensor:
+    def _variance_weights(self, packed: Sequence[PackedBatch], counted: int, count: int) -> Tensor:
         """Needs a forward pass of its own, for the ratios are wanted before the loss."""
         log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
         with torch.no_grad():
-            for micro in packed:
+            for number, micro in enumerate(packed):
                 logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
+                if number >= counted:
+                    continue
                 every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
                 segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
                 log_ratio_R[micro.rollout_R] = segments.sum_R(logprobs_T.cpu() - micro.behaviour_T)
                 norm_sq_R[micro.rollout_R] = score_norm_sq_proxy(logprobs_T.cpu(), segments)
-        return minimum_variance_weights(log_ratio_R, norm_sq_R)
+        return minimum_variance_weights(self.ranks.sum(log_ratio_R), self.ranks.sum(norm_sq_R))
 
     def _totals(self, batch: Batch, advantages: Advantages, layout: Sequence[MicroBatch]) -> BatchTotals:
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
@@ -160,7 +183,7 @@ class Trainer:
         longest = max(group.spec.sampling.max_new_tokens for group in batch.groups)
         return BatchTotals(max(1, tokens), max(1, len(trained)), longest, max(1, len(layout)))
 
-    def _loss(self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals) -> PolicyLoss:
+    def _loss(self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals, is_counted: bool) -> PolicyLoss:
         device = self.model.device
         inputs = micro.inputs.to(device)
         logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
@@ -170,7 +193,7 @@ class Trainer:
             micro.behaviour_T.to(device),
             advantages.values_R[micro.rollout_R].to(device),
             sequence_T,
-            advantages.trained_R[micro.rollout_R].to(device)[sequence_T],
+            advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted,
             reference_logprobs_T=self._reference_logprobs(inputs),
             entropy_T=entropy_T,
         )
@@ -178,14 +201,8 @@ class Trainer:
 
     def _update(self, metrics: LossMetrics) -> tuple[float, float]:
         """Clips, moves the masters, rounds. Returns the gradient's norm and the learning rate used, 0 when skipped."""
-        parameters, masters = self.model.parameters, self.model.masters
-        for parameter, master in zip(parameters, masters, strict=True):
-            if parameter.grad is None:
-                continue
-            master.grad = parameter.grad.to(torch.float32) if self.model.is_rounded else parameter.grad
-            if self.model.is_rounded:
-                parameter.grad = None
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self.options.grad_clip))
+        self.model.hand_over_gradients()
+        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.masters, self.options.grad_clip)))
         lr = self._lr(metrics)
         if math.isfinite(metrics.loss) and math.isfinite(grad_norm):
             for group in self.optimiser.param_groups:
@@ -197,8 +214,7 @@ class Trainer:
             lr = 0.0
             self._count_nonfinite(metrics.loss, grad_norm)
         self.optimiser.zero_grad(set_to_none=True)
-        for parameter in parameters:
-            parameter.grad = None
+        self.model.forget_gradients()
         self.step_count += 1
         return grad_norm, lr
 
@@ -224,7 +240,7 @@ class Trainer:
         if self.options.loss.kl_coefficient <= 0:
             return None
         model = self.model
-        reference = PolicyModel(model.path, model.weights_dtype, model.device, model.policy.temperature)
+        reference = PolicyModel(model.path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
         reference.hf_model.eval()
         return reference
 

@@ -1,0 +1,131 @@
+"""What the learner asks of all ranks at once: steps, snapshots, completions, checkpoints.
+
+Guarantees: on rank 0 each method first tells the other ranks, then does its own part; the others do theirs in `follow`.
+With one process it is a plain call. Rank 0 alone holds journal, ledger and network. Leaves to others: how commands
+travel (ranks), the work itself (trainer, model, evaluate, checkpoint). All methods are called from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from echo2.base.errors import StateError
+from echo2.base.ids import Step, Version
+from echo2.base.rollout import SamplingParams
+from echo2.learner.batcher import Batch
+from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, shards_of, take, write_shards
+from echo2.learner.runtime.evaluate import Completions, complete
+from echo2.learner.runtime.trainer import StepResult, Trainer
+
+_log = logging.getLogger("echo2.learner")
+
+
+class Team:
+    """The trainers of all ranks, led from rank 0."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.model = trainer.model
+        self.ranks = trainer.ranks
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    # ---- rank 0
+
+    def step(self, batch: Batch) -> StepResult:
+        if self.ranks.count > 1:
+            self.ranks.tell({"command": "step"}, batch_to_bytes(batch))
+        return self.trainer.step(batch)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        self.ranks.tell({"command": "snapshot"})
+        return self.model.snapshot()
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
+    ) -> Completions:
+        head = {"prompts": [list(prompt) for prompt in prompts], "sampling": asdict(sampling), "greedy": greedy}
+        self.ranks.tell({"command": "complete", "seed": seed, **head})
+        return complete(self.model, prompts, sampling, greedy, seed)
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Copies the state between two steps; the other ranks begin to write theirs, rank 0 must `store.save` it."""
+        checkpoint = take(self.trainer, published, version, state)
+        folder = store.begin(checkpoint)
+        self.ranks.tell({"command": "save", "folder": str(folder)})
+        return checkpoint
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
+        """Puts the newest checkpoint back on every rank."""
+        steps = store.steps()
+        if not steps:
+            return None
+        self.ranks.tell({"command": "load", "folder": str(store.folder_of(steps[-1]))})
+        checkpoint = store.load(steps[-1], self.trainer)
+        put_back(checkpoint, self.trainer)
+        return checkpoint
+
+    def stop(self) -> None:
+        """Ends the other ranks. To be called once, when no checkpoint is being written."""
+        self.ranks.tell({"command": "stop"})
+        self.ranks.close()
+
+    # ---- other ranks
+
+    def follow(self) -> None:
+        """Carries out rank 0's commands until it says stop."""
+        while True:
+            head, payload = self.ranks.hear()
+            match head["command"]:
+                case "step":
+                    self.trainer.step(batch_from_bytes(payload))
+                case "snapshot":
+                    self.model.snapshot()
+                case "complete":
+                    stops = {"stop_token_ids": tuple(head["sampling"]["stop_token_ids"])}
+                    sampling = SamplingParams(**{**head["sampling"], **stops})
+                    complete(self.model, head["prompts"], sampling, head["greedy"], head["seed"])
+                case "save":
+                    self._begin_writing(Path(head["folder"]))
+                case "load":
+                    folder = Path(head["folder"])
+                    put_back(CheckpointStore.load_shards(folder, self.trainer, Step(_step_of(folder))), self.trainer)
+                case "stop":
+                    self._written()
+                    self.ranks.close()
+                    return
+                case command:
+                    raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
+
+    def _begin_writing(self, folder: Path) -> None:
+        self._written()
+        shards = shards_of(self.trainer)
+        self._writing = threading.Thread(target=self._write, args=(shards, folder), name="checkpoint")
+        self._writing.start()
+
+    def _write(self, shards: Mapping[str, Tensor], folder: Path) -> None:
+        try:
+            write_shards(shards, folder, self.ranks)
+        except Exception as error:  # noqa: BLE001 - raised by the main thread at the next command
+            self._failure = error
+
+    def _written(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            raise self._failure
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

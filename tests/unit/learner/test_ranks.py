@@ -1,0 +1,105 @@
+"""Two real processes over gloo, as torchrun starts them, against one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import Step, Version
+from echo2.base.rollout import SamplingParams
+from echo2.learner.batcher import Batch
+from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
+from echo2.learner.runtime.checkpoint import CheckpointStore
+from echo2.learner.runtime.options import CheckpointOptions
+from echo2.learner.runtime.ranks import Ranks
+from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.startup import new_team, prepare
+from tests.unit.learner import two_ranks
+from tests.unit.learner.test_trainer import random_groups
+from tests.unit.learner.tiny import make_tiny_model
+
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def torchrun(command: str, model: Path, folder: Path, weights_dtype: str) -> None:
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "tests.unit.learner.two_ranks", command]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments, str(model), str(folder), weights_dtype],
+        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_two_ranks_train_as_one_process_does(model_path: Path, tmp_path: Path, weights_dtype: str) -> None:
+    torchrun("steps", model_path, tmp_path / "two", weights_dtype)
+    two: dict[str, Any] = torch.load(tmp_path / "two" / "result.pt", weights_only=False)
+    one = new_team(two_ranks.options_of(model_path, tmp_path / "one", weights_dtype), Ranks())
+    for step in range(two_ranks.STEPS):
+        result = one.step(two_ranks.batch(step))
+        ours = {**asdict(result.metrics), "grad_norm": result.grad_norm}
+        for name, value in ours.items():
+            assert two["steps"][step][name] == pytest.approx(value, rel=2e-3, abs=2e-5), (step, name)
+    for name, tensor in one.snapshot().items():
+        assert two["policy"][name].dtype == tensor.dtype
+        assert torch.allclose(two["policy"][name].float(), tensor.float(), rtol=1e-2, atol=2e-4), name
+    sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(1,))
+    assert two["completions"] == one.complete([[5, 6, 7], [8, 9]], sampling, True, 0).token_ids
+    assert two["again"] == two["repeated"], "what was loaded is what was saved"
+
+
+def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, tmp_path: Path) -> None:
+    torchrun("steps", model_path, tmp_path, "float32")
+    two: dict[str, Any] = torch.load(tmp_path / "result.pt", weights_only=False)
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointOptions(free_bytes_min=0))
+    files = list(store.folder_of(Step(two_ranks.STEPS)).glob("*.safetensors"))
+    assert len(files) == 2, "each rank writes its own shards"
+    one = new_team(two_ranks.options_of(model_path, tmp_path, "float32"), Ranks())
+    loaded = one.load_newest(store)
+    assert loaded is not None and loaded.published_version == Version(two_ranks.STEPS)
+    for name, tensor in one.snapshot().items():
+        assert torch.equal(tensor, two["policy"][name])
+        assert torch.equal(tensor, loaded.published[name])
+    one.step(two_ranks.batch(two_ranks.STEPS))
+    for name, tensor in one.snapshot().items():
+        assert torch.allclose(tensor, two["after"][name], rtol=1e-4, atol=1e-5), name
+
+
+def test_the_daemon_trains_to_its_end_on_two_ranks_and_its_versions_are_those_that_workers_hold(
+    model_path: Path, tmp_path: Path
+) -> None:
+    torchrun("daemon", model_path, tmp_path / "run", "bfloat16")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["fingerprint"] == summary["followed"]
+    folder = RunFolder(tmp_path / "run")
+    resumed = prepare(two_ranks.options_of(model_path, tmp_path / "run", "bfloat16"), folder)
+    folder.release()
+    assert resumed.trainer.step_count == 6 and resumed.checkpoint_step == 6
+
+
+def test_a_batch_reads_back_as_it_was_written() -> None:
+    batch = Batch(Step(7), random_groups(3))
+    read = batch_from_bytes(batch_to_bytes(batch))
+    assert read.step == 7 and [g.rewards for g in read.groups] == [g.rewards for g in batch.groups]
+    for one, other in zip(read.groups, batch.groups, strict=True):
+        assert [r.token_ids for r in one.rollouts] == [r.token_ids for r in other.rollouts]
+        assert one.spec == other.spec
+    with pytest.raises(MalformedMessage, match="expected a frame"):
+        batch_from_bytes(batch_to_bytes(batch)[:-3])
