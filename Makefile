@@ -7,7 +7,7 @@ SEED ?= 0
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm check proto proto-check bench soak format clean
+.PHONY: demo test test-vllm check proto proto-check bench docs soak format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,14 +37,14 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not soak and not gpu and not vllm"
 
 check: $(STAMP) proto-check
-	$(BIN)/ruff check echo2 tests benchmarks
-	$(BIN)/ruff format --check echo2 tests benchmarks
+	$(BIN)/ruff check echo2 tests benchmarks docs
+	$(BIN)/ruff format --check echo2 tests benchmarks docs
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest tests/tidy
 
 format: $(STAMP)
-	$(BIN)/ruff format echo2 tests benchmarks
-	$(BIN)/ruff check --fix echo2 tests benchmarks
+	$(BIN)/ruff format echo2 tests benchmarks docs
+	$(BIN)/ruff check --fix echo2 tests benchmarks docs
 
 proto: $(STAMP)
 	$(BIN)/python proto/generate.py
@@ -57,6 +57,12 @@ bench: $(STAMP)
 
 bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.bench_$*
+
+# The pages under docs/reference are made from the code first; warnings are errors.
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak

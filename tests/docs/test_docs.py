@@ -1,0 +1,139 @@
+"""The documentation is held to the code: references, commands, links, and a strict build."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from echo2.cli import coordinator, learner, main, worker
+from echo2.config.load import option_names
+from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+MAINS = {
+    "echo2": main.main,
+    "echo-coordinator": coordinator.main,
+    "echo-learner": learner.main,
+    "echo-worker": worker.main,
+}
+OVERRIDE = re.compile(r"--([a-z_]+\.[a-z_0-9]+)\b")
+
+
+def _code_lines(text: str) -> Iterator[str]:
+    """Lines of code blocks, indented or fenced, and inline code."""
+    is_fenced = False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced or line.startswith("    "):
+            yield line.strip()
+        else:
+            yield from re.findall(r"`([^`]+)`", line)
+
+
+def _commands(programs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        if page.parent.name == "reference":
+            continue
+        for line in _code_lines(page.read_text()):
+            words = line.split("  #")[0].split("   ")[0].strip()
+            if words.split(" ")[0] in programs and " " in words and "…" not in words.split(" ")[1]:
+                yield f"{page.relative_to(ROOT)}: {words}", words
+
+
+class _Parsed(Exception):
+    pass
+
+
+def _parses(words: list[str]) -> list[str]:
+    """What the program's parser leaves over, without running the command."""
+    rest: list[str] = []
+    original = argparse.ArgumentParser.parse_known_args
+
+    def stop(self: argparse.ArgumentParser, args: object = None, namespace: object = None) -> object:
+        found = original(self, args, namespace)  # type: ignore[call-overload]
+        if self.prog in MAINS:
+            rest.extend(found[1])
+            raise _Parsed
+        return found
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop), contextlib.suppress(_Parsed):
+        MAINS[words[0]](words[1:])
+    return rest
+
+
+@pytest.mark.parametrize("line", sorted({words for _, words in _commands(tuple(MAINS))}))
+def test_every_command_shown_is_one(line: str) -> None:
+    words = shlex.split(line.replace("[", "").replace("]", ""))
+    words = words[:-1] if words[-1] in ("--help", "...", "…") else words
+    if all(re.fullmatch(r"[a-z][a-z0-9-]*", word) for word in words):
+        with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()):
+            MAINS[words[0]]([*words[1:], "--help"])  # a command that is only named
+        assert ended.value.code == 0
+        return
+    try:
+        rest = _parses(words)
+    except SystemExit:
+        pytest.fail(f"not accepted: {line}")
+    names = OVERRIDE.findall(" ".join(rest))
+    assert set(names) <= set(option_names()), line
+    assert all(word.startswith("--") is False or OVERRIDE.match(word) for word in rest), f"unknown: {rest}"
+
+
+def test_every_make_target_shown_is_one() -> None:
+    targets = set(re.findall(r"^([a-z-]+%?):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    shown = [(where, line.split()[1]) for where, line in _commands(("make",))]
+    assert shown
+    for where, target in shown:
+        name = target.removeprefix("bench-")
+        assert target in targets or name in benchmarks or name == "NAME", where
+
+
+def test_references_are_those_of_the_code() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_option_and_metric_appears() -> None:
+    options = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert [name for name in option_names() if f"| `{name}` |" not in options] == []
+    metrics = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    assert [name for name in (*METRICS, *WORKER_METRICS) if f"`{name}" not in metrics] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pages_build_without_a_warning(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-b",
+        "html",
+        "-W",
+        "--keep-going",
+        "-q",
+        str(ROOT / "docs"),
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "quickstart.html").exists()
