@@ -12,7 +12,7 @@ from echo2.base.ids import RunId
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
-from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +52,11 @@ def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:
         target_utilisation=section.target_utilisation,
         usd_per_hour_cap=section.usd_per_hour_cap,
         usd_budget=section.usd_budget,
+        planner_mode=PlannerMode(section.planner_mode),
+        offers_file=Path(section.offers) if section.offers else None,
+        over_provision=section.over_provision,
+        database_url=section.database_url,
+        dashboard_host=section.dashboard_host,
     )
 
 

@@ -162,6 +162,16 @@ class CoordinatorSection(Section):
     target_utilisation: Annotated[Fraction, Field(description="Share of time that the learner should train.")] = 0.98
     usd_per_hour_cap: Annotated[float, Field(ge=0, description="The pool never costs more; 0: no cap.")] = 0.0
     usd_budget: Annotated[float, Field(ge=0, description="Spending at which all workers are drained; 0: none.")] = 0.0
+    planner_mode: Annotated[
+        Literal["advise", "approve", "auto"],
+        Field(description="The planner's wishes are shown, wait for a button, or are acted on within the budget."),
+    ] = "auto"
+    offers: Annotated[str, Field(description="TOML file of the machines that may be rented; empty: by hand only.")] = ""
+    over_provision: Annotated[
+        float, Field(ge=1, le=4, description="Groups in flight against what the plan asks; above 1 stragglers move.")
+    ] = 1.0
+    database_url: Annotated[str, Field(description="postgresql+psycopg://…; empty: SQLite in the run's folder.")] = ""
+    dashboard_host: Annotated[str, Field(description="Address of the operator's page; empty: the coordinator's.")] = ""
 
     @model_validator(mode="after")
     def _order(self) -> Self:

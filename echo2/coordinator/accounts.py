@@ -1,15 +1,19 @@
 """The money meter: what each worker has cost.
 
-A machine costs its price while it is active or draining, and not gone. Guarantees: no interval is charged twice and
+A worker costs its declared price while it is active or draining, and not gone; one on a machine that a provider rented
+is part of that machine, which costs its offer's price from the rent to its end, idle or not.
+Guarantees: no interval is charged twice and
 none backwards; after a restart of the coordinator the gap is charged when the worker comes back within its grace, and
 not when it turns out to be gone. Leaves to others: keeping it on disk, prices (the worker declares its own).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
+from echo2.base.ids import PeerId
 from echo2.coordinator.membership import Activation, Liveness, Member
+from echo2.coordinator.provisioning import Machine
 
 
 def is_charged(member: Member) -> bool:
@@ -36,3 +40,14 @@ def usd_per_hour(members: Iterable[Member]) -> float:
 
 def usd_spent(members: Iterable[Member]) -> float:
     return sum(member.usd_spent for member in members)
+
+
+def fleet_usd_per_hour(members: Iterable[Member], machines: Iterable[Machine], rented: Set[PeerId]) -> float:
+    """What all cost now. `rented`: workers on machines that a provider rented."""
+    own = usd_per_hour(member for member in members if member.peer_id not in rented)
+    return own + sum(machine.usd_per_hour for machine in machines if machine.is_open)
+
+
+def fleet_usd_spent(members: Iterable[Member], machines: Iterable[Machine], rented: Set[PeerId], now: float) -> float:
+    own = usd_spent(member for member in members if member.peer_id not in rented)
+    return own + sum(machine.usd_spent(now) for machine in machines)

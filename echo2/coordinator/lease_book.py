@@ -88,6 +88,7 @@ class LeaseCounts:
     handed_back: int = 0
     refused: int = 0
     revoked: int = 0
+    moved: int = 0
 
 
 _QueueKey = tuple[int, bool, float, GroupId]
@@ -153,8 +154,8 @@ class LeaseBook:
                 yield from self._ended(event, now)
             case WorkerLost(worker_id, reason):
                 yield from self._lost(worker_id, reason, now)
-            case Recall(lease_id, reason):
-                yield from self._recall(lease_id, reason, now)
+            case Recall():
+                yield from self._recall(event, now)
                 return
             case Tick():
                 yield from self._expire(now)
@@ -241,6 +242,8 @@ class LeaseBook:
             return
         if (event.finished_rollouts, event.tokens) <= (lease.finished_rollouts, lease.tokens):
             return
+        if lease.attempt > 1 and lease.tokens == 0:
+            lease.tokens_before, lease.measured_from = event.tokens, now
         lease.finished_rollouts, lease.tokens = event.finished_rollouts, event.tokens
         lease.progress_at = now
         if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
@@ -280,14 +283,18 @@ class LeaseBook:
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, self.rules.lease_timeout_s)
 
-    def _recall(self, lease_id: LeaseId, reason: str, now: float) -> Iterator[Action]:
-        lease = self.leases.get(lease_id)
+    def _recall(self, recall: Recall, now: float) -> Iterator[Action]:
+        lease = self.leases.get(recall.lease_id)
         if lease is None or lease.is_recalled:
             return
         lease.is_recalled = True
         lease.deadline = min(lease.deadline, now + self.rules.recall_s)
-        yield SaveLease(lease_id)
-        yield Revoke(lease.worker_id, lease_id, reason)
+        if recall.to is not None:
+            group = self.groups[lease.group_id]
+            group.preferred, group.moves = recall.to, group.moves + 1
+            self.counts.moved += 1
+        yield SaveLease(recall.lease_id)
+        yield Revoke(lease.worker_id, recall.lease_id, recall.reason)
 
     def _expire(self, now: float) -> Iterator[Action]:
         for lease in [lease for lease in self.leases.values() if now >= lease.deadline]:
@@ -305,7 +312,7 @@ class LeaseBook:
 
     def _match(self, now: float) -> Iterator[Action]:
         """Hands queued groups to workers that want some, the most urgent group first."""
-        seekers = {w: s for w, s in self.seekers.items() if w in self._is_allowed and self._has_room(w)}
+        seekers = self.open_seekers()
         if not seekers:
             return
         newest = max(seeker.version for seeker in seekers.values())
@@ -334,7 +341,7 @@ class LeaseBook:
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > now}
         step, bound = group.spec.consume_step, self.rules.staleness_bound
         fit = (w for w, s in seekers.items() if w not in group.avoid and may_begin(s.version, step, bound))
-        return min(fit, key=lambda w: (self._backlog_s(w), seekers[w].since, w), default=None)
+        return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
 
     def _backlog_s(self, worker_id: PeerId) -> float:
         return len(self._of_worker.get(worker_id, ())) / (self._rates.get(worker_id, 0.0) or 1.0)
@@ -359,6 +366,7 @@ class LeaseBook:
         self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
         self._of_worker.setdefault(worker_id, set()).add(lease_id)
         group.phase, group.lease_id, group.attempts, group.since = Phase.LEASED, lease_id, attempt, now
+        group.preferred = None
         self.counts.granted += 1
         self.counts.continued += is_continuation
         yield SaveGroup(group.spec.group_id)
@@ -403,6 +411,16 @@ class LeaseBook:
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
+
+    def open_seekers(self) -> dict[PeerId, Seeker]:
+        """Workers that may be given more now."""
+        return {w: s for w, s in self.seekers.items() if w in self._is_allowed and self._has_room(w)}
+
+    def has_work_for(self, workers: Iterable[PeerId]) -> bool:
+        """Whether a queued group waits that one of these might be given."""
+        newest = max((self.seekers[worker].version for worker in workers), default=Version(0))
+        first = self.groups[self._queue[0][3]].spec.consume_step if self._queue else None
+        return first is not None and may_begin(newest, first, self.rules.staleness_bound)
 
     def waits(self, now: float) -> list[tuple[str, float]]:
         """What waits, why, and since when: for the stall panel."""

@@ -36,7 +36,8 @@ class HeldLease:
 
 @dataclass(slots=True)
 class Lease:
-    """One attempt at a group. `deadline` moves on while there is progress."""
+    """One attempt at a group. `deadline` moves on while there is progress. `tokens_before`: what others had
+    sampled, as a continuation's first report told at `measured_from`; neither is kept."""
 
     lease_id: LeaseId
     group_id: GroupId
@@ -48,11 +49,14 @@ class Lease:
     finished_rollouts: int = 0
     tokens: int = 0
     is_recalled: bool = False
+    tokens_before: int = 0
+    measured_from: float = 0.0
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when."""
+    """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when. `preferred`: for
+    whom it was recalled, `moves`: how often; neither outlives the process."""
 
     spec: GroupSpec
     phase: Phase
@@ -63,6 +67,8 @@ class OpenGroup:
     not_before: float = 0.0
     expected_tokens: float = 0.0
     avoid: dict[PeerId, float] = field(default_factory=dict)
+    preferred: PeerId | None = None
+    moves: int = 0
 
     @property
     def is_continuation(self) -> bool:
@@ -147,10 +153,11 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Ask a worker to hand a lease back, with all its tokens, so that another may go on."""
+    """Ask a worker to hand a lease back, with all its tokens, so that another (`to`, where one is meant) may go on."""
 
     lease_id: LeaseId
     reason: str
+    to: PeerId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,9 @@ class CoordinatorOptions:
 
     `folder`: the run's folder; state lies in it, and join links are written there. Ports 0: any free one.
     `database_url` empty: SQLite in the folder. `dashboard_host` empty: `host`. `steps_between_plans_s`: the planner
-    runs again at least so often. Times without a unit in the name are seconds, as everywhere.
+    runs again at least so often. `offers_file`: machines that may be rented; None: `manual` and `local` by hand alone.
+    `over_provision` above 1: so many times the groups that the plan asks for are let in, and a step's stragglers are
+    stopped once it has begun, to go on elsewhere (long_tail). Times without a unit in the name are seconds, as everywhere.
     """
 
     run_id: RunId
@@ -63,6 +65,8 @@ class CoordinatorOptions:
     usd_per_hour_cap: float = 0.0
     usd_budget: float = 0.0
     planner_mode: PlannerMode = PlannerMode.AUTO
+    offers_file: Path | None = None
+    over_provision: float = 1.0
     plan_interval_s: float = 5.0
     limits: CoordinatorLimits = field(default_factory=CoordinatorLimits)
 
@@ -79,6 +83,8 @@ class CoordinatorOptions:
         for name in ("lease_timeout_s", "report_interval_s", "plan_interval_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}: expected above 0 and at most a day, got {getattr(self, name)}")
+        if not 1 <= self.over_provision <= 4:
+            raise ConfigError(f"over_provision: expected 1 (off) to 4, got {self.over_provision}")
         for name in ("enrol_port", "port", "dashboard_port"):
             if not 0 <= getattr(self, name) <= 65_535:
                 raise ConfigError(f"{name}: expected 0 (any) to 65535, got {getattr(self, name)}")

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from echo2.coordinator.lease_events import Lease, OpenGroup
 from echo2.coordinator.membership import Member
+from echo2.coordinator.provisioning import Machine
 from echo2.coordinator.tokens import Token
 
 
@@ -40,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PaidAction:
-    """Something that costs or saves money was done or asked for, and why."""
+    """Something that costs or saves money was done or asked for, and why: the price at stake, and what it has cost."""
 
     unix_s: float
     action: str
@@ -63,12 +64,13 @@ class Changes:
     events: list[LoggedEvent] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     paid: list[PaidAction] = field(default_factory=list)
+    machines: list[Machine] = field(default_factory=list)
     meta: dict[str, str] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         return not (
             self.groups or self.groups_dropped or self.leases or self.leases_dropped or self.members or self.tokens
-            or self.events or self.samples or self.paid or self.meta
+            or self.events or self.samples or self.paid or self.machines or self.meta
         )  # fmt: skip
 
 
@@ -83,6 +85,7 @@ class SavedState:
     events: tuple[LoggedEvent, ...] = ()
     samples: tuple[Sample, ...] = ()
     paid: tuple[PaidAction, ...] = ()
+    machines: tuple[Machine, ...] = ()
     meta: dict[str, str] = field(default_factory=dict)
 
 

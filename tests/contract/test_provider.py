@@ -1,74 +1,245 @@
-"""One contract for every provider that runs here."""
+"""One contract for every provider, and what is special to each.
+
+Kubernetes: the official client against a small API server over real HTTP. SkyPilot: its library where it is installed
+builds the tasks; the cloud behind it is a double.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
-from echo2.base.errors import LimitExceeded
-from echo2.coordinator.provisioning import Provider
-from echo2.coordinator.runtime.providers import LocalProvider, ManualProvider
-from tests.unit.coordinator.test_daemon import options, play, running
+from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, Unreachable
+from echo2.base.ids import RunId
+from echo2.coordinator.provisioning import MachineState, Offer, Provider, machine_prefix
+from echo2.coordinator.runtime.providers import kubernetes as kubernetes_provider
+from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
+from echo2.coordinator.runtime.providers.local import LocalProvider
+from echo2.coordinator.runtime.providers.manual import ManualProvider
+from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
+from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
+from tests.contract.kubernetes_server import Cluster
+from tests.contract.sky_double import ClusterStatus, Sky
 
 LINK = "echo2://h:1/peer?token=it's"
+RUN = RunId("a-run")
+FIRST, SECOND = (f"{machine_prefix(RUN, 'one')}{n}" for n in ("a", "b"))
 
 
-def _sleeper(link_path: Path, folder: Path) -> list[str]:
+def _sleeper(link_path: Path, folder: Path, machine_id: str) -> list[str]:
     assert link_path.read_text() == LINK
     assert link_path.stat().st_mode & 0o077 == 0
     return [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-@pytest.fixture(params=["manual", "local"])
-def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Provider:
-    return ManualProvider() if request.param == "manual" else LocalProvider(tmp_path, _sleeper, machines_max=2)
+def local(folder: Path) -> LocalProvider:
+    return LocalProvider(Offer("one", "local", machines_max=2), folder, _sleeper)
 
 
-def test_what_is_rented_is_listed_until_it_is_given_back(provider: Provider) -> None:
+def cluster_offer(cluster: Cluster, **more: Any) -> Offer:
+    return Offer(
+        "one", "kubernetes", settings={"deployment": "fleet", "namespace": "rl", "server": cluster.url}, **more
+    )
+
+
+def sky_offer(**settings: str) -> Offer:
+    return Offer("one", "skypilot", "A100", 1.2, is_spot=True, settings={"accelerators": "A100:1", **settings})
+
+
+@pytest.fixture(params=["manual", "local", "kubernetes", "skypilot"])
+def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provider]:
+    match request.param:
+        case "manual":
+            yield ManualProvider(Offer("one", "manual"))
+        case "local":
+            yield local(tmp_path)
+        case "kubernetes":
+            pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed")
+            with Cluster("fleet") as cluster:
+                yield KubernetesProvider(cluster_offer(cluster))
+        case _:
+            yield SkyPilotProvider(sky_offer(), RUN, Sky())
+
+
+def play(scene: Any) -> None:
+    asyncio.run(asyncio.wait_for(scene, 60))
+
+
+def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_given_back(provider: Provider) -> None:
     async def scene() -> None:
-        first, second = await provider.rent("a", LINK), await provider.rent("b", LINK)
-        assert [machine.machine_id for machine in provider.machines()] == [first.machine_id, second.machine_id]
-        await provider.release(first.machine_id)
-        await provider.release(first.machine_id)
-        assert [machine.label for machine in provider.machines()] == ["b"]
-        await provider.release(second.machine_id)
-        assert provider.machines() == []
+        command = await provider.rent(FIRST, LINK)
+        assert await provider.rent(FIRST, LINK) == command
+        await provider.rent(SECOND, LINK)
+        if provider.name == "manual":
+            assert command == """echo-worker join 'echo2://h:1/peer?token=it'"'"'s'"""
+            assert await provider.observe() == {}
+        else:
+            assert set(await provider.observe()) == {FIRST, SECOND}
+            assert {one.state for one in (await provider.observe()).values()} == {MachineState.RUNNING}
+        await provider.release(FIRST)
+        await provider.release(FIRST)
+        assert set(await provider.observe()) <= {SECOND}
+        await provider.release(SECOND)
+        assert await provider.observe() == {}
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    play(scene())
 
 
-def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_listed(tmp_path: Path) -> None:
+def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen(tmp_path: Path) -> None:
     async def scene() -> None:
-        local = LocalProvider(tmp_path, lambda link, folder: [sys.executable, "-c", "pass"], machines_max=1)
-        machine = await local.rent("a", LINK)
-        process = local._processes[machine.machine_id][1]
-        await process.wait()
-        assert local.machines() == []
-        busy = LocalProvider(tmp_path, _sleeper, machines_max=1)
-        held = await busy.rent("a", LINK)
-        with pytest.raises(LimitExceeded, match="1 workers at most"):
-            await busy.rent("b", LINK)
-        await busy.release(held.machine_id)
+        short = LocalProvider(Offer("one", "local"), tmp_path, lambda *_: [sys.executable, "-c", "pass"])
+        await short.rent(FIRST, LINK)
+        while await short.observe():
+            await asyncio.sleep(0.02)
+        busy = local(tmp_path / "busy")
+        await busy.rent(FIRST, LINK)
+        await busy.rent(SECOND, LINK)
+        with pytest.raises(LimitExceeded, match="2 workers at most"):
+            await busy.rent("third", LINK)
+        for machine_id in (FIRST, SECOND):
+            await busy.release(machine_id)
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    play(scene())
 
 
-def test_renting_through_the_api_is_journalled_and_its_token_lets_one_peer_in(tmp_path: Path) -> None:
+def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
-            headers = {"x-echo2-csrf": (await web.get("/api/session")).json()["csrf"]}
-            body = {"provider": "manual", "label": "for Ann"}
-            machine = (await web.post("/api/machines", json=body, headers=headers)).json()
-            assert machine["command"].startswith("echo-worker join 'echo2://")
-            assert daemon.hub is not None
-            token = next(t for t in daemon.hub.tokens.tokens.values() if t.label == "for Ann")
-            assert token.use_limit == 1
-            assert [paid.action for paid in daemon.hub.keeper.paid] == ["rent from manual"]
-            bad = await web.post("/api/machines", json={"provider": "moon"}, headers=headers)
-            assert (bad.status_code, "manual, local" in bad.json()["error"]) == (400, True)
+        await local(tmp_path).rent(FIRST, LINK)
+        after = local(tmp_path)
+        assert set(await after.observe()) == {FIRST}
+        pid_file = tmp_path / "one" / FIRST / "process"
+        pid, _, started = pid_file.read_text().partition(" ")
+        pid_file.write_text(f"{pid} {int(started) + 1}")
+        assert await after.observe() == {}, "a stranger with the same pid is not ours"
+        pid_file.write_text(f"{pid} {started}")
+        await after.release(FIRST)
+        assert await after.observe() == {}
 
-    play(scene)
+    play(scene())
+
+
+def test_kubernetes_scales_one_deployment_and_takes_away_the_pod_that_was_meant(tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed")
+
+    async def scene(cluster: Cluster) -> None:
+        provider = KubernetesProvider(cluster_offer(cluster, machines_max=3))
+        cluster.conflicts_to_come = 2
+        for machine_id in ("m-1", "m-2", "m-3"):
+            await provider.rent(machine_id, LINK)
+        assert cluster.deployment["spec"]["replicas"] == 3
+        assert cluster.secrets["fleet-join"]["stringData"] == {"join.link": LINK}
+        with pytest.raises(LimitExceeded, match="3 machines at most"):
+            await provider.rent("m-4", LINK)
+        await provider.observe()
+        labelled = {pod["metadata"]["labels"]["echo2/machine"]: name for name, pod in cluster.pods.items()}
+        await provider.release("m-2")
+        assert set(cluster.pods) == {labelled["m-1"], labelled["m-3"]}
+        evicted = cluster.evict("m-1", "node goes down")
+        seen = await provider.observe()
+        assert (seen["m-1"].state, seen["m-1"].notice) == (MachineState.ENDING, "node goes down")
+        assert seen["m-3"].state is MachineState.RUNNING
+        cluster.end(evicted)
+        assert {one.state for one in (await provider.observe()).values()} == {MachineState.RUNNING}
+        assert set(await KubernetesProvider(cluster_offer(cluster)).observe()) == {"m-1", "m-3"}
+        cluster.is_broken = True
+        with pytest.raises(Unreachable, match="rl/fleet: 503"):
+            await provider.observe()
+
+    with Cluster("fleet") as cluster:
+        play(scene(cluster))
+    gone = KubernetesProvider(cluster_offer(cluster))
+    with pytest.raises(Unreachable, match="rl/fleet"):
+        play(gone.observe())
+    with Cluster("other") as other:
+        with pytest.raises(ConfigError, match="expected this Deployment"):
+            play(KubernetesProvider(cluster_offer(other)).observe())
+
+
+def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says() -> None:
+    async def scene() -> None:
+        sky = Sky()
+        provider = SkyPilotProvider(sky_offer(infra="aws/us-east-1"), RUN, sky)
+        await provider.rent(FIRST, LINK)
+        task = sky.launched[0]
+        assert LINK not in task.run and task.secrets == {"ECHO2_JOIN_LINK": LINK}
+        assert task.resources.wanted == {
+            "use_spot": True, "accelerators": "A100:1", "infra": "aws/us-east-1", "max_hourly_cost": 1.26,
+        }  # fmt: skip
+        sky.clusters["of-somebody-else"] = ClusterStatus.UP
+        sky.clusters[FIRST] = ClusterStatus.STOPPED
+        assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
+        sky.is_full = True
+        with pytest.raises(ResourceError, match="no A100 in any zone"):
+            await provider.rent(SECOND, LINK)
+        sky.is_away = True
+        with pytest.raises(Unreachable, match="does not answer"):
+            await provider.observe()
+
+    play(scene())
+
+
+def test_skypilot_takes_the_task_that_we_build() -> None:
+    sky = pytest.importorskip("sky", reason="SkyPilot is not installed")
+    settings = {"infra": "kubernetes", "cpus": "4+", "memory": "16", "disk_size": "100"}
+    offer = Offer("one", "skypilot", "", 1.2, is_spot=True, settings=settings)
+    task = SkyPilotProvider(offer, RUN).task(FIRST, LINK)
+    (resources,) = task.resources
+    assert (resources.use_spot, resources.cpus, resources.disk_size) == (True, "4+", 100)
+    assert "ECHO2_JOIN_LINK" in task.secrets and LINK not in task.run
+    for name in ("ClusterDoesNotExist", "ResourcesUnavailableError", "ApiServerConnectionError"):
+        assert issubclass(getattr(sky.exceptions, name), Exception)
+    assert sky.StatusRefreshMode.AUTO
+    with pytest.raises(ConfigError, match="SkyPilot takes no such task"):
+        SkyPilotProvider(Offer("one", "skypilot", settings={"infra": "the/moon/x/y/z"}), RUN)
+
+
+def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sky", "kubernetes"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"pip install 'echo2\[skypilot\]'"):
+        SkyPilotProvider(sky_offer(), RUN)
+    with pytest.raises(ConfigError, match=r"pip install 'echo2\[kubernetes\]'"):
+        kubernetes_provider.KubernetesProvider(Offer("one", "kubernetes", settings={"deployment": "fleet"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "1 to 64 tables"),
+        ("x = 1", "1 to 64 tables"),
+        ("offer = [", "expected TOML"),
+        ("[[offer]]\nname = 'a'", "expected a field 'provider'"),
+        ("[[offer]]\nname = 'a'\nprovider = 'moon'", "expected one of manual, local, skypilot, kubernetes, got 'moon'"),
+        ("[[offer]]\nname = 'A b'\nprovider = 'local'", "expected a name"),
+        ("[[offer]]\nname = 'a'\nprovider = 'local'\nusd_per_hour = true", "usd_per_hour: expected"),
+        ("[[offer]]\nname = 'a'\nprovider = 'local'\nprice = 1", "got 'price'"),
+        ("[[offer]]\nname = 'a'\nprovider = 'local'\n[[offer]]\nname = 'a'\nprovider = 'local'", "'a' twice"),
+        ("[[offer]]\nname = 'a'\nprovider = 'manual'\nis_automatic = true", "a person has to"),
+    ],
+)
+def test_offers_that_make_no_sense_are_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "offers.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=problem.replace("[", r"\[")):
+        load_offers(path)
+
+
+def test_offers_are_read_and_wrong_settings_named(tmp_path: Path) -> None:
+    assert [offer.is_automatic for offer in load_offers(None)] == [False, False]
+    path = tmp_path / "offers.toml"
+    path.write_text(
+        "[[offer]]\nname = 'here'\nprovider = 'local'\nusd_per_hour = 1\nmachines_max = 3\n[offer.settings]\ncolour = 'red'"
+    )
+    (offer,) = load_offers(path)
+    assert (offer.usd_per_hour, offer.machines_max, offer.is_automatic) == (1, 3, True)
+    with pytest.raises(ConfigError, match="got 'colour'"):
+        make_provider(offer, RUN, tmp_path)
+    with pytest.raises(ConfigError, match="'deployment', it is missing"):
+        make_provider(Offer("k", "kubernetes"), RUN, tmp_path)
+    with pytest.raises(ConfigError, match="expected a file at"):
+        load_offers(tmp_path / "none.toml")

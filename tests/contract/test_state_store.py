@@ -18,6 +18,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
+from echo2.coordinator.provisioning import Machine, MachineState
 from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
@@ -66,9 +67,10 @@ MEMBER = Member(
     last_liveness=Liveness.SUSPECT,
 )  # fmt: skip
 TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, False, {PeerId("w")})
+MACHINE = Machine("m", "gpu", "cloud", "mine", MachineState.RUNNING, 2.0, 5.0, None, "t", "", "")
 ALL = Changes(
     [GROUP], [], [LEASE], [], [MEMBER], [TOKEN], [LoggedEvent(1.0, "k", "text")],
-    [Sample(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)], [PaidAction(1.0, "active", "w", "why", 0.5, 0.0)], {"port": "7"},
+    [Sample(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)], [PaidAction(1.0, "active", "w", "why", 0.5, 0.0)], [MACHINE], {"port": "7"},
 )  # fmt: skip
 
 
@@ -82,6 +84,7 @@ def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
     assert saved.members == (MEMBER,)
     assert saved.tokens == (TOKEN,)
     assert (list(saved.events), list(saved.samples), list(saved.paid)) == (ALL.events, ALL.samples, ALL.paid)
+    assert saved.machines == (MACHINE,)
     assert saved.meta["port"] == "7"
 
 
@@ -115,20 +118,57 @@ def test_old_events_are_forgotten(url: str) -> None:
     store.close()
 
 
-def test_state_of_another_run_and_of_a_newer_schema_are_refused_and_an_older_one_is_brought_forward(url: str) -> None:
+SCHEMA_1 = """
+CREATE TABLE meta (key TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE groups (group_id TEXT NOT NULL PRIMARY KEY, spec BLOB NOT NULL, phase TEXT NOT NULL, since DOUBLE PRECISION
+ NOT NULL, attempts BIGINT NOT NULL, refusals BIGINT NOT NULL, lease_id TEXT, not_before DOUBLE PRECISION NOT NULL,
+ expected_tokens DOUBLE PRECISION NOT NULL);
+CREATE TABLE leases (lease_id TEXT NOT NULL PRIMARY KEY, group_id TEXT NOT NULL, worker_id TEXT NOT NULL, attempt BIGINT
+ NOT NULL, granted_at DOUBLE PRECISION NOT NULL, deadline DOUBLE PRECISION NOT NULL, progress_at DOUBLE PRECISION NOT
+ NULL, finished_rollouts BIGINT NOT NULL, tokens BIGINT NOT NULL, is_recalled BOOLEAN NOT NULL);
+CREATE TABLE members (peer_id TEXT NOT NULL PRIMARY KEY, hello BLOB NOT NULL, heartbeat BLOB NOT NULL, joined_at DOUBLE
+ PRECISION NOT NULL, heard_at DOUBLE PRECISION NOT NULL, setting TEXT NOT NULL, setting_reason TEXT NOT NULL, is_wanted
+ BOOLEAN NOT NULL, activation_since DOUBLE PRECISION NOT NULL, usd_spent DOUBLE PRECISION NOT NULL, metered_until DOUBLE
+ PRECISION NOT NULL, liveness TEXT NOT NULL);
+CREATE TABLE tokens (token_id TEXT NOT NULL PRIMARY KEY, hash TEXT NOT NULL, role TEXT NOT NULL, label TEXT NOT NULL,
+ created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION NOT NULL, use_limit BIGINT NOT NULL, is_revoked BOOLEAN
+ NOT NULL, peers TEXT NOT NULL);
+CREATE TABLE events (id {serial}, unix_s DOUBLE PRECISION NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL);
+CREATE TABLE samples (id {serial}, fields TEXT NOT NULL);
+INSERT INTO meta VALUES ('schema_version', '1'), ('run_id', 'a-run'), ('port', '7');
+INSERT INTO leases VALUES ('l', 'g', 'w', 2, 5.0, 35.0, 6.0, 1, 40, {false});
+INSERT INTO tokens VALUES ('t', '{hash}', 'worker', 'mine', 0.0, 99.0, 2, {false}, '["w"]');
+INSERT INTO events (unix_s, kind, text) VALUES (1.0, 'k', 'text');
+"""
+
+
+def test_a_database_of_the_first_schema_is_brought_forward_with_all_that_is_in_it(url: str) -> None:
+    engine = sa.create_engine(url)
+    is_postgres = engine.dialect.name == "postgresql"
+    serial = "BIGSERIAL PRIMARY KEY" if is_postgres else "INTEGER NOT NULL PRIMARY KEY"
+    script = SCHEMA_1.replace("{serial}", serial).replace("{hash}", TOKEN.hash)
+    script = script.replace("{false}", "FALSE" if is_postgres else "0")
+    with engine.begin() as connection:
+        for statement in script.replace("BLOB", "BYTEA" if is_postgres else "BLOB").split(";"):
+            if statement.strip():
+                connection.execute(sa.text(statement))
+    engine.dispose()
+    with closing(SqlStore(url, RUN)) as store:
+        saved = store.load()
+        assert saved.meta == {"schema_version": str(SCHEMA_VERSION), "run_id": "a-run", "port": "7"}
+        assert (saved.leases, saved.tokens, saved.events) == ((LEASE,), (TOKEN,), (LoggedEvent(1.0, "k", "text"),))
+        store.write(ALL)
+    with closing(SqlStore(url, RUN)) as store:  # brought forward once, and again a state like any other
+        saved = store.load()
+        assert (list(saved.paid), saved.machines, saved.groups) == (ALL.paid, (MACHINE,), (GROUP,))
+
+
+def test_state_of_another_run_and_of_a_newer_schema_are_refused(url: str) -> None:
     with closing(SqlStore(url, RUN)) as store:
         store.write(ALL)
     with pytest.raises(StateError, match="'a-run'"):
         SqlStore(url, RunId("b-run"))
     engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(sa.text("DROP TABLE paid_actions"))
-        connection.execute(sa.text("UPDATE meta SET value = '1' WHERE key = 'schema_version'"))
-    store = SqlStore(url, RUN)
-    store.write(Changes(paid=ALL.paid))
-    saved = store.load()
-    assert (saved.meta["schema_version"], list(saved.paid), saved.leases) == (str(SCHEMA_VERSION), ALL.paid, (LEASE,))
-    store.close()
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE meta SET value = '99' WHERE key = 'schema_version'"))
     with pytest.raises(StateError, match="got 99"):

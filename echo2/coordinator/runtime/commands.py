@@ -6,18 +6,17 @@ Guarantees: what a command has done is kept before it returns. Leaves to others:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import JoinLink
-from echo2.coordinator import accounts
+from echo2.broadcast.identity import JoinLink, Role
 from echo2.coordinator.membership import Member, Setting
-from echo2.coordinator.provisioning import Machine, Provider
+from echo2.coordinator.provisioning import Offer, Provider
 from echo2.coordinator.runtime.hub import Hub
-from echo2.coordinator.saved import PaidAction
-from echo2.coordinator.tokens import Token
+from echo2.coordinator.runtime.provisioner import Provisioner
+from echo2.coordinator.tokens import LABEL_CHARS_MAX, Token
 from echo2.wire.coordinator import (
     heartbeat_to_message,
     learner_hello_to_message,
@@ -28,7 +27,8 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 EVENTS_SHOWN = 200
 REASON_CHARS_MAX = 300
-RENT_TOKEN_S = 86_400.0
+MACHINE_TOKEN_S = 30 * 86_400.0
+"""A machine's token lives as long as it may take to be preempted and come back; it is revoked when the machine ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,14 @@ class Wait:
 class Commands:
     """`enrol_host`, `enrol_port`: what join links name."""
 
-    def __init__(self, hub: Hub, enrol_host: str, enrol_port: int, providers: Sequence[Provider] = ()) -> None:
+    def __init__(
+        self, hub: Hub, enrol_host: str, enrol_port: int, offers: Sequence[Offer], providers: Mapping[str, Provider]
+    ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
-        self._providers = {provider.name: provider for provider in providers}
+        self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
+
+    def _machine_link(self, label: str, uses: int) -> tuple[Token, str]:
+        return self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, uses)
 
     def join_link(self, secret: str) -> str:
         return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))
@@ -73,35 +78,6 @@ class Commands:
         if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
             raise MalformedMessage(f"reason: expected up to {REASON_CHARS_MAX} printable characters")
         self.hub.set_worker(PeerId(peer_id), wanted, reason)
-
-    async def rent(self, provider: str, label: str) -> Machine:
-        """One machine more; its token lets one peer in, for a day."""
-        chosen = self._provider(provider)
-        _, link = self.create_token("worker", label or f"rented from {provider}", RENT_TOKEN_S, 1)
-        machine = await chosen.rent(label, link)
-        self._journal(f"rent from {provider}", machine.machine_id, label or "the operator's word")
-        return machine
-
-    async def release(self, provider: str, machine_id: str) -> None:
-        """Gives a machine back."""
-        await self._provider(provider).release(machine_id)
-        self._journal(f"release to {provider}", machine_id, "the operator's word")
-
-    def machines(self) -> list[Machine]:
-        return [machine for provider in self._providers.values() for machine in provider.machines()]
-
-    def _provider(self, name: str) -> Provider:
-        chosen = self._providers.get(name)
-        if chosen is None:
-            raise MalformedMessage(f"provider: expected one of {', '.join(self._providers)}, got {name[:40]!r}")
-        return chosen
-
-    def _journal(self, action: str, whom: str, reason: str) -> None:
-        hub = self.hub
-        spent = accounts.usd_spent(hub.membership.members.values())
-        hub.keeper.paid_action(PaidAction(hub.clock.now(), action, whom, reason, 0.0, spent))
-        hub.note("machine", f"{action}: {whom} ({reason})")
-        hub.flush_now()
 
     # ---- looking
 
@@ -136,13 +112,12 @@ class Commands:
         """Everything, for the command line."""
         hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
         members = hub.membership.members.values()
-        accounts.meter(members, now)
         events = list(hub.keeper.events)[-EVENTS_SHOWN:]
         status = pb.RunStatus(
             run_id=hub.options.run_id, unix_s=now, learner_is_connected=board.is_connected, plan=hub.plan_update,
             plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
-            queued_groups=hub.book.queued, usd_spent=accounts.usd_spent(members),
-            usd_per_hour=accounts.usd_per_hour(members), artifact_bytes_published=board.totals.artifact_bytes,
+            queued_groups=hub.book.queued, usd_spent=hub.money.usd_spent(),
+            usd_per_hour=hub.money.usd_per_hour(), artifact_bytes_published=board.totals.artifact_bytes,
             full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
             learner=learner_report_to_message(board.report),
             events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],

@@ -23,11 +23,12 @@ from echo2.broadcast.runtime import tls
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.enrolment import EnrolmentService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.planning import Planning
-from echo2.coordinator.runtime.providers import LocalProvider, ManualProvider
+from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import Dashboard, listening
@@ -79,6 +80,8 @@ class CoordinatorDaemon:
 
     async def _serve(self, files: ExitStack, servers: AsyncExitStack) -> None:
         options, keys = self.options, self.options.folder / "coordinator"
+        offers = load_offers(options.offers_file)
+        providers = {offer.name: make_provider(offer, options.run_id, options.folder) for offer in offers}
         identity = tls.load_or_create_identity(keys)
         authority = tls.load_or_create_authority(keys, identity, options.run_id)
         store = SqlStore(options.database_url or f"sqlite:///{keys / 'state.sqlite'}", options.run_id)
@@ -101,8 +104,7 @@ class CoordinatorDaemon:
         bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": listener.getsockname()[1]}
         store.write(Changes(meta={name: str(number) for name, number in bound.items()}))
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
-        providers = (ManualProvider(), LocalProvider(options.folder / "local-workers"))
-        commands = Commands(hub, options.link_host, enrol_port, providers)
+        commands = Commands(hub, options.link_host, enrol_port, offers, providers)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
         service = EnrolmentService(hub, authority, self.services_address)
@@ -113,14 +115,15 @@ class CoordinatorDaemon:
         self._write_links(commands)
         dashboard = Dashboard(commands, listener, web_host, options.folder, own)
         self.dashboard_url = dashboard.url
-        await self._run_until_stopped(hub, dashboard)
+        await self._run_until_stopped(hub, commands, dashboard)
 
-    async def _run_until_stopped(self, hub: Hub, dashboard: Dashboard) -> None:
+    async def _run_until_stopped(self, hub: Hub, commands: Commands, dashboard: Dashboard) -> None:
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
         _log.info("dashboard at %s", self.dashboard_url)
         serving = asyncio.create_task(dashboard.run())
-        tasks = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run()), serving]
+        tasks = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run()),
+                 asyncio.create_task(commands.provisioner.run()), serving]  # fmt: skip
         stopped = asyncio.create_task(_wait(self._stop))
         try:
             await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -167,6 +170,7 @@ async def _tick(hub: Hub) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         hub.tick()
+        consolidate(hub)
 
 
 def _port(wanted: int, kept: str | None) -> int:

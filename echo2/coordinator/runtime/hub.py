@@ -18,16 +18,25 @@ from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, NotAllowed, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.identity import Identity
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.board import LearnerBoard, Totals
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
-from echo2.coordinator.membership import Activation, Change, Liveness, LivenessRule, Membership, Setting
+from echo2.coordinator.membership import (
+    Activation,
+    Change,
+    Liveness,
+    LivenessRule,
+    Member,
+    Membership,
+    Setting,
+)
 from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.runtime.keeper import Keeper
-from echo2.coordinator.runtime.session import Session
+from echo2.coordinator.runtime.money import Money
+from echo2.coordinator.runtime.session import Session, check_hello
 from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
@@ -43,6 +52,8 @@ WorkerSession = Session[pb.WorkerOrder]
 LearnerSession = Session[pb.LearnerOrder]
 MEMBERS_KEPT_EVERY_S = 5.0
 LINK_CHANGE = 0.2
+PREEMPTION_WORD = "preemption"
+"""A worker that leaves for this reason was told by its cloud."""
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -63,6 +74,7 @@ class Hub:
         )
         self.book = LeaseBook(LeaseRules(options.staleness_bound, options.lease_timeout_s))
         self.tokens = TokenBook(options.limits.tokens_max)
+        self.money = Money(self.membership, self.tokens, clock)
         self.board = LearnerBoard()
         self.keeper = Keeper(store, self.book, self.membership, self.tokens, options.limits.events_kept)
         self.workers: dict[PeerId, WorkerSession] = {}
@@ -71,7 +83,7 @@ class Hub:
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
         self.broadcast_plan: BroadcastPlan | None = None
-        self._broadcast_message = pb.WorkerOrder()
+        self._plan_parts: PlanParts | None = None
         self.model_digest = ""
         self.started_at = clock.now()
         self.plan_needed = asyncio.Event()
@@ -84,6 +96,7 @@ class Hub:
     def _restore(self, store: StateStore) -> None:
         saved, now = store.load(), self.clock.now()
         self.tokens.restore(list(saved.tokens))
+        self.money.machines.update({machine.machine_id: machine for machine in saved.machines})
         self.membership.restore(list(saved.members), now)
         self.book.restore(saved.groups, saved.leases)
         self.keeper.events.extend(saved.events)
@@ -174,7 +187,7 @@ class Hub:
 
     def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
         """Lets a worker's session begin, or raises the reason why not; nothing has changed then."""
-        self._check_hello(f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
+        check_hello(self.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
         if hello.model_digest and self.model_digest and hello.model_digest != self.model_digest:
             raise VersionMismatch(
                 f"worker {hello.name or peer_id}: expected weights of model {self.model_digest[:16]}…, it holds "
@@ -194,22 +207,13 @@ class Hub:
         activation = pb.Activation(is_active=member.activation is Activation.ACTIVE, reason=member.activation_reason)
         session.send(pb.WorkerOrder(activation=activation))
         if self.broadcast_plan is not None:
-            session.send(self._broadcast_message)
+            self.send_broadcast_plan(session)
         self._review(self.membership.change_of(member, now))
         self._handle(le.WorkerCame(peer_id, hello.held_leases))
         self._allow(peer_id)
         self.keeper.member(peer_id)
         self.broadcast_needed.set()
         self.plan_needed.set()
-
-    def _check_hello(self, whose: str, protocol_version: int, run_id: str) -> None:
-        if protocol_version != PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {protocol_version}: use one release of "
-                "echo2 everywhere"
-            )
-        if run_id != self.options.run_id:
-            raise VersionMismatch(f"{whose}: expected run {self.options.run_id!r}, got {run_id!r}")
 
     def _welcome(self) -> pb.WorkerWelcome:
         return pb.WorkerWelcome(
@@ -249,8 +253,11 @@ class Hub:
 
     def worker_left(self, peer_id: PeerId, reason: str) -> None:
         self.membership.left(peer_id, self.clock.now())
-        self.note("worker", f"{self.membership.members[peer_id].name} leaves: {reason or 'no reason given'}")
-        self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
+        member = self.membership.members[peer_id]
+        self.note("worker", f"{member.name} leaves: {reason or 'no reason given'}")
+        if PREEMPTION_WORD in reason:
+            self._journal_worker("preempted", member, reason)
+        self._review(self.membership.change_of(member, self.clock.now()))
 
     def worker_cut(self, peer_id: PeerId, session: WorkerSession) -> None:
         """Its stream is over; another of the same worker may stand already."""
@@ -295,12 +302,7 @@ class Hub:
         is_active = change.activation is Activation.ACTIVE
         text = f"{member.name} is {change.activation.value} now: {member.activation_reason}"
         self.note("activation", text)
-        self.keeper.paid_action(
-            PaidAction(
-                self.clock.now(), change.activation.value, member.peer_id, member.activation_reason,
-                member.hello.price_usd_per_hour, member.usd_spent,
-            )
-        )  # fmt: skip
+        self._journal_worker(change.activation.value, member, member.activation_reason)
         if change.activation is Activation.BANNED:
             session = self.workers.get(member.peer_id)
             if session is not None:
@@ -327,7 +329,7 @@ class Hub:
 
     def learner_came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerSession) -> None:
         """Lets the learner's session begin, or raises the reason why not; nothing has changed then."""
-        self._check_hello(f"learner {peer_id}", hello.protocol_version, hello.run_id)
+        check_hello(self.options.run_id, f"learner {peer_id}", hello.protocol_version, hello.run_id)
         if hello.staleness_bound != self.options.staleness_bound:
             raise VersionMismatch(
                 f"learner {peer_id}: expected staleness bound S = {self.options.staleness_bound} as the coordinator "
@@ -350,7 +352,7 @@ class Hub:
         if self.plan_update is not None:
             session.send(pb.LearnerOrder(plan=self.plan_update))
         if self.broadcast_plan is not None:
-            session.send(pb.LearnerOrder(broadcast_plan=self._broadcast_message.broadcast_plan))
+            session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(self.broadcast_plan)))
         if is_news:
             order = pb.WorkerOrder(learner=self.whereabouts())
             for worker_id in self.workers:
@@ -363,13 +365,10 @@ class Hub:
         now = self.clock.now()
         if not self.board.heard(report, now):
             return
-        members = self.membership.members.values()
-        accounts.meter(members, now)
         self.keeper.sample(
             Sample(
                 now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
-                self.plan.predicted_utilisation if self.plan else 0.0, accounts.usd_spent(members),
-                accounts.usd_per_hour(members),
+                self.plan.predicted_utilisation if self.plan else 0.0, self.money.usd_spent(), self.money.usd_per_hour(),
             )
         )  # fmt: skip
         self.flush_soon()
@@ -411,13 +410,14 @@ class Hub:
         `choosable`: who was alive when it was asked. Of the others, who came or fell silent since, it says nothing.
         """
         self.plan, self.plan_waits_for = plan, ""
+        cap = min(round(plan.in_flight_cap_rollouts * self.options.over_provision), (1 << 31) - 1)
         pool = set(plan.pool)
         if is_acted_on:
             for member in [self.membership.members[peer_id] for peer_id in choosable]:
                 member.is_wanted, member.wanted_reason = member.peer_id in pool, plan.reason
                 self._review(self.membership.change_of(member, self.clock.now()))
         update = pb.PlanUpdate(
-            kappa=plan.kappa, in_flight_cap_rollouts=plan.in_flight_cap_rollouts,
+            kappa=plan.kappa, in_flight_cap_rollouts=cap,
             predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
             usd_per_hour=plan.usd_per_hour, reason=plan.reason,
         )  # fmt: skip
@@ -429,17 +429,37 @@ class Hub:
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """The plan goes to the learner now, and to the sessions returned as fast as the caller sees fit."""
-        self.broadcast_plan = plan
-        message = plan_to_message(plan)
-        self._broadcast_message = pb.WorkerOrder(broadcast_plan=message)
+        self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
         if self.learner is not None:
-            self.learner.send(pb.LearnerOrder(broadcast_plan=message))
+            self.learner.send(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
         self.note("broadcast", f"plan {plan.epoch}: {plan.topology} over {len(plan.nodes)} nodes: {plan.reason}")
         return list(self.workers.values())
 
     def send_broadcast_plan(self, session: WorkerSession) -> None:
-        """The newest plan to one worker."""
-        session.send(self._broadcast_message)
+        """Its part of the newest plan to one worker."""
+        assert self._plan_parts is not None, "there is a plan to send"
+        part = self._plan_parts.part_of(session.peer_id)
+        session.send(pb.WorkerOrder(broadcast_plan=plan_to_message(part)))
+
+    # ---- machines that end
+
+    def send_home(self, peer_id: PeerId, reason: str) -> None:
+        """No new leases for a worker, and those that it has are handed back now, with all their tokens."""
+        if self.membership.members[peer_id].setting is not Setting.BANNED:
+            self.set_worker(peer_id, Setting.DRAINING, reason)
+        for lease in self.book.leases_of(peer_id):
+            self._handle(le.Recall(lease.lease_id, reason))
+
+    def preempted(self, peer_id: PeerId, notice: str) -> None:
+        """Its machine will be taken away: what it holds moves while it can still be handed over."""
+        member = self.membership.members[peer_id]
+        self.note("worker", f"{member.name} will lose its machine: {notice}")
+        self._journal_worker("preemption notice", member, notice)
+        self.send_home(peer_id, f"preemption: {notice}")
+
+    def _journal_worker(self, action: str, member: Member, reason: str) -> None:
+        price, spent = member.hello.price_usd_per_hour, member.usd_spent
+        self.keeper.paid_action(PaidAction(self.clock.now(), action, member.peer_id, reason, price, spent))
 
     # ---- time
 

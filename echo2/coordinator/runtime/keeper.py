@@ -11,6 +11,7 @@ from collections import deque
 from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.membership import Membership
+from echo2.coordinator.provisioning import Machine
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample, StateStore
 from echo2.coordinator.tokens import TokenBook
 
@@ -57,6 +58,9 @@ class Keeper:
     def paid_action(self, action: PaidAction) -> None:
         self.paid.append(action)
         self._changes.paid.append(action)
+
+    def machine(self, machine: Machine) -> None:
+        self._changes.machines.append(machine)
 
     def meta(self, key: str, value: str) -> None:
         self._changes.meta[key] = value

@@ -14,7 +14,6 @@ import time
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
-from echo2.coordinator import accounts
 from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
@@ -25,7 +24,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
 SETTLE_S = 0.2
 SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
-SENDS_AT_ONCE, SEND_PAUSE_S = 32, 0.05
+SENDS_AT_ONCE, SEND_PAUSE_S = 8, 0.02
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -71,7 +70,7 @@ class Planning:
         config = plan_config(hub.options, hub.board)
         plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
         budget = hub.options.usd_budget
-        is_spent = budget > 0 and accounts.usd_spent(hub.membership.members.values()) >= budget
+        is_spent = budget > 0 and hub.money.usd_spent() >= budget
         hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
 
     async def _run_broadcast(self) -> None:
@@ -90,7 +89,7 @@ class Planning:
             for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):
                 self._hub.send_broadcast_plan(session)
                 if index % SENDS_AT_ONCE == SENDS_AT_ONCE - 1:
-                    await asyncio.sleep(SEND_PAUSE_S)  # a large plan to a large fleet must not fill the memory
+                    await asyncio.sleep(SEND_PAUSE_S)  # a large fleet's parts must not hold up its leases
 
 
 def _missing(hub: Hub) -> str:

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from echo2.base.errors import EchoError, LimitExceeded
-from echo2.base.ids import PeerId
+from echo2.base.errors import EchoError, LimitExceeded, VersionMismatch
+from echo2.base.ids import PeerId, RunId
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 Order = TypeVar("Order")
@@ -20,6 +21,17 @@ Order = TypeVar("Order")
 def refusal_of(error: EchoError) -> pb.Refusal:
     """The error as the wire says it: its class and its words."""
     return pb.Refusal(code=type(error).__name__, message=str(error)[:2000])
+
+
+def check_hello(run_id: RunId, whose: str, protocol_version: int, theirs: str) -> None:
+    """VersionMismatch for another protocol or another run."""
+    if protocol_version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {protocol_version}: use one release of "
+            "echo2 everywhere"
+        )
+    if theirs != run_id:
+        raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {theirs!r}")
 
 
 class Session(Generic[Order]):

@@ -21,6 +21,7 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
+from echo2.coordinator.provisioning import Machine, MachineState
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample, SavedState
 from echo2.coordinator.tokens import Token
 from echo2.wire.coordinator import heartbeat_from_message, heartbeat_to_message, worker_hello_from_message
@@ -28,7 +29,7 @@ from echo2.wire.coordinator import worker_hello_to_message as hello_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 EVENTS_LOADED = 5_000
 SAMPLES_LOADED = 4_000
 
@@ -84,13 +85,26 @@ _paid = sa.Table(
     "paid_actions", _metadata,
     sa.Column("id", _SERIAL, primary_key=True, autoincrement=True), sa.Column("fields", _Text, nullable=False),
 )  # fmt: skip
+_machines = sa.Table(
+    "machines", _metadata,
+    sa.Column("machine_id", _Text, primary_key=True), sa.Column("offer", _Text, nullable=False),
+    sa.Column("provider", _Text, nullable=False), sa.Column("label", _Text, nullable=False),
+    sa.Column("state", _Text, nullable=False), sa.Column("usd_per_hour", _Real, nullable=False),
+    sa.Column("rented_at", _Real, nullable=False), sa.Column("ended_at", _Real),
+    sa.Column("token_id", _Text, nullable=False), sa.Column("command", _Text, nullable=False),
+    sa.Column("notice", _Text, nullable=False),
+)  # fmt: skip
 
 
 def _add_paid_actions(connection: Connection) -> None:
     _paid.create(connection, checkfirst=True)
 
 
-_MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_paid_actions}
+def _add_machines(connection: Connection) -> None:
+    _machines.create(connection, checkfirst=True)
+
+
+_MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_paid_actions, 3: _add_machines}
 """What takes the schema from the version before to this one."""
 
 
@@ -139,9 +153,10 @@ class SqlStore:
             with self._engine.begin() as connection:
                 self._put(connection, _meta, ({"key": k, "value": v} for k, v in changes.meta.items()))
                 self._put(connection, _groups, map(_group_row, changes.groups))
-                self._put(connection, _leases, map(asdict, changes.leases))
+                self._put(connection, _leases, map(_lease_row, changes.leases))
                 self._put(connection, _members, map(_member_row, changes.members))
                 self._put(connection, _tokens, map(_token_row, changes.tokens))
+                self._put(connection, _machines, map(_machine_row, changes.machines))
                 _delete(connection, _groups.c.group_id, changes.groups_dropped)
                 _delete(connection, _leases.c.lease_id, changes.leases_dropped)
                 _append(connection, _events, [asdict(event) for event in changes.events])
@@ -170,7 +185,7 @@ class SqlStore:
             with self._engine.connect() as connection:
                 rows = {
                     table.name: [dict(row) for row in connection.execute(sa.select(table)).mappings()]
-                    for table in (_meta, _groups, _leases, _members, _tokens)
+                    for table in (_meta, _groups, _leases, _members, _tokens, _machines)
                 }
                 events = _newest(connection, _events, EVENTS_LOADED)
                 samples = _newest(connection, _samples, SAMPLES_LOADED)
@@ -185,6 +200,7 @@ class SqlStore:
             events=tuple(LoggedEvent(row["unix_s"], row["kind"], row["text"]) for row in events),
             samples=tuple(Sample(**json.loads(row["fields"])) for row in samples),
             paid=tuple(PaidAction(**json.loads(row["fields"])) for row in paid),
+            machines=tuple(Machine(**{**row, "state": MachineState(row["state"])}) for row in rows["machines"]),
             meta={row["key"]: row["value"] for row in rows["meta"]},
         )
 
@@ -253,6 +269,12 @@ def _group_of(row: dict[str, Any]) -> OpenGroup:
     )  # fmt: skip
 
 
+def _lease_row(lease: Lease) -> dict[str, Any]:
+    row = asdict(lease)
+    del row["tokens_before"], row["measured_from"]  # of its speed, measured anew
+    return row
+
+
 def _lease_of(row: dict[str, Any]) -> Lease:
     named = {"lease_id": LeaseId(row["lease_id"]), "group_id": GroupId(row["group_id"])}
     return Lease(**{**row, **named, "worker_id": PeerId(row["worker_id"])})
@@ -279,6 +301,10 @@ def _member_of(row: dict[str, Any]) -> Member:
         activation_since=row["activation_since"], usd_spent=row["usd_spent"], metered_until=row["metered_until"],
         last_liveness=Liveness(row["liveness"]),
     )  # fmt: skip
+
+
+def _machine_row(machine: Machine) -> dict[str, Any]:
+    return {**asdict(machine), "state": machine.state.value}
 
 
 def _token_row(token: Token) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.planning import make_plan
 from echo2.coordinator.runtime.web.metrics import exposition, registry_of
 from echo2.coordinator.runtime.web.openapi import document
-from echo2.coordinator.runtime.web.state import StateView, plan_value
+from echo2.coordinator.runtime.web.state import StateView, machine_value, plan_value
 from echo2.coordinator.what_if import WhatIf, changed_config, changed_snapshot
 
 STATIC = Path(__file__).parent / "static"
@@ -60,6 +59,7 @@ class Web:
             act("/api/workers/state", self._set_worker), act("/api/tokens", self._create_token),
             act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
             act("/api/machines", self._rent), act("/api/machines/release", self._release),
+            act("/api/machines/notice", self._notice), act("/api/machines/approve", self._approve),
             Route("/metrics", self._metrics), Route("/healthz", self._healthz), Route("/readyz", self._readyz),
             Route("/favicon.ico", self._icon), Mount("/static", StaticFiles(directory=STATIC)),
         ]  # fmt: skip
@@ -160,12 +160,23 @@ class Web:
         return {}
 
     async def _rent(self, body: Body) -> Body:
-        machine = await self._commands.rent(_text(body, "provider"), _text(body, "label", ""))
-        return asdict(machine)
+        offer, label = _text(body, "offer"), _text(body, "label", "")
+        reason = _text(body, "reason", "") or "the operator's word"
+        machine = await self._commands.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
+        return machine_value(machine, self._commands)
 
     async def _release(self, body: Body) -> Body:
-        await self._commands.release(_text(body, "provider"), _text(body, "machine_id"))
+        reason = _text(body, "reason", "") or "the operator's word"
+        await self._commands.provisioner.release(_text(body, "machine_id"), _line(reason, "reason"))
         return {}
+
+    def _notice(self, body: Body) -> Body:
+        notice = _text(body, "notice", "") or "a preemption notice"
+        self._commands.provisioner.preempted(_text(body, "whom"), _line(notice, "notice"))
+        return {}
+
+    async def _approve(self, body: Body) -> Body:
+        return {"count": await self._commands.provisioner.carry_out("approved by the operator")}
 
     def _apply_plan(self, body: Body) -> Body:
         hub = self._commands.hub
@@ -214,6 +225,12 @@ def _text(body: Body, name: str, default: str | None = None) -> str:
     if not isinstance(value, str) or len(value) > 1000:
         raise MalformedMessage(f"{name}: expected a text of up to 1000 characters")
     return value
+
+
+def _line(text: str, whose: str) -> str:
+    if len(text) > 300 or not text.isprintable():
+        raise MalformedMessage(f"{whose}: expected up to 300 printable characters")
+    return text
 
 
 def _number(body: Body, name: str, default: float | None = None) -> float:

@@ -12,7 +12,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from echo2.coordinator import accounts
 from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.runtime.hub import Hub
 
@@ -57,8 +56,13 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_leases_granted": ("Leases granted since the start.", lambda h: h.book.counts.granted),
     "echo2_leases_continued": ("Of them, continuations.", lambda h: h.book.counts.continued),
     "echo2_leases_expired": ("Leases that expired without progress.", lambda h: h.book.counts.expired),
-    "echo2_usd_spent": ("Money spent on workers.", lambda h: accounts.usd_spent(h.membership.members.values())),
-    "echo2_usd_per_hour": ("What the pool costs now.", lambda h: accounts.usd_per_hour(h.membership.members.values())),
+    "echo2_leases_moved": ("Stragglers moved to faster workers.", lambda h: h.book.counts.moved),
+    "echo2_machines": (
+        "Machines rented and not given back.",
+        lambda h: sum(machine.is_open for machine in h.money.machines.values()),
+    ),
+    "echo2_usd_spent": ("Money spent on workers and rented machines.", lambda h: h.money.usd_spent()),
+    "echo2_usd_per_hour": ("What the fleet costs now.", lambda h: h.money.usd_per_hour()),
 }
 
 WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {

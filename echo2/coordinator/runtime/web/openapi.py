@@ -78,11 +78,19 @@ def document() -> dict[str, Any]:
             "/api/tokens/revoke": _post("Revokes a join token.", "Nothing.", {"token_id": _TEXT}, ["token_id"]),
             "/api/plan/apply": _post("Carries out the plan that is shown.", "Nothing.", {}, []),
             "/api/machines": _post(
-                "Gets a machine from a provider.", "The machine; `command` is what to run where a person has to.",
-                {"provider": {"enum": ["manual", "local"]}, "label": _TEXT}, ["provider"],
+                "Rents a machine of an offer.",
+                "The machine, perhaps still on its way; `command` is what to run where a person has to.",
+                {"offer": _TEXT, "label": _TEXT, "reason": _TEXT}, ["offer"],
             ),
             "/api/machines/release": _post(
-                "Gives a machine back.", "Nothing.", {"provider": _TEXT, "machine_id": _TEXT}, ["provider", "machine_id"]
+                "Gives a machine back.", "Nothing.", {"machine_id": _TEXT, "reason": _TEXT}, ["machine_id"]
+            ),
+            "/api/machines/notice": _post(
+                "Tells that a machine, or one worker by its peer id, will be taken away.", "Nothing.",
+                {"whom": _TEXT, "notice": _TEXT}, ["whom"],
+            ),
+            "/api/machines/approve": _post(
+                "Rents and releases what the planner advises.", "`count`: how many machines.", {}, []
             ),
             "/metrics": _get("Prometheus metrics.", "Text exposition.", "text/plain"),
             "/healthz": _get("Whether the process lives.", "`status`: ok."),

@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from echo2.coordinator import accounts
+from echo2.base.ids import PeerId
 from echo2.coordinator.board import VersionRow
 from echo2.coordinator.lease_events import Phase
 from echo2.coordinator.membership import Liveness, Member
+from echo2.coordinator.provisioning import Machine
 from echo2.coordinator.runtime.commands import Commands
 from echo2.cost_model.plan import Plan
 
 EVENTS_SHOWN = 200
 TREES_SHOWN_NODES_MAX = 200
 VERSIONS_SHOWN = 16
+MACHINES_SHOWN = 50
+PAID_SHOWN = 30
 
 
 def finite(value: float | None, digits: int = 6) -> float | None:
@@ -33,11 +36,11 @@ class StateView:
     def sections(self) -> dict[str, Any]:
         """Everything but the workers, which `workers` gives one by one."""
         hub, now = self._commands.hub, self._commands.hub.clock.now()
-        accounts.meter(hub.membership.members.values(), now)
         return {
             "run": self._run(),
             "learner": self._learner(),
             "money": self._money(),
+            "machines": self._machines(),
             "plan": plan_value(hub.plan, hub.options.planner_mode.value, hub.plan_waits_for),
             "broadcast": self._broadcast(),
             "leases": self._leases(),
@@ -84,14 +87,50 @@ class StateView:
 
     def _money(self) -> dict[str, Any]:
         hub = self._commands.hub
-        members = hub.membership.members.values()
         return {
-            "spent": finite(accounts.usd_spent(members), 4), "per_hour": finite(accounts.usd_per_hour(members), 4),
+            "spent": finite(hub.money.usd_spent(), 4), "per_hour": finite(hub.money.usd_per_hour(), 4),
             "cap_per_hour": hub.options.usd_per_hour_cap, "budget": hub.options.usd_budget,
             "journal": [
-                {"at": round(one.unix_s, 1), "action": one.action, "whom": one.whom, "reason": one.reason}
-                for one in list(hub.keeper.paid)[-20:]
+                {
+                    "at": round(one.unix_s, 1), "action": one.action, "whom": self._name_of(one.whom),
+                    "reason": one.reason, "per_hour": one.usd_per_hour, "spent": finite(one.usd_spent, 4),
+                }
+                for one in list(hub.keeper.paid)[-PAID_SHOWN:]
             ],
+        }  # fmt: skip
+
+    def _name_of(self, whom: str) -> str:
+        member = self._commands.hub.membership.members.get(PeerId(whom))
+        return member.name if member else whom
+
+    def _machines(self) -> dict[str, Any]:
+        provisioner, now = self._commands.provisioner, self._commands.hub.clock.now()
+        machines = sorted(provisioner.machines.values(), key=lambda one: (not one.is_open, -one.rented_at))
+        advice = provisioner.advice
+        return {
+            "offers": [
+                {
+                    "name": offer.name, "provider": offer.provider, "gpu": offer.gpu, "price": offer.usd_per_hour,
+                    "is_spot": offer.is_spot, "max": offer.machines_max, "is_automatic": offer.is_automatic,
+                    "rented": sum(one.is_open and one.offer == offer.name for one in machines),
+                    "problem": provisioner.problems.get(offer.name, ""),
+                }
+                for offer in provisioner.offers.values()
+            ],
+            "machines": [machine_value(one, self._commands) for one in machines[:MACHINES_SHOWN]],
+            "count": sum(one.is_open for one in machines),
+            "usd_ended": finite(sum(one.usd_spent(now) for one in machines if not one.is_open), 4),
+            "advice": {
+                "reason": advice.reason,
+                "rent": [
+                    {"offer": one.offer, "count": one.count, "per_hour": one.usd_per_hour, "reason": one.reason}
+                    for one in advice.rent
+                ],
+                "release": [
+                    {"machine": one.machine_id, "per_hour": one.usd_per_hour, "reason": one.reason}
+                    for one in advice.release
+                ],
+            },
         }  # fmt: skip
 
     def _broadcast(self) -> dict[str, Any]:
@@ -127,7 +166,7 @@ class StateView:
             "produced": sum(group.phase is Phase.PRODUCED for group in book.groups.values()),
             "granted": counts.granted, "continued": counts.continued, "finished": counts.finished,
             "expired": counts.expired, "handed_back": counts.handed_back, "refused": counts.refused,
-            "revoked": counts.revoked,
+            "revoked": counts.revoked, "moved": counts.moved,
             "slowest": [
                 {
                     "lease": lease.lease_id, "group": lease.group_id, "attempt": lease.attempt,
@@ -153,7 +192,7 @@ class StateView:
     def _worker(self, member: Member) -> dict[str, Any]:
         hub, hello, beat, link = self._commands.hub, member.hello, member.heartbeat, member.link
         version = beat.version
-        per_hour = beat.tokens_per_s * 3600
+        per_hour = beat.tokens_per_s * 3600 * self._useful_share()
         is_gone = member.last_liveness is Liveness.GONE
         return {
             "name": member.name, "state": member.last_liveness.value, "activation": member.activation.value,
@@ -172,6 +211,13 @@ class StateView:
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
         }  # fmt: skip
 
+    def _useful_share(self) -> float:
+        """Of the rollouts that the learner was sent, how many it trained on; 1 before the first."""
+        report = self._commands.hub.board.report
+        wasted = report.dropped_stale_rollouts + report.refused_rollouts + report.duplicate_rollouts
+        done = report.trained_rollouts + wasted
+        return report.trained_rollouts / done if report.trained_rollouts else 1.0
+
     def samples(self) -> dict[str, list[Any]]:
         """The run's curves as columns, oldest first."""
         samples = list(self._commands.hub.keeper.samples)
@@ -183,6 +229,17 @@ class StateView:
             "usd": [finite(s.usd_spent, 4) for s in samples],
             "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
         }  # fmt: skip
+
+
+def machine_value(machine: Machine, commands: Commands) -> dict[str, Any]:
+    """A machine as the page shows it; `command` is for a person to run."""
+    return {
+        "machine_id": machine.machine_id, "offer": machine.offer, "provider": machine.provider,
+        "label": machine.label, "state": machine.state.value, "price": machine.usd_per_hour,
+        "since": round(machine.rented_at, 1), "ended": machine.ended_at and round(machine.ended_at, 1),
+        "notice": machine.notice, "command": machine.command if machine.is_open else "",
+        "workers": [worker.name for worker in commands.hub.money.workers_of(machine)],
+    }  # fmt: skip
 
 
 def _version(row: VersionRow) -> dict[str, Any]:

@@ -3,9 +3,10 @@ import { $, act, ask, make, setText, toast } from "./dom.js";
 import { bytes, clock, dash, number, percent, rate, seconds, usd, whole } from "./format.js";
 import { drawLags, drawSeries, redrawAll } from "./charts.js";
 import { ageFleet, fleet, updateFleet } from "./fleet.js";
+import { drawJournal, drawMachines, showCommand } from "./machines.js";
 import { drawTree, drawVersions } from "./tree.js";
 
-const state = { run: {}, learner: {}, money: {}, plan: {}, broadcast: {}, leases: {}, waits: [], tokens: [], events: [] };
+const state = { run: {}, learner: {}, money: {}, plan: {}, broadcast: {}, leases: {}, machines: null, waits: [], tokens: [], events: [] };
 let offset = 0, series = null, lastHeard = 0;
 const now = () => Date.now() / 1000 + offset;
 
@@ -54,7 +55,7 @@ function drawPlan() {
   $("terms").replaceChildren(...p.terms.map(termRow)); setText($("plan-reason"), p.reason);
 }
 function drawLeases() {
-  const l = state.leases, counts = { out: l.open, queued: l.queued, sampled: l.produced, granted: l.granted, continued: l.continued, "handed back": l.handed_back, expired: l.expired, refused: l.refused };
+  const l = state.leases, counts = { out: l.open, queued: l.queued, sampled: l.produced, granted: l.granted, continued: l.continued, "handed back": l.handed_back, moved: l.moved, expired: l.expired, refused: l.refused };
   $("lease-counts").replaceChildren(...Object.entries(counts).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, whole(value ?? 0)))));
   const slow = l.slowest || [];
   $("slowest-table").hidden = !slow.length; $("slowest-empty").hidden = slow.length > 0;
@@ -119,7 +120,7 @@ $("token-form").onsubmit = async (event) => {
   const made = await act("/api/tokens", { role, label: f.label.value, lifetime_s: Number(f.lifetime_s.value), use_limit: Number(f.use_limit.value) });
   if (!made) return;
   const command = role === "worker" ? `echo-worker join '${made.join_link}'` : role === "learner" ? `echo-learner join '${made.join_link}'` : made.join_link;
-  $("link-command").textContent = command; $("link-copy").onclick = () => navigator.clipboard?.writeText(command).then(() => toast("copied")); ask($("link-dialog"));
+  showCommand(command, "It is shown this once: only a hash is kept. Run this on the machine that shall join:");
 };
 $("theme").onclick = () => {
   const isDark = (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
@@ -143,6 +144,8 @@ function take(message) {
   if (message.learner || message.run) drawLagsNow();
   if (message.broadcast || message.workers) { drawTree(state.broadcast, fleet(), state.learner); drawVersions(state.broadcast); }
   if (message.leases) drawLeases();
+  if (message.machines || message.run) state.machines && drawMachines(state.machines, state.run.planner_mode, now());
+  if (message.money) drawJournal(state.money);
   if (message.tokens) drawTokens();
   if (message.events) drawEvents();
   if (message.samples_changed && !seriesTimer) seriesTimer = setTimeout(() => { seriesTimer = 0; loadSeries().catch(() => {}); }, series ? 900 : 0);

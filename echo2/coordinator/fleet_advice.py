@@ -1,0 +1,199 @@
+"""What to rent and what to give back, from the plan, the offers and the machines there are. Pure.
+
+Guarantees: nothing is rented beyond the offers' limits, the price cap or the budget; machines that are on their way
+count as there; while nobody has measured how fast an offer's machines are, one is taken to measure. A machine is given
+back when all its workers have stood by for `IDLE_RELEASE_S`, when nobody joined from it within `JOIN_S_MAX`, and at the
+budget. Each wish says why. Leaves to others: acting on it (runtime/provisioner), which workers are active (cost_model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from echo2.base.ids import PeerId
+from echo2.coordinator.membership import Activation, Liveness, Member
+from echo2.coordinator.provisioning import Machine, MachineState, Offer
+from echo2.cost_model.plan import Limit, Plan
+
+IDLE_RELEASE_S = 600.0
+JOIN_S_MAX = 1800.0
+RENT_AT_ONCE = 4
+"""More at once would be bought on a guess: what these do is measured first."""
+BUDGET_HOURS_LEFT = 1.0
+"""Nothing is rented that the budget does not feed for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Rent `count` machines of an offer."""
+
+    offer: str
+    count: int
+    usd_per_hour: float
+    reason: str
+    is_automatic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Surrender:
+    """Give a machine back."""
+
+    machine_id: str
+    usd_per_hour: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`reason` says why nothing is wished for, where nothing is."""
+
+    rent: tuple[Wish, ...] = ()
+    release: tuple[Surrender, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Purse:
+    """0: no cap, no budget. `usd_per_hour` is what the fleet costs now, machines on their way included."""
+
+    usd_per_hour: float
+    usd_spent: float
+    usd_per_hour_cap: float = 0.0
+    usd_budget: float = 0.0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.usd_budget > 0 and self.usd_spent >= self.usd_budget
+
+    def affordable(self, usd_per_hour: float) -> int:
+        """How many machines of this price may be had more."""
+        if usd_per_hour <= 0:
+            return 0 if self.is_spent else RENT_AT_ONCE
+        room = math.inf
+        if self.usd_per_hour_cap > 0:
+            room = self.usd_per_hour_cap - self.usd_per_hour
+        if self.usd_budget > 0:
+            room = min(room, (self.usd_budget - self.usd_spent) / BUDGET_HOURS_LEFT - self.usd_per_hour)
+        return int(max(0.0, min(room / usd_per_hour + 1e-9, float(RENT_AT_ONCE))))
+
+
+def rates_by_gpu(members: Iterable[Member]) -> dict[str, float]:
+    """Median rollouts per second of measured workers by GPU; of all under the empty name."""
+    found: dict[str, list[float]] = {}
+    for member in members:
+        rate = member.heartbeat.rollouts_per_s
+        if rate > 0 and member.last_liveness is Liveness.ALIVE:
+            for gpu in {member.hello.gpu, ""}:
+                found.setdefault(gpu, []).append(rate)
+    return {gpu: median(rates) for gpu, rates in found.items()}
+
+
+def rate_of(offer: Offer, rates: Mapping[str, float]) -> float:
+    """Rollouts per second of one machine; 0 while nobody knows."""
+    return offer.rollouts_per_s or (rates.get(offer.gpu, 0.0) if offer.gpu else rates.get("", 0.0))
+
+
+def shortage_rollouts_per_s(plan: Plan | None) -> float:
+    """What the pool lacks to keep the learner busy, by the plan's throughput term."""
+    if plan is None:
+        return 0.0
+    return sum(
+        max(0.0, term.limit - term.value)
+        for term in plan.terms
+        if term.limit_kind is Limit.THROUGHPUT and not term.is_met
+    )
+
+
+def advise(
+    plan: Plan | None,
+    offers: Sequence[Offer],
+    machines: Sequence[Machine],
+    workers: Mapping[str, Sequence[Member]],
+    rates: Mapping[str, float],
+    purse: Purse,
+    now: float,
+) -> Advice:
+    """`workers`: those that joined from each machine, by its id. Releases go before rents: both at once is no plan."""
+    release = tuple(_surrenders(machines, workers, purse, now))
+    if release:
+        return Advice(release=release)
+    if plan is None:
+        return Advice(reason="there is no plan yet: rents follow measurements")
+    shortage = shortage_rollouts_per_s(plan)
+    if shortage <= 0:
+        return Advice(reason="the pool makes what the learner needs")
+    if purse.is_spent:
+        return Advice(reason=f"the budget of {purse.usd_budget:g} USD is spent")
+    by_name = {offer.name: offer for offer in offers}
+    coming = sum(
+        rate_of(by_name[machine.offer], rates)
+        for machine in machines
+        if machine.is_open and machine.offer in by_name and not _is_measured(workers.get(machine.machine_id, ()))
+    )
+    if coming >= shortage > 0:
+        return Advice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
+    return _rents(shortage - coming, offers, machines, rates, purse)
+
+
+def _rents(
+    shortage: float, offers: Sequence[Offer], machines: Sequence[Machine], rates: Mapping[str, float], purse: Purse
+) -> Advice:
+    """The offer of the least price for a rollout that has room; one of its machines while its rate is not known."""
+    best: tuple[float, str, Wish] | None = None
+    why_not = "there is no offer with room"
+    for offer in offers:
+        room = offer.machines_max - sum(m.offer == offer.name and m.is_open for m in machines)
+        if room <= 0:
+            continue
+        rate = rate_of(offer, rates)
+        needed = max(1, math.ceil(shortage / rate - 1e-9)) if rate > 0 else 1
+        count = min(room, purse.affordable(offer.usd_per_hour), needed)
+        if count <= 0:
+            why_not = f"{offer.usd_per_hour:g} USD/h more for {offer.name} would go beyond the cap or the budget"
+            continue
+        speed = f"of about {rate:.3g} rollouts/s each" if rate > 0 else "of a rate that nobody has measured yet"
+        text = f"the pool lacks {shortage:.3g} rollouts/s: {count} {speed} at {offer.usd_per_hour:g} USD/h"
+        wish = Wish(offer.name, count, count * offer.usd_per_hour, text, offer.is_automatic)
+        key = (offer.usd_per_hour / rate if rate > 0 else offer.usd_per_hour * 1e3, offer.name)
+        if best is None or key < best[:2]:
+            best = (*key, wish)
+    return Advice(rent=(best[2],)) if best is not None else Advice(reason=why_not)
+
+
+def _is_measured(workers: Sequence[Member]) -> bool:
+    return any(worker.heartbeat.rollouts_per_s > 0 for worker in workers)
+
+
+def _surrenders(
+    machines: Sequence[Machine], workers: Mapping[str, Sequence[Member]], purse: Purse, now: float
+) -> Iterable[Surrender]:
+    for machine in sorted(machines, key=lambda one: (-one.usd_per_hour, one.machine_id)):
+        if machine.state not in (MachineState.STARTING, MachineState.RUNNING) or machine.usd_per_hour <= 0:
+            continue
+        joined = workers.get(machine.machine_id, ())
+        reason = ""
+        if purse.is_spent:
+            reason = f"the budget of {purse.usd_budget:g} USD is spent"
+        elif not joined and now - machine.rented_at >= JOIN_S_MAX:
+            reason = f"no worker has joined from it in {(now - machine.rented_at) / 60:.0f} min"
+        elif joined and all(_idle_s(worker, now) >= IDLE_RELEASE_S for worker in joined):
+            least = min(_idle_s(worker, now) for worker in joined)
+            reason = f"its workers have stood by for {least / 60:.0f} min"
+        if reason:
+            yield Surrender(machine.machine_id, machine.usd_per_hour, reason)
+
+
+def _idle_s(worker: Member, now: float) -> float:
+    """How long it has stood by, or been gone; 0 while it works."""
+    if worker.last_liveness is Liveness.GONE:
+        return now - worker.heard_at
+    is_idle = worker.last_activation in (Activation.STANDBY, Activation.BANNED)
+    return now - worker.activation_since if is_idle else 0.0
+
+
+def peers_of(machine: Machine, peers_by_token: Mapping[str, Iterable[PeerId]]) -> list[PeerId]:
+    """Who joined with the machine's token."""
+    return sorted(peers_by_token.get(machine.token_id, ()))

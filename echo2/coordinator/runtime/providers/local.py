@@ -1,0 +1,102 @@
+"""Workers as processes on the coordinator's machine, their output in a folder each.
+
+Guarantees: a worker is a process group of its own, so that it outlives the coordinator's death and a release ends all of
+it: SIGTERM, and SIGKILL `RELEASE_GRACE_S` later. A later coordinator finds it again by its pid and start time, which lie
+in its folder, and so never ends a stranger that has got the same pid. Waits for processes in `release` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from asyncio.subprocess import DEVNULL
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from echo2.base.errors import LimitExceeded, StateError
+from echo2.broadcast.runtime.tls import write_secret
+from echo2.coordinator.provisioning import MachineState, Offer, Sighting
+
+RELEASE_GRACE_S = 10.0
+LOOK_S = 0.05
+PID_FILE = "process"
+
+
+def _worker_arguments(link_path: Path, folder: Path, machine_id: str) -> list[str]:
+    beside = Path(sys.executable).with_name("echo-worker")
+    program = str(beside) if beside.exists() else shutil.which("echo-worker")
+    if program is None:
+        raise StateError("local provider: expected echo-worker beside this Python or on the PATH, found none")
+    return [program, "join", f"@{link_path}", "--folder", str(folder), "--name", machine_id]
+
+
+def _started_at(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; empty for one that is not there or has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+class LocalProvider:
+    """`arguments(link_path, folder, machine_id)` is the command of one worker."""
+
+    name = "local"
+    link_uses = 1
+
+    def __init__(
+        self, offer: Offer, folder: Path, arguments: Callable[[Path, Path, str], list[str]] = _worker_arguments
+    ) -> None:
+        offer.allow("arguments")
+        self._offer, self._folder, self._arguments = offer, folder / offer.name, arguments
+        self._more = offer.setting("arguments", "").split()
+        self._reaping: set[asyncio.Task[int]] = set()
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        folder = self._folder / machine_id
+        running = self._running()
+        if machine_id in running:
+            return ""
+        if len(running) >= self._offer.machines_max:
+            raise LimitExceeded(f"local provider: expected {self._offer.machines_max} workers at most on this machine")
+        link_path = folder / "join.link"
+        write_secret(link_path, join_link.encode())  # not on the command line, which all users can read
+        with (folder / "worker.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self._arguments(link_path, folder, machine_id), *self._more, stdin=DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        (folder / PID_FILE).write_text(f"{process.pid} {_started_at(process.pid)}")
+        task = asyncio.create_task(process.wait())  # or it would stay a zombie
+        self._reaping.add(task)
+        task.add_done_callback(self._reaping.discard)
+        return ""
+
+    async def release(self, machine_id: str) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            pid = self._running().get(machine_id)
+            if pid is None:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+            for _ in range(round(RELEASE_GRACE_S / LOOK_S)):
+                if machine_id not in self._running():
+                    return
+                await asyncio.sleep(LOOK_S)
+
+    async def observe(self) -> dict[str, Sighting]:
+        return {machine_id: Sighting(MachineState.RUNNING) for machine_id in self._running()}
+
+    def _running(self) -> dict[str, int]:
+        """Pids of workers whose process is there, by machine."""
+        found = {}
+        for path in sorted(self._folder.glob(f"*/{PID_FILE}")):
+            pid, _, started = path.read_text().partition(" ")
+            if pid.isdigit() and started and _started_at(int(pid)) == started:
+                found[path.parent.name] = int(pid)
+        return found

@@ -1,0 +1,87 @@
+"""The offers file: which machines may be had, where, at what price. TOML, one `[[offer]]` table each.
+
+Guarantees: an offer that makes no sense is refused by name before the coordinator starts. Without a file there are two,
+`manual` and `local`, which nothing takes by itself.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import RunId
+from echo2.coordinator.provisioning import Offer, Provider
+from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
+from echo2.coordinator.runtime.providers.local import LocalProvider
+from echo2.coordinator.runtime.providers.manual import ManualProvider
+from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
+
+OFFERS_MAX = 64
+DEFAULT_OFFERS = (Offer("manual", "manual", is_automatic=False), Offer("local", "local", is_automatic=False))
+PROVIDERS = ("manual", "local", "skypilot", "kubernetes")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,), "provider": (str,), "gpu": (str,), "usd_per_hour": (int, float), "rollouts_per_s": (int, float),
+    "is_spot": (bool,), "machines_max": (int,), "is_automatic": (bool,), "settings": (dict,),
+}  # fmt: skip
+
+
+def load_offers(path: Path | None) -> tuple[Offer, ...]:
+    """ConfigError names the file, the offer and the field."""
+    if path is None:
+        return DEFAULT_OFFERS
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"offers: expected a file at {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"offers: {path}: expected TOML: {error}") from None
+    tables = document.get("offer")
+    if set(document) != {"offer"} or not isinstance(tables, list) or not 1 <= len(tables) <= OFFERS_MAX:
+        raise ConfigError(f"offers: {path}: expected 1 to {OFFERS_MAX} tables [[offer]] and nothing else")
+    offers = tuple(_offer(table, f"offers: {path}: offer {number}") for number, table in enumerate(tables, 1))
+    names = [offer.name for offer in offers]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ConfigError(f"offers: {path}: expected each name once, got {doubled[0]!r} twice")
+    return offers
+
+
+def _offer(table: Mapping[str, Any], whose: str) -> Offer:
+    known = {field.name for field in fields(Offer)}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"{whose}: expected fields among {', '.join(sorted(known))}, got {key!r}")
+        is_bool_for_number = isinstance(value, bool) and bool not in _KINDS[key]
+        if not isinstance(value, _KINDS[key]) or is_bool_for_number:
+            raise ConfigError(f"{whose}: {key}: expected {_KINDS[key][-1].__name__}, got {value!r}")
+    for key in ("name", "provider"):
+        if key not in table:
+            raise ConfigError(f"{whose}: expected a field {key!r}, it is missing")
+    if table["provider"] not in PROVIDERS:
+        raise ConfigError(f"{whose}: provider: expected one of {', '.join(PROVIDERS)}, got {table['provider']!r}")
+    settings = table.get("settings", {})
+    if not all(isinstance(value, str) for value in settings.values()):
+        raise ConfigError(f"{whose}: settings: expected texts")
+    is_automatic = table.get("is_automatic", table["provider"] != "manual")
+    if table["provider"] == "manual" and is_automatic:
+        raise ConfigError(f"{whose}: is_automatic: a person has to start machines of the provider manual")
+    return Offer(**{**table, "is_automatic": is_automatic})
+
+
+def make_provider(offer: Offer, run_id: RunId, folder: Path) -> Provider:
+    """The provider of one offer; ConfigError for settings that it cannot use or a library that is not installed."""
+    match offer.provider:
+        case "manual":
+            return ManualProvider(offer)
+        case "local":
+            return LocalProvider(offer, folder / "local-workers")
+        case "kubernetes":
+            return KubernetesProvider(offer)
+        case "skypilot":
+            return SkyPilotProvider(offer, run_id)
+        case other:
+            raise ConfigError(f"offer {offer.name}: expected a provider of {', '.join(PROVIDERS)}, got {other!r}")

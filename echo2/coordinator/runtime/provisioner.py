@@ -1,0 +1,297 @@
+"""The machines of the run: renting them, giving them back, watching what becomes of them; each step journalled.
+
+Guarantees: a wish is kept before the provider is asked, so a kill at any moment leaves no machine that costs money and
+that nobody knows: after a restart what was wanted is looked for at the provider, what was being released is released.
+A machine found at a provider that the journal does not know is taken in and told. Each paid action is journalled with
+its reason and its cost. A preemption notice, from a provider or by hand, takes the leases off the machine's workers at
+once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to wish for (fleet_advice), whether the
+operator lets the planner act (options.planner_mode).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
+from echo2.base.ids import PeerId
+from echo2.coordinator.fleet_advice import Advice, Purse, advise, rates_by_gpu
+from echo2.coordinator.membership import Member
+from echo2.coordinator.options import PlannerMode
+from echo2.coordinator.provisioning import Machine, MachineState, Offer, Provider, Sighting, machine_prefix
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.saved import PaidAction
+from echo2.coordinator.tokens import Token
+
+LOOK_S = 5.0
+LOST_AFTER_S = 60.0
+"""So long a machine that was asked for may be unknown to its provider before it is taken for gone."""
+ANSWER_S = 3.0
+"""So long who asks waits for a provider; clouds take minutes."""
+MACHINES_MAX = 20_000
+REASON_CHARS_MAX = 1000
+_log = logging.getLogger("echo2.coordinator")
+
+
+class Provisioner:
+    """`make_link(label, uses)` makes a worker's token and its join link."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        offers: Sequence[Offer],
+        providers: Mapping[str, Provider],
+        make_link: Callable[[str, int], tuple[Token, str]],
+    ) -> None:
+        self._hub, self._make_link, self._providers = hub, make_link, dict(providers)
+        self.offers = {offer.name: offer for offer in offers}
+        self.machines = hub.money.machines
+        self.advice = Advice(reason="nothing has been looked at yet")
+        self.problems: dict[str, str] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._rented_here: set[str] = set()
+
+    # ---- what may be asked for
+
+    async def rent(self, offer_name: str, label: str, reason: str) -> Machine:
+        """One machine of an offer, perhaps still on its way. LimitExceeded beyond the offer's number, cap or budget."""
+        offer, now = self._offer(offer_name), self._hub.clock.now()
+        self._check_room(offer)
+        machine_id = machine_prefix(self._hub.options.run_id, offer.name) + secrets.token_hex(3)
+        token, link = self._make_link(label or machine_id, self._providers[offer.name].link_uses)
+        machine = Machine(
+            machine_id, offer.name, offer.provider, label, MachineState.WANTED, offer.usd_per_hour, now,
+            token_id=token.token_id,
+        )  # fmt: skip
+        self.machines[machine_id] = machine
+        self._rented_here.add(machine_id)
+        self._journal(machine, "rent", reason)
+        await self._in_time(machine, self._rent(machine, link))
+        return machine
+
+    async def _rent(self, machine: Machine, link: str) -> None:
+        try:
+            machine.command = await self._providers[machine.offer].rent(machine.machine_id, link)
+        except EchoError as error:
+            machine.rented_at = self._hub.clock.now()  # nothing was had, nothing is owed
+            self._ended(machine, "rent failed", str(error))
+            raise
+        if machine.state is MachineState.WANTED:
+            machine.state = MachineState.STARTING
+        self._keep(machine)
+
+    async def release(self, machine_id: str, reason: str) -> None:
+        """Gives a machine back: its workers lose their leases to others first."""
+        machine = self.machines.get(machine_id)
+        if machine is None:
+            raise MalformedMessage(f"machine: expected one of this run, got {machine_id[:80]!r}")
+        if not machine.is_open:
+            return
+        if machine_id in self._asking:
+            raise LimitExceeded(f"machine {machine_id}: its provider is still busy with it; try again in a moment")
+        machine.state = MachineState.RELEASING
+        self._journal(machine, "release", reason)
+        for worker in self.workers_of(machine):
+            self._hub.send_home(worker.peer_id, f"its machine is given back: {reason}")
+        await self._in_time(machine, self._release(machine, reason))
+
+    async def _release(self, machine: Machine, reason: str) -> None:
+        await self._provider(machine).release(machine.machine_id)
+        self._ended(machine, "released", reason)
+
+    async def _in_time(self, machine: Machine, work: Coroutine[None, None, None]) -> None:
+        """Waits `ANSWER_S` for a provider; what takes longer goes on, and its end is journalled."""
+        task = asyncio.create_task(work)
+        self._asking[machine.machine_id] = task
+        task.add_done_callback(lambda done: self._asked(machine, done))
+        await asyncio.wait((task,), timeout=ANSWER_S)
+        if task.done():
+            task.result()
+
+    def _asked(self, machine: Machine, task: asyncio.Task[None]) -> None:
+        self._asking.pop(machine.machine_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.problems[machine.offer] = str(error)
+
+    def preempted(self, whom: str, notice: str) -> None:
+        """Somebody says that a machine (or one worker, by its peer id) will be taken away."""
+        machine = self.machines.get(whom)
+        if machine is not None:
+            self._on_notice(machine, notice)
+        elif PeerId(whom) in self._hub.membership.members:
+            self._hub.preempted(PeerId(whom), notice)
+            self._hub.flush_now()
+        else:
+            raise MalformedMessage(f"preemption notice: expected a machine or a worker of this run, got {whom[:80]!r}")
+
+    async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
+        """Does what the advice says, once; returns how many machines were rented or released."""
+        advice, self.advice = self.advice, Advice(reason="being carried out")
+        count = 0
+        for surrender in advice.release:
+            await self.release(surrender.machine_id, f"{by_whom}: {surrender.reason}")
+            count += 1
+        for wish in advice.rent:
+            if only_automatic and not wish.is_automatic:
+                continue
+            for _ in range(wish.count):
+                await self.rent(wish.offer, "", f"{by_whom}: {wish.reason}")
+                count += 1
+        return count
+
+    # ---- looking
+
+    def workers_of(self, machine: Machine) -> list[Member]:
+        """Who joined with its token."""
+        return self._hub.money.workers_of(machine)
+
+    def purse(self) -> Purse:
+        hub = self._hub
+        return Purse(
+            hub.money.usd_per_hour(), hub.money.usd_spent(), hub.options.usd_per_hour_cap, hub.options.usd_budget
+        )
+
+    async def run(self) -> None:
+        """Looks at the providers and acts where the operator lets the planner act, until cancelled."""
+        while True:
+            await self.look()
+            if self._hub.options.planner_mode is PlannerMode.AUTO and (self.advice.rent or self.advice.release):
+                try:
+                    await self.carry_out("the planner", only_automatic=True)
+                except EchoError as error:
+                    self.problems["the planner's wish"] = str(error)
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """What all providers say, and what to make of it."""
+        for name in self.offers:
+            await self._look(name)
+        self._think()
+
+    async def _look(self, name: str) -> None:
+        """What one offer's provider says of its machines."""
+        try:
+            sightings = await self._providers[name].observe()
+            self.problems.pop(name, None)
+        except EchoError as error:
+            if self.problems.get(name) != str(error):
+                self._hub.note("machine", f"offer {name}: {error}")
+            self.problems[name] = str(error)
+            return
+        for machine in [m for m in self.machines.values() if m.offer == name and m.is_open]:
+            if machine.machine_id in self._asking:
+                continue
+            try:
+                await self._compare(machine, sightings.get(machine.machine_id))
+            except EchoError as error:
+                self.problems[name] = str(error)
+        for machine_id in sorted(set(sightings) - set(self.machines)):
+            self._take_in(self.offers[name], machine_id)
+
+    async def _compare(self, machine: Machine, sighting: Sighting | None) -> None:
+        if machine.state is MachineState.RELEASING:  # an earlier process was about to, or the provider did not answer
+            await self._in_time(machine, self._release(machine, "begun before"))
+        elif machine.provider == "manual" and machine.command:  # what a person does is seen by who joins
+            self._is_now(machine, MachineState.RUNNING if self.workers_of(machine) else MachineState.STARTING)
+        elif sighting is None:
+            self._missing(machine)
+        elif sighting.state is MachineState.ENDING:
+            self._on_notice(machine, sighting.notice)
+        else:
+            self._is_now(machine, sighting.state)
+
+    def _is_now(self, machine: Machine, state: MachineState) -> None:
+        if machine.state is not state:
+            machine.state, machine.notice = state, ""
+            self._keep(machine)
+
+    def _missing(self, machine: Machine) -> None:
+        if machine.state is MachineState.WANTED:
+            self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
+        elif machine.state is MachineState.ENDING:
+            self._ended(machine, "preempted", machine.notice)
+        elif machine.machine_id not in self._rented_here or self._age_s(machine) >= LOST_AFTER_S:
+            self._ended(machine, "lost", "its provider does not list it any longer")
+
+    def _age_s(self, machine: Machine) -> float:
+        return self._hub.clock.now() - machine.rented_at
+
+    def _take_in(self, offer: Offer, machine_id: str) -> None:
+        now = self._hub.clock.now()
+        machine = Machine(
+            machine_id, offer.name, offer.provider, "found", MachineState.STARTING, offer.usd_per_hour, now
+        )
+        self.machines[machine_id] = machine
+        self._journal(machine, "found", "its provider lists it and the journal did not know it")
+
+    def _on_notice(self, machine: Machine, notice: str) -> None:
+        if machine.state in (MachineState.ENDING, MachineState.GONE):
+            return
+        machine.state, machine.notice = MachineState.ENDING, notice
+        for worker in self.workers_of(machine):
+            self._hub.preempted(worker.peer_id, notice)
+        self._journal(machine, "preemption notice", notice)
+
+    def _think(self) -> None:
+        hub = self._hub
+        machines = list(self.machines.values())
+        workers = {machine.machine_id: self.workers_of(machine) for machine in machines if machine.is_open}
+        rates = rates_by_gpu(hub.membership.members.values())
+        offers = list(self.offers.values())
+        self.advice = advise(hub.plan, offers, machines, workers, rates, self.purse(), hub.clock.now())
+
+    # ---- keeping
+
+    def _ended(self, machine: Machine, action: str, reason: str) -> None:
+        machine.state, machine.ended_at = MachineState.GONE, self._hub.clock.now()
+        token = self._hub.tokens.tokens.get(machine.token_id)
+        if token is not None and not token.is_revoked:
+            token.is_revoked = True
+            self._hub.keeper.token(token.token_id)
+        self._journal(machine, action, reason)
+
+    def _journal(self, machine: Machine, action: str, reason: str) -> None:
+        """Keeps the machine, the paid action and a line of the log before anything follows from them."""
+        now = self._hub.clock.now()
+        spent = machine.usd_spent(now)
+        self._hub.keeper.paid_action(
+            PaidAction(now, action, machine.machine_id, reason[:REASON_CHARS_MAX], machine.usd_per_hour, spent)
+        )
+        cost = f", {spent:.4f} USD so far" if spent > 0 else ""
+        self._hub.note("machine", f"{action}: {machine.machine_id} at {machine.usd_per_hour:g} USD/h{cost}: {reason}")
+        self._keep(machine)
+
+    def _keep(self, machine: Machine) -> None:
+        self._hub.keeper.machine(machine)
+        self._hub.flush_now()
+
+    def _offer(self, name: str) -> Offer:
+        offer = self.offers.get(name)
+        if offer is None:
+            raise MalformedMessage(f"offer: expected one of {', '.join(self.offers)}, got {name[:40]!r}")
+        return offer
+
+    def _provider(self, machine: Machine) -> Provider:
+        provider = self._providers.get(machine.offer)
+        if provider is None:
+            raise NotAllowed(
+                f"machine {machine.machine_id}: expected its offer {machine.offer!r} in the offers file, to reach "
+                f"its provider {machine.provider}"
+            )
+        return provider
+
+    def _check_room(self, offer: Offer) -> None:
+        open_ones = [machine for machine in self.machines.values() if machine.is_open]
+        if len(self.machines) >= MACHINES_MAX:
+            raise LimitExceeded(f"machines: expected {MACHINES_MAX} at most in a run's journal")
+        if sum(machine.offer == offer.name for machine in open_ones) >= offer.machines_max:
+            raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, all are rented")
+        purse = self.purse()
+        if offer.usd_per_hour > 0 and purse.affordable(offer.usd_per_hour) < 1:
+            raise LimitExceeded(
+                f"offer {offer.name}: {offer.usd_per_hour:g} USD/h more than the {purse.usd_per_hour:g} USD/h of now "
+                f"would go beyond the cap ({purse.usd_per_hour_cap:g} USD/h) or the budget ({purse.usd_budget:g} USD, "
+                f"{purse.usd_spent:.2f} spent); 0 is none"
+            )

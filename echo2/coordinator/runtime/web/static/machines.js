@@ -1,0 +1,52 @@
+// Machines: offers, what is rented, what the planner advises, and the journal of paid actions.
+import { $, act, ask, make, setText, toast } from "./dom.js";
+import { clock, dash, seconds, usd } from "./format.js";
+const kinds = { wanted: "info", starting: "info", running: "good", ending: "warn", releasing: "warn", gone: "" };
+const perHour = (x) => x ? `${usd(x)}/h` : "no price";
+export function showCommand(command, text) {
+  $("link-command").textContent = command; $("link-text").textContent = text;
+  $("link-copy").onclick = () => navigator.clipboard?.writeText(command).then(() => toast("copied"));
+  ask($("link-dialog"));
+}
+function confirm(title, text, go, run) {
+  $("confirm-title").textContent = title; $("confirm-text").textContent = text; $("confirm-go").textContent = go;
+  const form = $("confirm-form"); form.reset(); form.onsubmit = () => run(form.elements.reason.value); ask($("confirm-dialog"));
+}
+async function rent(offer, reason) {
+  const machine = await act("/api/machines", { offer: offer.name, reason });
+  if (!machine) return;
+  if (machine.command) showCommand(machine.command, "Run this on the machine that you rented; it lets one worker in:");
+  else toast(`${machine.machine_id} is ${machine.state}`);
+}
+const askRent = (offer) => confirm(`Rent one ${offer.name}?`, `From ${offer.provider}, at ${perHour(offer.price)}, until it is released.`, "Rent", (reason) => rent(offer, reason));
+const askRelease = (machine) => confirm(`Release ${machine.machine_id}?`, "Its workers hand their leases to others, then the machine ends.", "Release", (reason) => act("/api/machines/release", { machine_id: machine.machine_id, reason }).then((ok) => ok && toast("released")));
+function drawAdvice(advice, mode) {
+  const wishes = [...advice.rent.map((w) => [`Rent ${w.count} × ${w.offer}`, `+${perHour(w.per_hour)}`, w.reason]), ...advice.release.map((w) => [`Release ${w.machine}`, `−${perHour(w.per_hour)}`, w.reason])];
+  if (!wishes.length) { $("advice").replaceChildren(make("p", { class: "quiet" }, `Nothing to rent or release: ${advice.reason}.`)); return; }
+  const button = make("button", { type: "button", class: "primary", id: "approve", onclick: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${ok.count} machines: done`)) }, mode === "approve" ? "Approve" : "Do it");
+  $("advice").replaceChildren(make("div", { class: "wish" }, make("div", { class: "grow" }, ...wishes.map(([what, cost, why]) => make("p", {}, make("b", {}, what), ` ${cost} `, make("span", { class: "quiet" }, why)))), button));
+}
+function offerRow(offer) {
+  const facts = [offer.provider, offer.gpu, perHour(offer.price), offer.is_spot ? "spot" : "", offer.is_automatic ? "" : "by hand only"].filter(Boolean).join(" · ");
+  return make("li", {}, make("div", { class: "grow" }, make("b", {}, offer.name), make("span", { class: "quiet" }, ` ${facts} · ${offer.rented} of ${offer.max} rented`), offer.problem ? make("div", { class: "problem" }, offer.problem) : null), make("button", { type: "button", "aria-label": `Rent ${offer.name}`, disabled: offer.rented >= offer.max, onclick: () => askRent(offer) }, "Rent"));
+}
+function machineRow(machine, now) {
+  const until = machine.ended ?? now, cost = machine.price * Math.max(0, until - machine.since) / 3600, isOpen = machine.state !== "gone";
+  const show = machine.command ? make("button", { type: "button", onclick: () => showCommand(machine.command, "Run this on the machine that you rented; it lets one worker in:") }, "Command") : null;
+  const release = isOpen ? make("button", { type: "button", class: "ban", "aria-label": `Release ${machine.machine_id}`, onclick: () => askRelease(machine) }, "Release") : null;
+  return make("tr", { class: isOpen ? null : "gone" }, make("td", {}, machine.machine_id, make("span", { class: "sub" }, [machine.label, seconds(until - machine.since)].filter(Boolean).join(" · "))), make("td", {}, make("span", { class: "chip dot " + kinds[machine.state] }, machine.state), machine.notice ? make("span", { class: "sub", title: machine.notice }, machine.notice) : null), make("td", { class: "n" }, perHour(machine.price)), make("td", { class: "n" }, usd(cost)), make("td", {}, machine.workers.join(", ") || dash), make("td", { class: "n" }, make("span", { class: "row-actions" }, show, release)));
+}
+export function drawMachines(state, mode, now) {
+  setText($("machines-mode"), { auto: "planner rents by itself", advise: "planner advises", approve: "planner waits for your word" }[mode] || "");
+  setText($("machines-note"), state.count ? `${state.count} rented` : "none rented");
+  drawAdvice(state.advice, mode);
+  const focused = document.activeElement?.getAttribute?.("aria-label");
+  $("offers").replaceChildren(...state.offers.map(offerRow));
+  $("machines-table").hidden = !state.machines.length;
+  $("machines-body").replaceChildren(...state.machines.map((machine) => machineRow(machine, now)));
+  if (focused) [...document.querySelectorAll("#machines [aria-label]")].find((one) => one.getAttribute("aria-label") === focused)?.focus();
+}
+export function drawJournal(money) {
+  const all = [...(money.journal || [])].reverse();
+  $("journal").replaceChildren(...(all.length ? all.map((one) => make("li", {}, make("time", {}, clock(one.at)), make("span", { class: "n" }, perHour(one.per_hour)), make("span", {}, make("b", {}, `${one.action} ${one.whom}`), one.spent ? ` ${usd(one.spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for yet.")]));
+}

@@ -1,0 +1,150 @@
+"""Stragglers move to fast workers when the model says that it pays, and only then."""
+
+from __future__ import annotations
+
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.lease_book import LeaseBook, LeaseRules, Seeker
+from echo2.coordinator.long_tail import MOVES_PER_GROUP_MAX, TailRule, moves
+
+SLOW, FAST = PeerId("slow"), PeerId("fast")
+RULE = TailRule(hand_over_s=3.0)
+LIMIT, SIZE = 1000, 4
+SPEEDS = {SLOW: 5.0, FAST: 50.0}
+
+
+def spec(name: str, step: int = 0) -> GroupSpec:
+    return GroupSpec(GroupId(name), (1, 2, 3), SIZE, SamplingParams(max_new_tokens=LIMIT), step)
+
+
+def taught(expected: int = 800) -> LeaseBook:
+    """A book that expects so many tokens of a rollout."""
+    book = LeaseBook(LeaseRules(4, 600.0))
+    book.lengths.learn(spec("earlier"), SIZE * expected, SIZE)
+    return book
+
+
+def straggler(tokens: int, now: float, step: int = 0) -> LeaseBook:
+    """One group on the slow worker with so many tokens of each rollout; the fast one idles."""
+    book = taught()
+    book.handle(le.GroupsOffered((spec("g", step),)), 0.0)
+    book.handle(le.WorkerAllowed(SLOW, True), 0.0)
+    (_, _, grant) = book.handle(le.Wanted(SLOW, SIZE, Version(0)), 0.0)
+    assert isinstance(grant, le.Grant)
+    book.handle(le.Progressed(SLOW, grant.lease_id, 0, SIZE * tokens), now)
+    book.handle(le.WorkerAllowed(FAST, True), now)
+    book.handle(le.Wanted(FAST, SIZE, Version(0)), now)
+    return book
+
+
+def found(book: LeaseBook, now: float, rule: TailRule = RULE, step: int = 0) -> list[PeerId]:
+    return [move.to for move in moves(book, SPEEDS, Step(step), rule, {SLOW: "slow"}, now)]
+
+
+def test_a_straggler_moves_when_that_ends_it_sooner() -> None:
+    book = straggler(tokens=100, now=20.0)
+    (move,) = moves(book, SPEEDS, Step(0), RULE, {SLOW: "berlin"}, 20.0)
+    assert (move.to, round(move.gain_s)) == (FAST, round(700 / 5 - (3 + 100 / 1000 + 700 / 50)))
+    assert "140.0 s more on berlin, 17.1 s on fast" in move.reason
+
+
+def test_what_is_nearly_done_or_not_slower_stays() -> None:
+    assert found(straggler(tokens=780, now=156.0), 156.0) == [], "20 tokens to go: the hand-over costs more"
+    assert found(straggler(tokens=700, now=14.0), 14.0) == [], "it is as fast where it is"
+
+
+def test_nothing_moves_while_a_queued_group_could_use_the_room() -> None:
+    book = straggler(tokens=100, now=20.0)
+    book.handle(le.Wanted(FAST, 0, Version(0)), 20.0)
+    book.handle(le.GroupsOffered((spec("h"),)), 20.0)
+    book.seekers[FAST] = Seeker(SIZE, Version(0), 20.0)  # as between the word of its room and the next match
+    assert found(book, 20.0) == []
+
+
+def test_a_stall_makes_a_lease_slow_even_where_it_was_fast() -> None:
+    book = straggler(tokens=700, now=14.0)
+    assert found(book, 14.0) == []
+    assert found(book, 120.0) == [FAST]
+
+
+def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever() -> None:
+    book = straggler(tokens=100, now=20.0)
+    book.handle(le.WorkerAllowed(PeerId("third"), True), 20.0)
+    book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), 20.0)
+    now, workers = 20.0, []
+    for _ in range(MOVES_PER_GROUP_MAX + 1):
+        speeds = {SLOW: 5.0, FAST: 50.0, PeerId("third"): 40.0}
+        planned = moves(book, speeds, Step(0), RULE, {}, now)
+        if not planned:
+            break
+        (lease,) = book.leases.values()
+        revoked = book.handle(le.Recall(planned[0].lease_id, planned[0].reason, planned[0].to), now)
+        assert [type(one) for one in revoked] == [le.SaveLease, le.Revoke]
+        assert moves(book, speeds, Step(0), RULE, {}, now) == [], "it is on its way already"
+        actions = book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.HANDED_BACK, ""), now + 1)
+        (grant,) = [one for one in actions if isinstance(one, le.Grant)]
+        assert (grant.worker_id, grant.is_continuation) == (planned[0].to, True)
+        workers.append(grant.worker_id)
+        now += 60.0
+        book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers)), now)
+        book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), now)
+    assert workers == [FAST, PeerId("third")]
+    assert book.counts.moved == MOVES_PER_GROUP_MAX
+
+
+def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
+    book = straggler(tokens=100, now=20.0)
+    (lease,) = book.leases.values()
+    book.handle(le.WorkerLost(SLOW, "gone"), 20.0)
+    (lease,) = book.leases.values()
+    assert lease.worker_id == FAST
+    book.handle(le.Progressed(FAST, lease.lease_id, 0, SIZE * 120), 21.0)
+    book.handle(le.Progressed(FAST, lease.lease_id, 0, SIZE * 220), 23.0)
+    assert lease.tokens_before == SIZE * 120
+    book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), 24.0)
+    book.handle(le.WorkerAllowed(PeerId("third"), True), 24.0)
+    assert moves(book, {**SPEEDS, PeerId("third"): 60.0}, Step(0), RULE, {}, 24.0) == []
+
+
+def test_over_provisioning_stops_what_its_step_went_without_for_the_least_gain() -> None:
+    eager = TailRule(3.0, recycles=True)
+    slow = straggler(tokens=770, now=154.0, step=3)
+    assert found(slow, 154.0, eager, step=3) == []
+    assert found(slow, 154.0, eager, step=4) == [FAST], "6 s here, 4.4 s there"
+    assert found(slow, 154.0, RULE, step=4) == []
+
+
+def finish_s(consolidates: bool) -> float:
+    """A virtual run: six groups, four slow workers and a fast one; when the last group is done."""
+    book, speeds = taught(500), {PeerId(f"slow{i}"): 4.0 for i in range(4)} | {FAST: 60.0}
+    book.handle(le.GroupsOffered(tuple(spec(f"g{i}") for i in range(6))), 0.0)
+    made: dict[str, float] = {}
+    now, back_at = 0.0, {}
+    for worker in speeds:
+        book.handle(le.WorkerAllowed(worker, True), now)
+    while any(group.phase is not le.Phase.PRODUCED for group in book.groups.values()):
+        for worker in speeds:
+            if not book.leases_of(worker):
+                book.handle(le.Wanted(worker, SIZE, Version(0)), now)
+        now += 1.0
+        assert now < 1000
+        for lease in list(book.leases.values()):
+            if lease.is_recalled:
+                if now >= back_at[lease.lease_id]:
+                    book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.HANDED_BACK, ""), now)
+                continue
+            made[lease.group_id] = min(500.0, made.get(lease.group_id, 0.0) + speeds[lease.worker_id])
+            book.handle(le.Progressed(lease.worker_id, lease.lease_id, 0, int(SIZE * made[lease.group_id])), now)
+            if made[lease.group_id] >= 500:
+                book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.FINISHED, ""), now)
+        if consolidates:
+            for move in moves(book, speeds, Step(0), RULE, {}, now):
+                back_at[move.lease_id] = now + 2.0
+                book.handle(le.Recall(move.lease_id, move.reason, move.to), now)
+    return now
+
+
+def test_the_last_group_of_a_step_is_done_in_less_than_half_the_time() -> None:
+    assert finish_s(consolidates=False) == 125.0
+    assert finish_s(consolidates=True) < 60.0

@@ -1,0 +1,275 @@
+"""Machines through the daemon's own parts: nothing that costs money is forgotten, and each paid action has its line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Unreachable
+from echo2.base.ids import GroupId, PeerId
+from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.broadcast.identity import Identity
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.fleet_advice import Advice, Surrender, Wish
+from echo2.coordinator.membership import Setting
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.provisioning import Machine, MachineState, Offer, Sighting
+from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.provisioner import Provisioner
+from echo2.coordinator.runtime.store import SqlStore
+from echo2.coordinator.telemetry import WorkerHello
+from tests.unit.coordinator.test_daemon import RUN, options
+
+OFFER = Offer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Cloud:
+    """A provider in memory; what it rents outlives the coordinator."""
+
+    name, link_uses = "cloud", 1
+
+    def __init__(self) -> None:
+        self.there: dict[str, Sighting] = {}
+        self.problem: Exception | None = None
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        await self.answers.wait()
+        self._raise()
+        self.there[machine_id] = Sighting(MachineState.RUNNING)
+        return ""
+
+    async def release(self, machine_id: str) -> None:
+        self._raise()
+        self.there.pop(machine_id, None)
+
+    async def observe(self) -> dict[str, Sighting]:
+        self._raise()
+        return dict(self.there)
+
+    def _raise(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+
+class Scene:
+    """A hub and its provisioner on a store in a folder; made again as after a kill."""
+
+    def __init__(self, folder: Path, cloud: Cloud, **more: Any) -> None:
+        self.clock, self.cloud = Clock(), cloud
+        self.options: CoordinatorOptions = options(folder, **more)
+        self.folder = folder
+        self.begin()
+
+    def begin(self) -> None:
+        store = SqlStore(f"sqlite:///{self.folder / 'state.sqlite'}", RUN)
+        self.hub = Hub(self.options, Identity.generate(), store, self.clock, self._failed)
+        self.commands = Commands(self.hub, "h", 1, [OFFER], {OFFER.name: self.cloud})
+        self.provisioner: Provisioner = self.commands.provisioner
+
+    def _failed(self, error: Exception) -> None:
+        raise error
+
+    async def look(self, after_s: float = 0.0) -> None:
+        self.clock.time += after_s
+        await self.provisioner.look()
+
+    def join(self, machine: Machine, name: str = "w1", leases: int = 0) -> PeerId:
+        """A worker comes with the machine's token."""
+        peer_id = PeerId(name)
+        self.hub.tokens.tokens[machine.token_id].peers.add(peer_id)
+        hello = WorkerHello(1, name, RUN, price_usd_per_hour=2.0)
+        self.hub.membership.came(peer_id, hello, self.clock.now())
+        self.hub._allow(peer_id)
+        groups = tuple(GroupSpec(GroupId(f"g{i}"), (1,), 1, SamplingParams(max_new_tokens=8), 0) for i in range(leases))
+        self.hub.book.handle(le.WorkerAllowed(peer_id, True), self.clock.now())
+        self.hub.book.handle(le.GroupsOffered(groups), self.clock.now())
+        self.hub.book.handle(le.Wanted(peer_id, leases, self.hub.board.report.newest_version), self.clock.now())
+        return peer_id
+
+    def journal(self) -> list[tuple[str, float]]:
+        return [(one.action, round(one.usd_spent, 4)) for one in self.hub.keeper.paid]
+
+
+def play(scene: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        machine = await run.provisioner.rent("gpu", "", "because")
+        assert (machine.state, machine.machine_id[:12]) == (MachineState.STARTING, "e-a-run-gpu-")
+        await run.look(1800)
+        assert machine.state is MachineState.RUNNING
+        assert run.hub.money.usd_spent() == pytest.approx(1.0)
+        assert run.hub.money.usd_per_hour() == 2.0
+        await run.provisioner.release(machine.machine_id, "enough")
+        await run.provisioner.release(machine.machine_id, "again")
+        run.clock.time += 1800
+        assert run.hub.money.usd_spent() == pytest.approx(1.0)
+        assert run.journal() == [("rent", 0.0), ("release", 1.0), ("released", 1.0)]
+        assert [one.reason for one in run.hub.keeper.paid] == ["because", "enough", "enough"]
+        assert run.hub.tokens.tokens[machine.token_id].is_revoked
+        assert run.cloud.there == {}
+        with pytest.raises(MalformedMessage, match="expected one of gpu"):
+            await run.provisioner.rent("tpu", "", "")
+        with pytest.raises(MalformedMessage, match="expected one of this run"):
+            await run.provisioner.release("m", "")
+
+    play(scene)
+
+
+def test_a_rented_workers_price_is_not_charged_twice(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        run.join(await run.provisioner.rent("gpu", "", "because"))
+        assert run.hub.money.usd_per_hour() == 2.0
+
+    play(scene)
+
+
+def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_and_never_lost(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        run.cloud.answers.clear()
+        wishes = [asyncio.create_task(run.provisioner.rent("gpu", label, "because")) for label in ("a", "b")]
+        while len(run.provisioner.machines) < 2 or len(run.journal()) < 2:
+            await asyncio.sleep(0)
+        asked, never = sorted(run.provisioner.machines)
+        for wish in wishes:  # the process is killed: the cloud has got one of the two requests
+            wish.cancel()
+        run.cloud.there[asked] = Sighting(MachineState.STARTING)
+        run.begin()
+        assert {one.state for one in run.provisioner.machines.values()} == {MachineState.WANTED}
+        await run.look(10)
+        assert run.provisioner.machines[asked].state is MachineState.STARTING
+        assert run.provisioner.machines[never].state is MachineState.GONE
+        assert run.journal()[-1][0] == "rent undone"
+        run.cloud.problem = Unreachable("the cloud is away")
+        with pytest.raises(Unreachable):
+            await run.provisioner.release(asked, "enough")
+        run.begin()  # killed while it was being released
+        run.cloud.problem = None
+        await run.look(10)
+        assert run.provisioner.machines[asked].state is MachineState.GONE
+        assert run.cloud.there == {}
+
+    play(scene)
+
+
+def test_what_takes_long_goes_on_and_what_fails_owes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        monkeypatch.setattr("echo2.coordinator.runtime.provisioner.ANSWER_S", 0.01)
+        run = Scene(tmp_path, Cloud())
+        run.cloud.answers.clear()
+        machine = await run.provisioner.rent("gpu", "", "because")
+        assert machine.state is MachineState.WANTED
+        await run.look(120)
+        assert machine.state is MachineState.WANTED, "its provider is still being asked"
+        with pytest.raises(LimitExceeded, match="still busy"):
+            await run.provisioner.release(machine.machine_id, "")
+        run.cloud.answers.set()
+        while machine.state is MachineState.WANTED:
+            await asyncio.sleep(0)
+        run.cloud.problem = ResourceError("no H100 in any zone")
+        with pytest.raises(ResourceError):
+            await run.provisioner.rent("gpu", "", "because")
+        assert run.journal()[-1] == ("rent failed", 0.0)
+        assert run.hub.keeper.paid[-1].reason == "no H100 in any zone"
+
+    play(scene)
+
+
+def test_offers_cap_and_budget_bound_every_rent(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        for _ in range(3):
+            await run.provisioner.rent("gpu", "", "because")
+        with pytest.raises(LimitExceeded, match="3 machines at most"):
+            await run.provisioner.rent("gpu", "", "because")
+        capped = Scene(tmp_path / "capped", Cloud(), usd_per_hour_cap=3.0)
+        await capped.provisioner.rent("gpu", "", "because")
+        with pytest.raises(LimitExceeded, match="beyond the cap"):
+            await capped.provisioner.rent("gpu", "", "because")
+
+    (tmp_path / "capped").mkdir()
+    play(scene)
+
+
+def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        machine = await run.provisioner.rent("gpu", "", "because")
+        peer = run.join(machine, leases=2)
+        assert len(run.hub.book.leases_of(peer)) == 2
+        run.cloud.there[machine.machine_id] = Sighting(MachineState.ENDING, "spot price rose")
+        await run.look(3600)
+        member = run.hub.membership.members[peer]
+        assert (machine.state, member.setting) == (MachineState.ENDING, Setting.DRAINING)
+        assert all(lease.is_recalled for lease in run.hub.book.leases_of(peer))
+        del run.cloud.there[machine.machine_id]
+        await run.look()
+        assert machine.state is MachineState.GONE
+        assert [action for action, _ in run.journal()] == [
+            "rent", "preemption notice", "preemption notice", "preempted",
+        ]  # fmt: skip
+        by_hand = await run.provisioner.rent("gpu", "", "because")
+        run.provisioner.preempted(by_hand.machine_id, "the owner said so")
+        assert by_hand.state is MachineState.ENDING
+        run.provisioner.preempted(peer, "again")
+        with pytest.raises(MalformedMessage, match="a machine or a worker"):
+            run.provisioner.preempted("nobody", "")
+
+    play(scene)
+
+
+def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        machine = await run.provisioner.rent("gpu", "", "because")
+        run.cloud.there = {"e-a-run-gpu-stranger": Sighting(MachineState.RUNNING)}
+        await run.look(5)
+        assert machine.state is MachineState.STARTING, "a provider may be slow to list what it has made"
+        await run.look(60)
+        assert machine.state is MachineState.GONE
+        assert [action for action, _ in run.journal()] == ["rent", "found", "lost"]
+        run.cloud.problem = Unreachable("the cloud is away")
+        await run.look()
+        assert run.provisioner.problems == {"gpu": "the cloud is away"}
+        assert "the cloud is away" in run.hub.keeper.events[-1].text
+
+    play(scene)
+
+
+def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        wish = Wish("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
+        run.provisioner.advice = Advice(rent=(wish,))
+        assert await run.provisioner.carry_out("approved by the operator") == 2
+        assert await run.provisioner.carry_out("approved by the operator") == 0, "once"
+        assert run.hub.keeper.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
+        by_hand = Wish("gpu", 1, 2.0, "why", is_automatic=False)
+        run.provisioner.advice = Advice(rent=(by_hand,))
+        assert await run.provisioner.carry_out("the planner", only_automatic=True) == 0
+        first = next(iter(run.provisioner.machines))
+        run.provisioner.advice = Advice(release=(Surrender(first, 2.0, "idle"),))
+        assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
+        assert run.provisioner.machines[first].state is MachineState.GONE
+
+    play(scene)
