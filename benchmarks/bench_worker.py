@@ -170,6 +170,7 @@ def by_bare_loop(base: Staged, asked: list[Ask], batch: int) -> float:
     weights = LiveWeights(read_shape(CONFIG))
     loop = StepLoop(weights, batch, CONTEXT_TOKENS, Nowhere())
     with torch.inference_mode():
+        loop.warm_up()
         loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         began = time.process_time()
@@ -216,6 +217,7 @@ def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float) -> f
     loop = StepLoop(weights, 32, CONTEXT_TOKENS, Nowhere())
     extra_s = 0.0
     with torch.inference_mode():
+        loop.warm_up()
         loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         for request in requests([Ask(ask.prompt, 400) for ask in asks(32)]):
@@ -251,6 +253,7 @@ def kept_cache_error(base: Staged, model: torch.nn.Module, swaps: int) -> float:
     errors = []
     judge = copy.deepcopy(model)
     with torch.inference_mode():
+        loop.warm_up()
         loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         for request in requests([Ask(ask.prompt, 400) for ask in asked]):

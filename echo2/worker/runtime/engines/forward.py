@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from echo2.worker.runtime.engines import kernels
+from echo2.worker.runtime.engines.products import Products
 from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights
 from echo2.worker.slots import Copy, Fill
 
 _EMPTY = np.zeros(0, np.float32)
+BLOCK_ROWS = 256
 
 
 class Decoder:
@@ -36,6 +38,14 @@ class Decoder:
         scale = np.float32(shape.rope_scale)
         self._tables = (np.cos(angles) * scale, np.sin(angles) * scale)
         self._scratch = (np.zeros(context_tokens, np.float32), np.zeros(context_tokens, np.int32))
+        self._products = Products()
+
+    def warm_up(self) -> None:
+        """Compiles the kernels and chooses the matrix products, so that the first token does not wait for it."""
+        layer = self._weights.layers[0]
+        self._products.choose([layer.qkv, layer.output, layer.gate_up, layer.down])
+        self.fill([Fill(0, 0, (0,))])
+        self.decode([0], [0], [1])
 
     def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Logits [T, V] after feeding one token to each of T slots at the given positions."""
@@ -53,7 +63,7 @@ class Decoder:
             is_last = index + 1 == len(self._weights.layers)
             norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
             normed = self._finish(layer, hidden, attention(index, qkv), norm, normed)
-        return F.linear(normed, self._weights.head)
+        return self._products.product(normed, self._weights.head)
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Computes keys and values of runs of tokens, all runs in one pass."""
@@ -64,9 +74,10 @@ class Decoder:
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            qkv = self._project(index, layer, normed, slots_T, positions_T)
-            if index == last:  # what follows the last layer's keys and values is not needed
+            if index == last:  # only its keys and values are needed
+                self._project(index, layer, normed, slots_T, positions_T, has_queries=False)
                 break
+            qkv = self._project(index, layer, normed, slots_T, positions_T)
             out = self._attend_fills(index, qkv, fills)
             normed = self._finish(layer, hidden, out, self._weights.layers[index + 1].input_norm, normed)
 
@@ -86,9 +97,18 @@ class Decoder:
         return out
 
     def _project(
-        self, index: int, layer: LayerWeights, normed: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray
+        self,
+        index: int,
+        layer: LayerWeights,
+        normed: torch.Tensor,
+        slots_T: np.ndarray,
+        positions_T: np.ndarray,
+        *,
+        has_queries: bool = True,
     ) -> torch.Tensor:
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        skipped = 0 if has_queries else self._shape.head_count * self._shape.head_dim
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[skipped:]
+        qkv = self._products.product(normed, layer.qkv[skipped:], bias)
         q_norm = _EMPTY if layer.q_norm is None else layer.q_norm.numpy()
         k_norm = _EMPTY if layer.k_norm is None else layer.k_norm.numpy()
         norms = (q_norm, k_norm, self._shape.norm_epsilon)
@@ -99,13 +119,16 @@ class Decoder:
         self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor, norm: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Output projection, MLP and both residual additions into `hidden`; returns it under the next `norm`."""
-        epsilon = self._shape.norm_epsilon
-        delta = F.linear(attended, layer.output, layer.output_bias)
-        kernels.add_and_norm(hidden.numpy(), delta.numpy(), layer.mlp_norm.numpy(), epsilon, out.numpy())
-        gate_up = F.linear(out, layer.gate_up, layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=-1)
-        delta = F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
-        kernels.add_and_norm(hidden.numpy(), delta.numpy(), norm.numpy(), epsilon, out.numpy())
+        epsilon, product = self._shape.norm_epsilon, self._products.product
+        # In blocks of rows, so that what lies between the products stays in the processor's cache.
+        for begin in range(0, len(hidden), BLOCK_ROWS):
+            rows = slice(begin, begin + BLOCK_ROWS)
+            residual, normed = hidden[rows].numpy(), out[rows]
+            delta = product(attended[rows], layer.output, layer.output_bias)
+            kernels.add_and_norm(residual, delta.numpy(), layer.mlp_norm.numpy(), epsilon, normed.numpy())
+            gate, up = product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            delta = product(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            kernels.add_and_norm(residual, delta.numpy(), norm.numpy(), epsilon, normed.numpy())
         return out
 
     def _attend_fills(self, index: int, qkv: torch.Tensor, fills: Sequence[Fill]) -> torch.Tensor:

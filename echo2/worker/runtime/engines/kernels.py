@@ -57,23 +57,6 @@ def add_and_norm(
 
 
 @_compiled
-def _norm_and_turn(head: np.ndarray, norm_E: np.ndarray, epsilon: float, cos: np.ndarray, sin: np.ndarray) -> None:
-    width = head.shape[0]
-    half = width // 2
-    if norm_E.shape[0] == width:
-        total = np.float32(0.0)
-        for i in range(width):
-            total += head[i] * head[i]
-        scale = np.float32(1.0 / np.sqrt(total / width + epsilon))
-        for i in range(width):
-            head[i] = head[i] * scale * norm_E[i]
-    for i in range(half):
-        low, high = head[i], head[i + half]
-        head[i] = low * cos[i] - high * sin[i]
-        head[i + half] = high * cos[i] + low * sin[i]
-
-
-@_compiled
 def rotate_and_cache(
     qkv_TR: np.ndarray,
     norms: tuple[np.ndarray, np.ndarray, float],
@@ -90,20 +73,34 @@ def rotate_and_cache(
     cos_CE, sin_CE = tables
     keys, values = caches
     kv_heads, width = keys.shape[1], keys.shape[3]
+    half = width // 2
     heads = qkv_TR.shape[1] // width - 2 * kv_heads
+    has_norm = k_norm_E.shape[0] == width
+    head = np.empty(width, np.float32)
     for token in range(qkv_TR.shape[0]):
         slot, position = slots_T[token], positions_T[token]
-        cos, sin = cos_CE[position], sin_CE[position]
-        for h in range(heads):
-            _norm_and_turn(qkv_TR[token, h * width : (h + 1) * width], q_norm_E, epsilon, cos, sin)
+        cos, sin, row = cos_CE[position], sin_CE[position], qkv_TR[token]
+        for h in range(heads + kv_heads):
+            at = h * width
+            for i in range(width):
+                head[i] = row[at + i]
+            if has_norm:
+                norm = q_norm_E if h < heads else k_norm_E
+                total = np.float32(0.0)
+                for i in range(width):
+                    total += head[i] * head[i]
+                scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
+                for i in range(width):
+                    head[i] *= scale * norm[i]
+            for i in range(half):
+                row[at + i] = head[i] * cos[i] - head[half + i] * sin[i]
+                row[at + half + i] = head[half + i] * cos[i] + head[i] * sin[i]
         for g in range(kv_heads):
             at = (heads + g) * width
-            key = qkv_TR[token, at : at + width]
-            _norm_and_turn(key, k_norm_E, epsilon, cos, sin)
-            at += kv_heads * width
+            key, value = keys[slot, g, position], values[slot, g, position]
             for i in range(width):
-                keys[slot, g, position, i] = key[i]
-                values[slot, g, position, i] = qkv_TR[token, at + i]
+                key[i] = row[at + i]
+                value[i] = row[at + kv_heads * width + i]
 
 
 @_compiled_exactly

@@ -26,7 +26,7 @@ from echo2.worker.runtime.engines.forward import Decoder
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.sampling import draw, uniform
 from echo2.worker.runtime.engines.weights import LiveWeights, Scatter
-from echo2.worker.slots import Fill, SlotSequence, SlotTable
+from echo2.worker.slots import SlotSequence, SlotTable
 
 COMMANDS_MAX = 65_536
 PREFILL_TOKENS_MAX = 2_048
@@ -95,7 +95,7 @@ class StepLoop:
         try:
             torch.set_num_threads(1)
             with torch.inference_mode():
-                self._warm_up()
+                self.warm_up()
                 while not self._stop.is_set():
                     self.run_commands()
                     self.step()
@@ -285,10 +285,9 @@ class StepLoop:
         self._counters.swap_count += 1
         return stood_still_s
 
-    def _warm_up(self) -> None:
-        """Compiles the kernels, so that the first token does not wait for it."""
-        self._decoder.fill([Fill(0, 0, (0,))])
-        self._decoder.decode([0], [0], [1])
+    def warm_up(self) -> None:
+        """In the thread, before anything else: what would make the first tokens wait."""
+        self._decoder.warm_up()
 
     def _refuse_what_waits(self, failure: EchoError) -> None:
         with self._wake:

@@ -1,0 +1,59 @@
+"""Matrix products of the embedded engine, by whichever of torch's two CPU libraries is faster on this machine.
+
+torch multiplies float32 matrices with MKL, which leaves half of the vector width of some processors unused; its other
+library, oneDNN, is behind on small batches. So both are timed on the model's own matrices once, by number of rows.
+Guarantees: float32 in and out, the same sums up to the order of addition. Leaves to others: who calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
+"""A batch of rows is treated as the largest class that it reaches."""
+TRIALS = 5
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return product
+
+
+@dataclass(slots=True)
+class Products:
+    """`product(rows, weight, bias)` is `rows @ weight.T + bias`."""
+
+    _chosen: list[Product] = field(default_factory=lambda: [F.linear] * len(ROW_CLASSES))
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        count = rows.shape[0]
+        at = 0
+        while at + 1 < len(ROW_CLASSES) and count >= ROW_CLASSES[at + 1]:
+            at += 1
+        return self._chosen[at](rows, weight, bias)
+
+    def choose(self, weights: Sequence[torch.Tensor]) -> None:
+        """Times both libraries on these matrices; keeps MKL where oneDNN is missing or not faster."""
+        if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return
+        for at, rows in enumerate(ROW_CLASSES):
+            if _spent_s(_by_onednn, weights, rows) < _spent_s(F.linear, weights, rows):
+                self._chosen[at] = _by_onednn
+
+
+def _spent_s(product: Product, weights: Sequence[torch.Tensor], row_count: int) -> float:
+    """The fastest of a few trials, so that other work on the machine says little."""
+    inputs = [torch.zeros(row_count, weight.shape[1]) for weight in weights]
+    fastest = float("inf")
+    for _ in range(TRIALS):
+        began = time.perf_counter()
+        for rows, weight in zip(inputs, weights, strict=True):
+            product(rows, weight, None)
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
