@@ -18,6 +18,8 @@ from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
 
 SLOTS_DEFAULT = 32
+LINGER_S = 0.1
+"""Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
 CONFIG_BYTES_MAX = 1 << 20
 
 
@@ -57,7 +59,7 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
                 f"engine: expected vLLM, but {error.name} is not installed; choose the embedded one"
             ) from None
         made: Engine = module.VllmEngine(
-            config, slot_count=slots_of(options), context_tokens=options.context_tokens_max
+            config, slot_count=slots_of(options), context_tokens=options.context_tokens_max, linger_s=LINGER_S
         )
         return made
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
@@ -67,4 +69,5 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
         slot_count=slots_of(options),
         context_tokens=options.context_tokens_max,
         slowdown=options.slowdown,
+        linger_s=LINGER_S,
     )

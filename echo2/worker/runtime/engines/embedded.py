@@ -27,7 +27,10 @@ STOP_TIMEOUT_S = 9.0
 
 
 class EmbeddedEngine:
-    """Continuous batching over static KV slots. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed."""
+    """Continuous batching over static KV slots. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed.
+
+    Tokens of unfinished sequences wait up to `linger_s` for those of the next steps, to leave together.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class EmbeddedEngine:
         context_tokens: int = 0,
         slowdown: float = 1.0,
         outbox_tokens_max: int = TOKENS_MAX,
+        linger_s: float = 0.0,
     ) -> None:
         shape = read_shape(config)
         context = context_tokens or shape.context_tokens
@@ -47,7 +51,7 @@ class EmbeddedEngine:
         self._shape = shape
         self._context_tokens = context
         self._slot_count = slot_count
-        self._outbox = Outbox(outbox_tokens_max)
+        self._outbox = Outbox(outbox_tokens_max, linger_s)
         self._weights = LiveWeights(shape)
         self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown)
         self._thread: threading.Thread | None = None

@@ -71,6 +71,7 @@ class VllmEngine:
         context_tokens: int = 0,
         memory_share: float = 0.9,
         cpu_cache_gib: int = 1,
+        linger_s: float = 0.0,
     ) -> None:
         self._config = load_config(config)
         limit = int(str(self._config.get("max_position_embeddings", 0)))
@@ -83,7 +84,7 @@ class VllmEngine:
         self._cpu_cache_gib = cpu_cache_gib
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
-        self._outbox = Outbox()
+        self._outbox = Outbox(linger_s=linger_s)
         self._room = asyncio.Event()
         self._version: Version | None = None
         self._epoch = 0
