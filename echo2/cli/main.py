@@ -80,6 +80,9 @@ def _add_demo(commands: Commands) -> None:
     demo.add_argument("--steps", type=int, default=120)
     demo.add_argument("--staleness", type=int, default=4, metavar="S", help="the staleness bound S")
     demo.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
+    demo.add_argument(
+        "--worker-python", default=sys.executable, metavar="PATH", help="interpreter of the workers' environment"
+    )
     demo.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from echo2.base.errors import EchoError, StateError, Unreachable
-from echo2.cli.demo.plan import commands, executable
+from echo2.cli.demo.plan import DemoOptions, commands, executable
 
 LINKS_WITHIN_S = 20.0
 STOP_WITHIN_S = 10.0
@@ -28,9 +28,10 @@ class ChildFailed(EchoError):
 class Children:
     """The demo's processes by name, each with its log file."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, options: DemoOptions) -> None:
         self.run_folder = run_folder
-        self.commands = commands(run_folder)
+        self.commands = commands(run_folder, options.workers)
+        self.worker_python = options.worker_python
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
 
@@ -39,7 +40,7 @@ class Children:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         with self.log_path(name).open("ab") as log:
             self.processes[name] = await asyncio.create_subprocess_exec(
-                *executable(self.commands[name]), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
+                *executable(self.commands[name], self.worker_python), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
                 env=environment, start_new_session=True,
             )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,14 +38,20 @@ LEARNER_LINK = {"emulated_uplink": "10mbit/s", "emulated_downlink": "100mbit/s",
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `echo2 demo` was asked for."""
+    """What `echo2 demo` was asked for. `worker_python`: the interpreter of the workers' environment."""
 
     name: str
     seed: int = 0
     steps: int = 120
     staleness_bound: int = 4
     engine: str = "embedded"
+    worker_python: str = sys.executable
     overrides: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> tuple[DemoWorker, ...]:
+        """Two where each brings a vLLM: three of them start too slowly on a laptop."""
+        return WORKERS[:2] if self.engine == "vllm" else WORKERS
 
 
 def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, ports: tuple[int, ...]) -> RunConfig:
@@ -76,7 +83,7 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
     return load_config((), "local", dotted | options.overrides)
 
 
-def commands(run_folder: Path) -> dict[str, list[str]]:
+def commands(run_folder: Path, workers: Sequence[DemoWorker] = WORKERS) -> dict[str, list[str]]:
     """The commands by process name, as a person would type them."""
     config = str(run_folder / "run.toml")
     links = run_folder / "links"
@@ -84,7 +91,7 @@ def commands(run_folder: Path) -> dict[str, list[str]]:
         "coordinator": ["echo-coordinator", "--config", config],
         "learner": ["echo-learner", "join", f"@{links / 'learner.link'}", "--config", config],
     }
-    for worker in WORKERS:
+    for worker in workers:
         found[worker.name] = [
             "echo-worker", "join", f"@{links / 'worker.link'}", "--config", config, "--name", worker.name,
             "--worker.price_usd_per_hour", str(worker.price_usd_per_hour), "--worker.is_spot", str(worker.is_spot).lower(),
@@ -94,10 +101,11 @@ def commands(run_folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def executable(command: list[str]) -> list[str]:
-    """The same command, run by this interpreter whatever PATH says."""
+def executable(command: list[str], worker_python: str = sys.executable) -> list[str]:
+    """The same command, run by this interpreter, or the workers' own, whatever PATH says."""
     module = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}[command[0]]
-    return [sys.executable, "-m", f"echo2.cli.{module}", *command[1:]]
+    python = worker_python if module == "worker" else sys.executable
+    return [python, "-m", f"echo2.cli.{module}", *command[1:]]
 
 
 def shown(command: list[str]) -> str:

@@ -25,7 +25,7 @@ from rich.live import Live
 from echo2.base.errors import EchoError, IntegrityError, Unreachable
 from echo2.cli.demo.launch import ChildFailed, Children, prepare_run_folder
 from echo2.cli.demo.model import ModelRecipe, cached_model_folder
-from echo2.cli.demo.plan import PORTS, WORKERS, DemoOptions, commands, demo_config, shown
+from echo2.cli.demo.plan import PORTS, DemoOptions, commands, demo_config, shown
 from echo2.cli.demo.ports import choose_ports
 from echo2.cli.demo.screen import ScreenState, draw
 from echo2.cli.demo.warm import is_warm, warm_once
@@ -55,6 +55,7 @@ def run_demo(own: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         steps=own.steps,
         staleness_bound=own.staleness,
         engine=own.engine,
+        worker_python=own.worker_python,
         overrides=dict(overrides),
     )
     return asyncio.run(_Demo(options, Console(), own.plain).run())
@@ -79,7 +80,7 @@ class _Demo:
         await self._make_base_model()
         await self._compile_codec()
         (self.run_folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
-        children = Children(self.run_folder)
+        children = Children(self.run_folder, self.options)
         self._print_commands()
         task = asyncio.current_task()
         assert task is not None
@@ -123,7 +124,7 @@ class _Demo:
 
     def _print_commands(self) -> None:
         self.console.print(f"run folder {self.run_folder}; the same run by hand, in five terminals:\n", highlight=False)
-        for command in commands(self.run_folder).values():
+        for command in commands(self.run_folder, self.options.workers).values():
             self.console.print(f"  {shown(command)}", highlight=False, soft_wrap=True)
         page = f"http://{self.config.coordinator.host}:{self.config.coordinator.dashboard_port}"
         self.console.print(f"\nthe operator's page is at {page} while it runs\n", highlight=False)
@@ -132,7 +133,7 @@ class _Demo:
         try:
             await children.start("coordinator")
             await children.wait_for_links()
-            for name in ("learner", *(worker.name for worker in WORKERS)):
+            for name in ("learner", *(worker.name for worker in self.options.workers)):
                 await children.start(name)
             link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
             async with OperatorClient(link, self.run_folder / "operator") as operator:
