@@ -42,13 +42,12 @@ from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.metrics import Sink, open_sinks
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publisher
-from echo2.learner.runtime.ranks import ranks_of_environment
 from echo2.learner.runtime.record import peak_flops_of
 from echo2.learner.runtime.reports import hello_of, published_message, report_of
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.session import CoordinatorSession
-from echo2.learner.runtime.startup import Prepared, export, prepare
+from echo2.learner.runtime.startup import Prepared, export, prepare_here
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_message
 
@@ -95,9 +94,15 @@ class RunSummary:
 class LearnerDaemon:
     """One run of one learner. `run` once; `stop` from the same event loop."""
 
-    def __init__(self, options: LearnerOptions, make_broadcaster: BroadcasterFactory = SeedNode) -> None:
+    def __init__(
+        self,
+        options: LearnerOptions,
+        make_broadcaster: BroadcasterFactory = SeedNode,
+        make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare_here,
+    ) -> None:
         self.options = options
         self._make_broadcaster = make_broadcaster
+        self._make_prepared = make_prepared
         self._stop = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -126,10 +131,9 @@ class LearnerDaemon:
         folder = RunFolder(self.options.folder)
         in_trainer = asyncio.get_running_loop().run_in_executor
         try:
-            ranks = await in_trainer(self._executor, ranks_of_environment)
             credentials = await self._credentials()
             self.starting = "the model and what was recorded to be trained again"
-            prepared = await in_trainer(self._executor, lambda: prepare(self.options, folder, ranks))
+            prepared = await in_trainer(self._executor, lambda: self._make_prepared(self.options, folder))
             summary = await self._serve(prepared, credentials)
             await in_trainer(self._executor, prepared.team.stop)
             return summary

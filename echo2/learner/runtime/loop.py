@@ -55,7 +55,7 @@ class TrainingLoop:
         self.publisher = publisher
         self.sinks = sinks
         self.executor = executor
-        self.facts = RunFacts(parameter_count=sum(int(m.numel()) for m in prepared.model.masters))
+        self.facts = RunFacts(parameter_count=prepared.model.parameter_count)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
@@ -118,9 +118,10 @@ class TrainingLoop:
 
     def _train(self, batch: Batch) -> tuple[StepResult, dict[str, Tensor] | None, float]:
         """On the trainer's thread."""
-        result = self.p.team.step(batch)
+        next_step = Step(self.step + 1)
+        is_due = self.p.schedule.is_due(next_step) or next_step >= self.options.steps
+        result = self.p.team.step(batch, is_due)
         began = time.perf_counter()
-        is_due = self.p.schedule.is_due(Step(result.step)) or result.step >= self.options.steps
         snapshot = self.p.team.snapshot() if is_due else None
         return result, snapshot, time.perf_counter() - began
 

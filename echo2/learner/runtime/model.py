@@ -247,9 +247,12 @@ class PolicyModel:
         self.hf_model.save_pretrained(folder, state_dict={**kept, **trained})
 
     @property
+    def parameter_count(self) -> int:
+        return sum(int(p.numel()) for p in self.parameters)
+
+    @property
     def snapshot_bytes(self) -> int:
-        elements = sum(int(p.numel()) for p in self.parameters)
-        return elements * (2 if self.is_rounded else 4)
+        return self.parameter_count * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
         """The transformers config, canonically: sorted keys, no whitespace; not where it was loaded from or by what."""

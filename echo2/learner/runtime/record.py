@@ -80,7 +80,9 @@ def lag_fields(batch: Batch) -> dict[str, object]:
     }
 
 
-def loss_fields(metrics: LossMetrics) -> dict[str, float]:
+def loss_fields(metrics: LossMetrics | None) -> dict[str, float]:
+    if metrics is None:
+        return {}
     return {
         "loss": metrics.loss,
         "policy/entropy": metrics.entropy,

@@ -29,10 +29,11 @@ from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 from echo2.learner.runtime.prompts import Prompts, load_tokenizer
-from echo2.learner.runtime.ranks import Ranks, local_device
+from echo2.learner.runtime.ranks import Ranks, local_device, ranks_of_environment
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
+from echo2.learner.runtime.training_side import PublishedModel, StepCounter, TrainingSide
 from echo2.staleness.ledger import Ledger
 
 _log = logging.getLogger("echo2.learner")
@@ -47,9 +48,9 @@ class Prepared:
     """
 
     folder: RunFolder
-    model: PolicyModel
-    trainer: Trainer
-    team: Team
+    model: PublishedModel
+    trainer: StepCounter
+    team: TrainingSide
     prompts: Prompts
     batcher: Batcher
     journal: Journal
@@ -73,14 +74,23 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     return Team(Trainer(model, given, options.steps))
 
 
+def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
+    """As rank 0 of the processes that this one was started with."""
+    return prepare(options, folder, ranks_of_environment())
+
+
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
     """Loads, resumes, trains again what was recorded. Runs on the trainer's thread of rank 0."""
-    team = new_team(options, ranks or Ranks())
+    return prepare_with(new_team(options, ranks or Ranks()), options, folder)
+
+
+def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder) -> Prepared:
+    """As `prepare`, for whoever trains."""
     trainer, model = team.trainer, team.model
     prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
     prompts.check_length = model.check_length
     base = team.snapshot()
-    folder.check_identity(_identity_of(options, model, base))
+    folder.check_identity(_identity_of(options, team, base))
     bound = options.staleness_bound
     config = BatcherConfig(
         bound,
@@ -110,12 +120,12 @@ def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = No
     return prepared
 
 
-def _identity_of(options: LearnerOptions, model: PolicyModel, base: Mapping[str, Tensor]) -> dict[str, object]:
+def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str, Tensor]) -> dict[str, object]:
     """What must not change within a run: the journal would not give the same weights again."""
     return {
         "run_id": options.run_id,
-        "model_digest": model.digest(),
-        "base_fingerprint": f"{fingerprint(dict(base), 0):016x}",
+        "model_digest": team.model.digest(),
+        "base_fingerprint": f"{fingerprint(dict(base), 0):016x}" if team.starts_from_base else "",
         "weights_dtype": options.trainer.weights_dtype,
         "task": options.task.name,
         "task_args": dict(options.task.args),
@@ -158,9 +168,9 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
 def _train_again(prepared: Prepared) -> None:
     trainer, history = prepared.trainer, prepared.history
     while (batch := history.next_batch(prepared.batcher)) is not None:
-        prepared.team.step(batch)
+        version = Version(trainer.step_count + 1)
+        prepared.team.step(batch, version in history.published)
         prepared.trained_again += 1
-        version = Version(trainer.step_count)
         if version not in history.published:
             continue
         recorded = history.published[version]
@@ -182,7 +192,7 @@ def follow(options: LearnerOptions, ranks: Ranks) -> None:
     new_team(options, ranks).follow()
 
 
-def export(model: PolicyModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
+def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
     """`policy`, a snapshot of `model`, as a Hugging Face folder, in the dtype in which it was published."""
     partial = folder.with_name(folder.name + ".partial")
     model.save(policy, partial)

@@ -31,6 +31,8 @@ _log = logging.getLogger("echo2.learner")
 class Team:
     """The trainers of all ranks, led from rank 0."""
 
+    starts_from_base = True
+
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.model = trainer.model
@@ -40,7 +42,8 @@ class Team:
 
     # ---- rank 0
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+        """`is_published`: a snapshot of the weights after it will be asked for."""
         if self.ranks.count > 1:
             self.ranks.tell({"command": "step"}, batch_to_bytes(batch))
         return self.trainer.step(batch)

@@ -36,7 +36,7 @@ class StepResult:
 
     step: int  # optimiser steps complete after it
     phases_s: dict[str, float]
-    metrics: LossMetrics
+    metrics: LossMetrics | None  # of this project's own loss
     grad_norm: float
     lr: float
     is_skipped: bool

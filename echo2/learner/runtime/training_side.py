@@ -1,0 +1,84 @@
+"""What the learner needs of whoever trains: this project's own trainers (team), or a trainer of the user's (lent_trainer).
+
+Guarantees: nothing; these are the shapes. All methods of `TrainingSide` are called from the trainer's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echo2.base.ids import Version
+from echo2.base.rollout import SamplingParams
+from echo2.learner.batcher import Batch
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore
+from echo2.learner.runtime.evaluate import Completions
+from echo2.learner.runtime.trainer import StepResult
+
+
+class PublishedModel(Protocol):
+    """The model as workers and prompts need to know it."""
+
+    path: str
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def parameter_count(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def snapshot_bytes(self) -> int: ...
+
+    def check_length(self, tokens: int) -> None: ...
+
+    def config_json(self) -> bytes: ...
+
+    def digest(self) -> str: ...
+
+    def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
+
+
+class StepCounter(Protocol):
+    """`step_count` optimiser steps are complete."""
+
+    @property
+    def step_count(self) -> int: ...
+
+
+class TrainingSide(Protocol):
+    """Steps, snapshots and checkpoints. `starts_from_base`: the first snapshot of every start is the base model's."""
+
+    starts_from_base: bool
+
+    @property
+    def model(self) -> PublishedModel: ...
+
+    @property
+    def trainer(self) -> StepCounter: ...
+
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult: ...
+
+    def snapshot(self) -> dict[str, Tensor]: ...
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
+    ) -> Completions: ...
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint: ...
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None: ...
+
+    def stop(self) -> None: ...
