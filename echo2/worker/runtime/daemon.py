@@ -44,11 +44,11 @@ from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
 from echo2.worker.runtime.telling import Telling
-from echo2.worker.runtime.token_gate import TokenGate
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper, WeightsHooks
 from echo2.worker.swap import SwapMachine
 from echo2.worker.telemetry import RateWindow
+from echo2.worker.token_gate import TokenGate
 
 PUMP_PAUSE_S = 0.02
 """Between two looks for tokens: those of several steps then travel through the machine together."""

@@ -21,8 +21,8 @@ from echo2.broadcast.delta import Decoder, FrameReader, HostWeights, StagedDelta
 from echo2.broadcast.staged import StagedVersion, TensorUpdate
 from echo2.worker import swap
 from echo2.worker.engine import Engine
-from echo2.worker.runtime.token_gate import TokenGate
 from echo2.worker.swap import SwapMachine
+from echo2.worker.token_gate import TokenGate
 
 _log = logging.getLogger("echo2.worker")
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from echo2.base.ids import LeaseId, Version
 from echo2.base.rollout import FinishReason
 from echo2.worker.engine import TokenChunk
-from echo2.worker.runtime.token_gate import TokenGate
+from echo2.worker.token_gate import TokenGate
 
 
 def chunk(request_id: str, token: int, version: int, reason: FinishReason = FinishReason.UNFINISHED) -> TokenChunk:

@@ -1,0 +1,180 @@
+"""What must always hold in a simulated run, judged from outside as things happen.
+
+The truth knows which fingerprint each version has, which tokens which weights sampled, which rollouts were acknowledged
+and what the model's history trained on, because the drivers tell it of every such event; no core sees it. A `Violation`
+names the invariant. The seven, in the words of the project:
+
+1. No token with lag above S is ever trained on.
+2. A rollout is trained at most once; a finished, admitted rollout is not lost.
+3. A worker's weights are bit-identical to the version it claims, or it does not generate under that version.
+4. Applying a version is atomic.
+5. Any process can be killed at any moment and come back; the run goes on.
+6. Once faults stop, every active worker reaches the newest version and the learner makes progress.
+7. No wait is unbounded and none is silent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import Rollout, RolloutSegment
+from echo2.broadcast.delta import HostWeights
+from echo2.learner.batcher import Batch, Batcher
+from echo2.sim.messages import Ticket
+from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
+
+RolloutName = tuple[GroupId, int]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: int, text: str) -> None:
+        super().__init__(f"invariant {invariant}: {text}")
+        self.invariant = invariant
+
+
+class Truth:
+    """`liars`: machines whose word proves nothing; `tainted`: groups that one of them ever held."""
+
+    def __init__(self, staleness_bound: int) -> None:
+        self.staleness_bound = staleness_bound
+        self.fingerprints: dict[Version, int] = {}
+        self.liars: set[str] = set()
+        self.liar_ids: set[str] = set()
+        self.tainted: set[GroupId] = set()
+        self.checks: Counter[int] = Counter()
+        self.step = Step(0)
+        self._signed: set[Ticket] = set()
+        self._trained_at: dict[GroupId, Step] = {}
+        self._models: dict[Step, tuple[tuple[GroupId, ...], int]] = {}
+        self._acknowledged: set[RolloutName] = set()
+        self._dropped: dict[GroupId, str] = {}
+
+    def _check(self, invariant: int, holds: bool, text: str) -> None:
+        self.checks[invariant] += 1
+        if not holds:
+            raise Violation(invariant, text)
+
+    # ---- tickets
+
+    def signed(self, ticket: Ticket) -> None:
+        self._signed.add(ticket)
+        if ticket.worker_id in self.liar_ids:
+            self.tainted.add(ticket.group_id)
+
+    def is_signed(self, ticket: Ticket) -> bool:
+        """Stands for the coordinator's signature."""
+        return ticket in self._signed
+
+    # ---- versions
+
+    def published(self, version: Version, fingerprint: int) -> None:
+        """It leaves the learner; what a version is never changes."""
+        known = self.fingerprints.setdefault(version, fingerprint)
+        self._check(5, known == fingerprint, f"version {version} was {known:016x} and is {fingerprint:016x} now")
+
+    def committed(self, who: str, host: HostWeights) -> None:
+        """A worker's host copy moved; its bits are looked at, not its word."""
+        version = host.version
+        assert version is not None, "what was committed has a version"
+        found = HostWeights.from_tensors(host.tensors(), version, FINGERPRINT_KEY, copy=False).fingerprint()
+        expected = self.fingerprints.get(version)
+        self._check(4, found == expected, f"the host copy of {who} at version {version} has fingerprint {found:016x}")
+
+    def live(self, who: str, version: Version, fingerprint: int) -> None:
+        expected = self.fingerprints.get(version)
+        self._check(
+            3, fingerprint == expected, f"{who} goes live with version {version} and fingerprint {fingerprint:016x}"
+        )
+
+    def reported(self, who: str, segments: Sequence[RolloutSegment]) -> None:
+        """Tokens leave a worker: each was sampled by the version that it names."""
+        if who in self.liars:
+            return
+        for segment in segments:
+            if segment.group_id in self.tainted:
+                continue
+            self._check_tokens(who, segment.group_id, segment.index, segment.offset, segment)
+
+    def _check_tokens(
+        self, who: str, group_id: GroupId, index: int, offset: int, tokens: RolloutSegment | Rollout
+    ) -> None:
+        position = 0
+        for span in tokens.version_spans:
+            fingerprint = self.fingerprints.get(span.version)
+            self._check(3, fingerprint is not None, f"{who}: version {span.version} was never published")
+            for _ in range(span.count):
+                expected = logprob_of(fingerprint or 0, group_id, index, offset + position)
+                self._check(
+                    3,
+                    tokens.logprobs[position] == expected,
+                    f"{who}: token {offset + position} of rollout {index} of {group_id} was not sampled by version "
+                    f"{span.version}",
+                )
+                position += 1
+
+    # ---- training
+
+    def acknowledged(self, group_id: GroupId, index: int) -> None:
+        """The learner told a worker that it holds this finished rollout for good."""
+        self._acknowledged.add((group_id, index))
+
+    def dropped(self, group_id: GroupId, reason: str) -> None:
+        """The learner closed a group untrained, and said why."""
+        self._dropped[group_id] = reason
+
+    def trained(self, batch: Batch, fingerprint: int) -> None:
+        """The model's history grew by a step, or a restarted learner goes through it again."""
+        groups = tuple(group.spec.group_id for group in batch.groups)
+        known = self._models.get(batch.step)
+        if known is not None:
+            self._check(2, known[0] == groups, f"step {batch.step} trained {known[0]} and now trains {groups}")
+            self._check(5, known[1] == fingerprint, f"step {batch.step} gave other weights when trained again")
+        self._models[batch.step] = (groups, fingerprint)
+        for group in batch.groups:
+            name = group.spec.group_id
+            at = self._trained_at.setdefault(name, batch.step)
+            self._check(2, at == batch.step, f"group {name} was trained at step {at} and again at step {batch.step}")
+            for rollout in group.rollouts:
+                for span in rollout.version_spans:
+                    lag = batch.step - span.version
+                    self._check(
+                        1, lag <= self.staleness_bound,
+                        f"a token of version {span.version} is trained at step {batch.step}, S = {self.staleness_bound}",
+                    )  # fmt: skip
+                if name not in self.tainted:
+                    self._check_tokens("the learner", name, rollout.index, 0, rollout)
+        self.step = max(self.step, Step(batch.step + 1))
+
+    def learner_restored(self, batcher: Batcher, step: Step) -> None:
+        """A learner has come back: everything that it acknowledged is trained, dropped for a reason, or there."""
+        self._check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
+        self.nothing_is_lost(batcher)
+
+    def nothing_is_lost(self, batcher: Batcher, drawn: Collection[GroupId] = ()) -> None:
+        """`drawn`: groups of the batch that is being trained on now."""
+        for group_id, index in sorted(self._acknowledged):
+            if group_id in self._trained_at or group_id in self._dropped or group_id in drawn:
+                continue
+            group = batcher.groups.get(group_id)
+            is_there = group is not None and group.rollouts[index].is_finished
+            self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is not there any more")
+
+    # ---- processes and waits
+
+    def came_back(self, who: str, error: str) -> None:
+        """A process was started; `error`: what ended it at once."""
+        self._check(5, not error, f"{who} does not come back: {error}")
+
+    def waits(self, who: str, is_idle: bool, text: str) -> None:
+        """What somebody who does nothing says that it waits for."""
+        self._check(7, bool(text) or not is_idle, f"{who} does nothing and does not say what it waits for")
+
+    def waits_since(self, who: str, seconds: float, limit_s: float, what: str) -> None:
+        self._check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
+
+    def progress(self, holds: bool, text: str) -> None:
+        self._check(6, holds, text)

@@ -1,0 +1,38 @@
+"""What happened in a simulated run: a hash over everything, and the lines that a person wants to read.
+
+Guarantees: two runs have the same hash only if the same things happened at the same virtual times in the same order;
+memory is bounded (the last `KEPT_MAX` lines are kept).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+
+from echo2.sim.clock import VirtualClock
+
+KEPT_MAX = 20_000
+
+
+class Story:
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._lines: deque[str] = deque(maxlen=KEPT_MAX)
+
+    def trace(self, who: str, text: str) -> None:
+        """Goes into the hash only."""
+        self._hash.update(f"{self._clock.now():.9f} {who} {text}\n".encode())
+
+    def tell(self, who: str, text: str) -> None:
+        """Goes into the hash and is kept to be read."""
+        self.trace(who, text)
+        self._lines.append(f"{self._clock.now():9.3f} s  {who:<12} {text}")
+
+    def lines(self, last: int = KEPT_MAX) -> Iterator[str]:
+        yield from list(self._lines)[-last:]
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
