@@ -188,7 +188,11 @@ class Cluster:
         coordinator = self.drivers.get("coordinator")
         if isinstance(coordinator, CoordinatorDriver) and not self.hosts["coordinator"].is_frozen:
             late_s = max(
-                (coordinator.now() - lease.deadline for lease in coordinator.book.leases.values()), default=0.0
+                (
+                    coordinator.now() - max(lease.deadline, coordinator.started_at)
+                    for lease in coordinator.book.leases.values()
+                ),
+                default=0.0,
             )
             self.truth.waits_since("coordinator", late_s, LEASE_SLACK_S, "a lease past its deadline")
             self.truth.waits(

@@ -70,7 +70,7 @@ class CoordinatorDriver:
         self._dirty_members: set[PeerId] = set()
         self._meta: dict[str, str] = {}
         self._is_flushing = False
-        self._last_now = 0.0
+        self._last_now = self.started_at = 0.0
         self._is_planning = self._is_spreading = False
         self._kept_at = 0.0
 
@@ -83,6 +83,7 @@ class CoordinatorDriver:
 
     def start(self) -> None:
         saved, now = self.machine.disk.load(), self.now()
+        self.started_at = now
         self.membership.restore(list(saved.members), now)
         self.book.restore(saved.groups, saved.leases)
         if "learner" in saved.meta:

@@ -141,9 +141,9 @@ class Storm:
         if not self._kill(whom, seconds):
             return False
         if whom == "learner":
-            lost = cluster.learner.disk.power_cut(self.rng)
+            cluster.learner.disk.power_cut(self.rng)
             cluster.learner.chunks.tear(self.rng)
-            if lost and cluster.scene.sabotage is Sabotage.TORN_JOURNAL:
+            if cluster.scene.sabotage is Sabotage.TORN_JOURNAL:
                 cluster.learner.disk.tear_badly()
         elif self._is_worker(whom):
             cluster.machines[whom].disk.tear(self.rng)

@@ -120,6 +120,9 @@ class LearnerDriver:
         self._settle()
         self.truth.learner_restored(self.batcher, self.step)
         self._reach_coordinator()
+        if self.schedule.is_due(self.step):
+            version, snapshot = Version(self.step), copied(self.weights)
+            self.publisher.settled(lambda: self.publisher.publish_soon(version, snapshot))
         self._next_batch()
         self.host.after(REMIND_AFTER_S, self._remind)
 

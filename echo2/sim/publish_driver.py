@@ -85,9 +85,9 @@ class PublishDriver:
             if not self.schedule.keyframe_bytes:
                 self._publish_keyframe()
             return
-        version = self.schedule.newest
+        version, weights = self.schedule.newest, self.weights
         self._hold(self.cut_off[1], self.cut_off[0])
-        self._publish(version, self.weights)
+        self._publish(version, weights)
 
     def _hold(self, weights: dict[str, Tensor], version: Version) -> None:
         self.weights = weights

@@ -135,7 +135,8 @@ class WorkerDriver:
     @property
     def oldest_report_s(self) -> float:
         """For how long the oldest report has gone without a verdict."""
-        return self.host.now() - self._reported_at if self._under_way else 0.0
+        is_asked = self._report_stream is not None and bool(self._under_way)
+        return self.host.now() - self._reported_at if is_asked else 0.0
 
     # ---- the desk
 
