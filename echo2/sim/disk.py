@@ -52,6 +52,7 @@ class LearnerDisk(Disk):
     synced: int = 0
     checkpoints: list[KeptCheckpoint] = field(default_factory=list)
     segment: Step = field(default_factory=lambda: Step(0))
+    is_unreadable: bool = False
 
     def append(self, record: Record) -> None:
         self.check_room("journal")
@@ -79,8 +80,7 @@ class LearnerDisk(Disk):
 
     def tear_badly(self) -> None:
         """A journal whose torn end nobody cuts off: it cannot be read any more."""
-        self.records.clear()
-        self.synced = 0
+        self.is_unreadable = True
 
     def power_cut(self, rng: random.Random) -> int:
         """Returns how many records are lost."""

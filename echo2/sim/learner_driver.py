@@ -139,6 +139,8 @@ class LearnerDriver:
                 Version(0), HostWeights.from_tensors(self.weights, Version(0), FINGERPRINT_KEY).fingerprint()
             )
             return
+        if disk.is_unreadable:
+            raise StateError("journal: broken record at its end")
         if not any(segment == journal_from for segment, _ in disk.records):
             raise StateError(f"journal: expected a segment of step {journal_from}, the checkpoint's, found none")
         for segment, record in disk.records:
