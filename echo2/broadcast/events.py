@@ -107,6 +107,14 @@ class ChunkSent:
 
 
 @dataclass(frozen=True, slots=True)
+class UplinkSeen:
+    """How our connections fare, several times a second while any sends; see governor.UplinkSample."""
+
+    delivered_bytes: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """Fetch this artifact even though nobody pushes it."""
 
@@ -127,7 +135,7 @@ class Woken:
 
 Event = (
     PlanSet | PeerUp | PeerDown | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen | CancelSeen
-    | RelayAckSeen | ChunkSent | Wanted | Forgotten | Woken
+    | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Forgotten | Woken
 )  # fmt: skip
 
 # ---- actions

@@ -6,6 +6,7 @@ Written out here because importing py-libp2p costs about a second of start-up; a
 from __future__ import annotations
 
 import base64
+import functools
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -73,9 +74,15 @@ def dns_name_of(peer_id: str) -> str:
     return base64.b32encode(public_key_of(peer_id)).decode().rstrip("=").lower() + _DNS_SUFFIX
 
 
+@functools.lru_cache(maxsize=1024)
+def _verifier(peer_id: str) -> Ed25519PublicKey:
+    """Every chunk is checked against the same publisher's key."""
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
+
+
 def verify_signature(peer_id: str, message: bytes, signature: bytes) -> None:
     """Raises BadSignature unless `signature` is `peer_id`'s over `message`."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, message)
+        _verifier(peer_id).verify(signature, message)
     except InvalidSignature:
         raise BadSignature(f"expected a signature by {peer_id}, got one that does not verify") from None

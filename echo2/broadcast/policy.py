@@ -23,6 +23,7 @@ class SessionConfig:
     relays_full_s: float = 0.3
     stall_s: float = 1.2
     pull_after_s: float = 1.5
+    pull_after_max_s: float = 6.0
     push_silence_s: float = 1.0
     first_push_s: float = 0.4
     publisher_after_s: float = 4.0
@@ -64,14 +65,15 @@ class RelayWindow:
     """
 
     __slots__ = (
-        "_interval_s", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at", "sent_bytes",
+        "_first_bytes", "_interval_s", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at", "sent_bytes",
         "slack_s",
     )  # fmt: skip
     SMALLEST, LARGEST = 2.0, 48.0
     PAUSE_MAX_S = 30.0
 
-    def __init__(self, slack_s: float) -> None:
+    def __init__(self, slack_s: float, first_bytes: float = 0.0) -> None:
         self.slack_s = slack_s
+        self._first_bytes = first_bytes
         self._window = 3.0
         self._interval_s = 0.1
         self._last_ack_at: float | None = None
@@ -80,6 +82,15 @@ class RelayWindow:
         self.sent_bytes = 0.0
         self.retry_at = float("-inf")
         self._suspensions = 0
+
+    def given(self, ref: tuple[bytes, int], size_bytes: int, is_owed: bool, now: float) -> None:
+        """The tree has been given a chunk; `is_owed`: its relays will say when they are through."""
+        if self._first_bytes:
+            self._window = min(self.LARGEST, max(self._window, self._first_bytes / size_bytes))
+            self._first_bytes = 0.0
+        self.sent_bytes += size_bytes
+        if is_owed:
+            self.outstanding[ref] = now
 
     def is_suspended(self, now: float) -> bool:
         return now < self.retry_at

@@ -16,12 +16,17 @@ from echo2.broadcast.swarm import Artifact, Peer, Request
 CANDIDATES_MAX = 256
 
 
+def patience_s(artifact: Artifact, config: SessionConfig) -> float:
+    """How long a chunk that a neighbour holds may still be on its way to us by a push."""
+    return min(config.pull_after_max_s, config.pull_after_s + 1.5 * artifact.push_lag_s)
+
+
 def due_chunks(artifact: Artifact, config: SessionConfig, now: float) -> list[int]:
     """Missing chunks that have been available long enough that no push is to be expected."""
     if not artifact.is_wanted or not artifact.missing_since:
         return []
     is_pushed_to = now - artifact.pushed_at < config.push_silence_s
-    patience = config.pull_after_s if is_pushed_to else 0.0
+    patience = patience_s(artifact, config) if is_pushed_to else 0.0
     due: list[int] = []
     for index, since in artifact.missing_since.items():
         if now - since < patience:

@@ -16,7 +16,7 @@ from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import RelayWindow, SessionConfig
 from echo2.broadcast.swarm import Peer, Ref
-from echo2.broadcast.topology import BroadcastPlan
+from echo2.broadcast.topology import BroadcastPlan, fluid_bound
 
 
 @dataclass(slots=True)
@@ -57,8 +57,15 @@ class Seeding:
             children = planned.children()
             mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
             relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
-            window = RelayWindow(self._config.relay_slack_s)
+            window = RelayWindow(self._config.relay_slack_s, self._first_window(plan, number))
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
+
+    def _first_window(self, plan: BroadcastPlan, number: int) -> float:
+        """Bytes that keep a tree busy from the start, by the plan: its rate times a lap and the slack."""
+        tree, seed = plan.trees[number], plan.nodes[0]
+        children = tree.children().get(0, ())
+        lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children), default=0.0)
+        return tree.weight * fluid_bound(plan.nodes).rate_bytes_per_s * (lap_s + self._config.relay_slack_s)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))
@@ -90,10 +97,9 @@ class Seeding:
         self.waiting[ArtifactKey(ref[0])] &= ~(1 << ref[1])
         relays = {relay for relay in tree.relays if relay in peers}
         size = self._sizes.get(ref, 1)
-        tree.window.sent_bytes += size
+        tree.window.given(ref, size, bool(relays), now)
         if relays:
             tree.owed_by[ref] = relays
-            tree.window.outstanding[ref] = now
         return ref, tree
 
     def _relayed_tree(self, ref: Ref, peers: Mapping[PeerId, Peer], now: float) -> SeedTree | None:

@@ -40,17 +40,19 @@ from echo2.broadcast.events import (
     SendRelayAck,
     SendRequest,
     SendSeal,
+    UplinkSeen,
     Wake,
     Wanted,
     Woken,
 )
+from echo2.broadcast.governor import UplinkGovernor, UplinkSample
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import Pacer, SessionConfig
+from echo2.broadcast.relaying import Relaying
 from echo2.broadcast.seeding import Seeding
-from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, RelayJob
+from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref
 from echo2.broadcast.topology import BroadcastPlan
 
-PLANS_KEPT = 3
 HOUSEKEEPING_S = 0.02  # the flood of chunk events does not look at every peer each time
 
 
@@ -64,11 +66,10 @@ class Session:
         self.plan: BroadcastPlan | None = None
         self.duplicates_bytes = 0
         self.pulled_chunks = 0
-        self._plans: dict[int, BroadcastPlan] = {}
-        self._children: dict[Route, tuple[tuple[PeerId, bool], ...]] = {}
-        self._seeding = Seeding(config)
+        self.governor = UplinkGovernor(config.uplink_bytes_per_s)
         self._pacer = Pacer(config.uplink_bytes_per_s)
-        self._jobs: dict[Ref, RelayJob] = {}
+        self._seeding = Seeding(config)
+        self._relaying = Relaying(config.me)
         self._rng: random.Random = derived_rng(seed, "session", config.me)
         self._served = 0
         self._actions: list[Action] = []
@@ -76,6 +77,11 @@ class Session:
         self._housekeeping_at = float("-inf")
         self._gossip_at = float("-inf")
         self._is_untold = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether chunks wait to be sent."""
+        return bool(self._seeding.fresh) or any(peer.queued for peer in self.peers.values())
 
     # ---- the door
 
@@ -120,6 +126,8 @@ class Session:
                 self._seeding.acknowledged(event.peer, (event.key, event.index), event.backlog, now)
             case ChunkSent():
                 self._chunk_sent(event, now)
+            case UplinkSeen():
+                self._uplink_seen(event, now)
             case Wanted():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].is_wanted = True
@@ -136,10 +144,7 @@ class Session:
 
     def _plan_set(self, plan: BroadcastPlan) -> None:
         self.plan = plan
-        self._plans[plan.epoch] = plan
-        for old in sorted(self._plans)[:-PLANS_KEPT]:
-            del self._plans[old]
-        self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
+        self._relaying.set_plan(plan)
         self._seeding.set_plan(plan, self.config.me)
 
     def _greet(self, peer: Peer) -> None:
@@ -154,8 +159,7 @@ class Session:
         if self.peers.pop(peer_id, None) is None:
             return
         self._seeding.lost(peer_id, now)
-        for ref in [ref for ref, job in self._jobs.items() if peer_id in job.waiting]:
-            self._job_done(ref, peer_id)
+        self._acknowledge(self._relaying.give_up(peer_id))
         for artifact in self.artifacts.values():
             for index in [i for i in artifact.missing_since if not self._is_offered(artifact.key, i)]:
                 del artifact.missing_since[index]
@@ -185,7 +189,7 @@ class Session:
         artifact.held |= 1 << event.index
         self._is_untold = True
         artifact.sizes[event.index] = event.size_bytes
-        artifact.missing_since.pop(event.index, None)
+        artifact.came(event.index, event.is_answer, now)
         if event.is_fresh:
             self._seeding.add(event.key, event.index, event.size_bytes)
         if not event.is_answer:
@@ -265,11 +269,20 @@ class Session:
             peer.in_transport = max(0, peer.in_transport - 1)
             peer.send_s = 0.8 * peer.send_s + 0.2 * (now - peer.taken_at)
             peer.taken_at, peer.is_stuck = now, False
-        self._job_done((event.key, event.index), event.peer)
+        self._acknowledge(self._relaying.done((event.key, event.index), event.peer))
+
+    def _uplink_seen(self, event: UplinkSeen, now: float) -> None:
+        mine = self.plan.index_of(self.config.me) if self.plan is not None else None
+        if self.plan is not None and mine is not None:
+            self.governor.planned(self.plan.nodes[mine].uplink_bytes_per_s)
+        newest = next(reversed(self.artifacts.values()), None)
+        chunk_bytes = newest.mean_chunk_bytes if newest is not None else 0
+        seen = UplinkSample(event.delivered_bytes, event.queue_s, self.is_waiting, chunk_bytes)
+        self.governor.sample(seen, now)
+        self._pacer.rate_bytes_per_s = self.governor.rate_bytes_per_s
 
     def _forget_at_peers(self, key: ArtifactKey) -> None:
-        for ref in [ref for ref in self._jobs if ref[0] == key]:
-            del self._jobs[ref]
+        self._relaying.forget(key)
         for peer in self.peers.values():
             for table in (peer.haves, peer.told, peer.asked, peer.given):
                 table.pop(key, None)
@@ -280,48 +293,18 @@ class Session:
     def _relay(self, ref: Ref, parent: PeerId | None, route: Route, now: float) -> None:
         """Queues the chunk for our children in its tree; the parent hears once all have it."""
         waiting: set[PeerId] = set()
-        for child, relays_on in self._children_in(route):
+        children = self._relaying.children_in(route)
+        for child, relays_on in children:
             peer = self.peers.get(child)
             if child == parent or peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
                 continue
             outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if relays_on else None, now)
             (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
             waiting.add(child)
-        has_children = bool(self._children_in(route))
-        if waiting:
-            self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
-        elif has_children and parent in self.peers:
-            self._acknowledge(parent, ref)
+        self._acknowledge(self._relaying.begin(ref, parent, waiting, bool(children)))
 
-    def _children_in(self, route: Route) -> tuple[tuple[PeerId, bool], ...]:
-        """Our children in a tree, and whether each has children itself."""
-        known = self._children.get(route)
-        if known is not None:
-            return known
-        plan = self._plans.get(route.epoch)
-        mine = plan.index_of(self.config.me) if plan is not None else None
-        found: tuple[tuple[PeerId, bool], ...] = ()
-        if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
-            children = plan.trees[route.tree].children()
-            found = tuple((plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
-            self._children[route] = found
-        return found
-
-    def _job_done(self, ref: Ref, child: PeerId) -> None:
-        job = self._jobs.get(ref)
-        if job is None:
-            return
-        job.waiting.discard(child)
-        if not job.waiting:
-            del self._jobs[ref]
-            if job.parent is not None and job.parent in self.peers:
-                self._acknowledge(job.parent, ref)
-
-    def _acknowledge(self, parent: PeerId, ref: Ref) -> None:
-        """The backlog counts sends to come per child, so that one slow child does not hide that the others idle."""
-        jobs = [job for job in self._jobs.values() if job.parent == parent]
-        backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
-        self._actions.append(SendRelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog))
+    def _acknowledge(self, acks: list[SendRelayAck]) -> None:
+        self._actions += (ack for ack in acks if ack.peer in self.peers)
 
     # ---- telling
 
@@ -431,7 +414,7 @@ class Session:
                     outgoing = queue.popleft()
                     if self._is_still_due(peer, outgoing, now):
                         return peer, outgoing
-                    self._job_done((outgoing.key, outgoing.index), peer.peer_id)
+                    self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
         return None
 
     def _is_still_due(self, peer: Peer, outgoing: Outgoing, now: float) -> bool:
@@ -460,8 +443,7 @@ class Session:
                 peer.is_stuck = True
                 for queue in (peer.relay_queue, peer.leaf_queue, peer.pull_queue):
                     queue.clear()
-                for ref in [ref for ref, job in self._jobs.items() if peer.peer_id in job.waiting]:
-                    self._job_done(ref, peer.peer_id)
+                self._acknowledge(self._relaying.give_up(peer.peer_id))
         return next_at
 
     def _set_timer(self, now: float, is_housekept: bool) -> None:
@@ -471,7 +453,7 @@ class Session:
             times += [self._gossip_at if self._is_untold else None, self._next_pull(now)]
         else:
             times.append(now + HOUSEKEEPING_S)
-        if any(peer.queued for peer in self.peers.values()) or self._seeding.fresh:
+        if self.is_waiting:
             ready_at = self._pacer.ready_at(now)
             times.append(ready_at if ready_at > now else None)
         wake_at = max(now + 1e-3, min((t for t in times if t is not None), default=float("inf")))
@@ -486,5 +468,5 @@ class Session:
             if artifact.is_wanted and artifact.missing_since:
                 since = next(iter(artifact.missing_since.values()))
                 quiet_at = artifact.pushed_at + self.config.push_silence_s
-                times.append(max(now + 0.1, min(since + self.config.pull_after_s, quiet_at)))
+                times.append(max(now + 0.1, min(since + pulling.patience_s(artifact, self.config), quiet_at)))
         return min(times, default=None)

@@ -13,6 +13,7 @@ from echo2.broadcast.policy import RateEstimate
 
 Ref = tuple[bytes, int]
 SENT_REMEMBERED_MAX = 512
+PUSH_LAG_KEPT = 0.995  # per chunk that is pushed to us
 
 
 @dataclass(slots=True)
@@ -35,6 +36,13 @@ class Artifact:
     chunk_count: int | None = None  # None until sealed
     missing_since: dict[int, float] = field(default_factory=dict)  # held by a neighbour, not by us
     pushed_at: float = float("-inf")
+    push_lag_s: float = 0.0  # how much later than to a neighbour a push came to us; falls slowly
+
+    def came(self, index: int, is_answer: bool, now: float) -> None:
+        """The chunk is missing no more."""
+        since = self.missing_since.pop(index, None)
+        if not is_answer:
+            self.push_lag_s = max(PUSH_LAG_KEPT * self.push_lag_s, now - since if since is not None else 0.0)
 
     @property
     def is_complete(self) -> bool:

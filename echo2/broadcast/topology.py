@@ -38,6 +38,10 @@ class NodeLink:
         return self.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S
 
 
+CHUNK_S = 0.02  # a chunk may occupy the slowest uplink that forwards for this long
+CHUNK_BYTES_MIN = 16 << 10
+
+
 def can_connect(first: NodeLink, second: NodeLink) -> bool:
     return bool(first.addresses or second.addresses)
 
@@ -128,6 +132,21 @@ def fluid_bound(nodes: Sequence[NodeLink]) -> Fluid:
     }
     binding = min(terms, key=lambda name: terms[name])
     return Fluid(terms[binding], binding)
+
+
+def chunk_bytes_for(plan: BroadcastPlan | None, most: int) -> int:
+    """The size of chunks, at most `most`: a larger one costs less CPU per byte, a smaller one waits less at a relay.
+
+    The largest power of two that passes the slowest uplink of those that forward in CHUNK_S.
+    """
+    if plan is None:
+        return most
+    forwarding = {parent for tree in plan.trees for parent in tree.parents}
+    slowest = min((plan.nodes[number].up for number in forwarding), default=0.0)
+    size = CHUNK_BYTES_MIN
+    while 2 * size <= slowest * CHUNK_S:
+        size *= 2
+    return min(most, size)
 
 
 @dataclass(frozen=True, slots=True)

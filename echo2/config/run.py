@@ -126,9 +126,9 @@ class LearnerSection(Section):
 
 
 class BroadcastSection(Section):
-    chunk_bytes: Annotated[Bytes, Field(ge=4096, le=4 << 20, description="The unit that the broadcast moves.")] = (
-        256 << 10
-    )
+    chunk_bytes: Annotated[
+        Bytes, Field(ge=4096, le=4 << 20, description="The largest chunk; less on slow uplinks.")
+    ] = 256 << 10
     delta_setting: Annotated[
         Literal["auto", "fast", "dense"], Field(description="Speed against size of deltas; auto: by link and cores.")
     ] = "auto"

@@ -24,7 +24,6 @@ from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.events import (
     Accuse,
-    Action,
     ChunkSeen,
     ChunkSent,
     Event,
@@ -34,13 +33,8 @@ from echo2.broadcast.events import (
     PeerUp,
     PlanSet,
     SealSeen,
-    SendCancel,
     SendChunk,
-    SendHave,
-    SendHeader,
-    SendRelayAck,
-    SendRequest,
-    SendSeal,
+    UplinkSeen,
     Wake,
     Wanted,
     Woken,
@@ -54,6 +48,7 @@ from echo2.broadcast.runtime.inbox import Inbox
 from echo2.broadcast.runtime.library import Library, LibraryLimits
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink
 from echo2.broadcast.runtime.meter import Meter
+from echo2.broadcast.runtime.outbox import control_frame
 from echo2.broadcast.runtime.progress import (
     ArtifactSealed,
     AvailableArtifact,
@@ -64,24 +59,27 @@ from echo2.broadcast.runtime.progress import (
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
+from echo2.broadcast.runtime.sockets import SocketWatch
 from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, Credentials
 from echo2.broadcast.runtime.transport import Connection, Transport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.session import Session
-from echo2.broadcast.topology import BroadcastPlan
+from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
 CONNECTIONS_MAX = 48
 HELLO_TIMEOUT_S = 10.0
 CONNECT_INTERVAL_S = 0.5
+UPLINK_INTERVAL_S = 0.1
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node takes part. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for trials."""
+    """How one node takes part. A chunk has at most `chunk_bytes`. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an
+    emulated link, for trials."""
 
     folder: Path
     chunk_bytes: int = 256 << 10
@@ -140,6 +138,7 @@ class BroadcastNode:
                 self._act(SealSeen(None, key, entry.seal.chunk_count))
         self._is_running = True
         self._spawn(self._keep_connected())
+        self._spawn(self._watch_uplink())
         self._update_wants()
 
     async def stop(self) -> None:
@@ -228,7 +227,8 @@ class BroadcastNode:
             artifact, self.credentials.run_id, lineage, time.time(), full_snapshot_bytes, is_pushed, self.peer_id
         ).signed(self.credentials.identity)
         self._enter_header(header)
-        sign = functools.partial(signed_chunks, self.options.chunk_bytes, self.credentials.identity)
+        size = chunk_bytes_for(self.session.plan, self.options.chunk_bytes)
+        sign = functools.partial(signed_chunks, size, self.credentials.identity)
         index, total = 0, 0
         digests: list[bytes] = []
         while (block := await asyncio.to_thread(next, blocks, None)) is not None:
@@ -328,6 +328,17 @@ class BroadcastNode:
                     self._spawn(self._dial(target, address))
             await asyncio.sleep(CONNECT_INTERVAL_S)
 
+    async def _watch_uplink(self) -> None:
+        """Tells the session how the connections fare while they carry something; looks every UPLINK_INTERVAL_S."""
+        watch, sent_before = SocketWatch(), -1
+        while True:
+            await asyncio.sleep(UPLINK_INTERVAL_S)
+            if self.meter.sent_bytes != sent_before or self.session.is_waiting:
+                sent_before = self.meter.sent_bytes
+                seen = watch.look()
+                if seen.delivered_bytes:
+                    self._act(UplinkSeen(seen.delivered_bytes, seen.queue_s))
+
     async def _dial(self, target: Target, address: str) -> None:
         try:
             connection = await self._transport.dial(address, target.peer_id)
@@ -420,7 +431,7 @@ class BroadcastNode:
             pulled_chunks=self.session.pulled_chunks,
             sent_by_artifact=dict(self.meter.sent_by_artifact),
             received_by_artifact=dict(self.meter.received_by_artifact),
-            uplink_bytes_per_s=self.meter.uplink_bytes_per_s,
+            uplink_bytes_per_s=self.session.governor.capacity_bytes_per_s or self.meter.uplink_bytes_per_s,
             newest_version_in_flight=newest.header.artifact.version if newest else 0,
             newest_chunks_held=len(newest.digests) if newest else 0,
             newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,
@@ -470,26 +481,9 @@ class BroadcastNode:
             elif (link := self._links.get(action.peer)) is not None:
                 if isinstance(action, SendChunk):
                     link.send_chunk(action)
-                elif (frame := self._control_frame(action)) is not None:
+                elif (frame := control_frame(action, self.library)) is not None:
                     with contextlib.suppress(ResourceError):  # it does not read: keepalive will end the link
                         link.send_control(frame)
-
-    def _control_frame(self, action: Action) -> bytes | None:
-        match action:
-            case SendHeader():
-                return self.library.header_frame(action.key)
-            case SendSeal():
-                return self.library.seal_frame(action.key)
-            case SendHave():
-                return wire.have_to_bytes(action.key, action.bitmap, action.is_sealed)
-            case SendRequest():
-                return wire.request_to_bytes(action.key, action.indices)
-            case SendCancel():
-                return wire.cancel_to_bytes(action.key, action.indices)
-            case SendRelayAck():
-                return wire.relay_ack_to_bytes(action.key, action.index, action.backlog)
-            case _:
-                return None
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

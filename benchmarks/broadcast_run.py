@@ -1,0 +1,196 @@
+"""Runs one scene of bench_broadcast: a process per node, in a namespace each or behind the transport's own shaper.
+
+Everyone says READY once it is connected, all are told GO, the seed notes when it begins; a worker is done when it has
+decoded the last verified block. Bytes are compared by SHA-256 afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.broadcast_scene import IP_OVERHEAD, RTT_S, Scene
+from benchmarks.wan.lab import Lab, LabHost, lab
+from echo2.base.ids import RunId
+from echo2.broadcast.identity import Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.runtime import tls
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = {
+    "echo2": "benchmarks.broadcast_peer", "star": "benchmarks.broadcast_peer",
+    "libtorrent": "benchmarks.broadcast_torrent", "libtorrent tuned": "benchmarks.broadcast_torrent",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Seconds and bytes of one run; `late` is the emulator's share of packets more than 5 ms late."""
+
+    method: str
+    slowest_s: float
+    bound_s: float
+    seed_sent_bytes: int
+    sent_bytes: int
+    duplicate_bytes: int
+    pulled: int
+    cpu_s: float
+    emulator_cpu_s: float
+    late: float
+    dropped: int
+    rss_mib: float
+    topology: str
+    times: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        return self.slowest_s / self.bound_s
+
+    @property
+    def cores_used(self) -> float:
+        return (self.cpu_s + self.emulator_cpu_s) / self.slowest_s
+
+
+def run(scene: Scene, method: str, *, in_lab: bool, congestion_control: str = "cubic") -> Outcome:
+    """Measures `method` (a key of PEERS) on the scene."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        folder = Path(name)
+        source = os.urandom(scene.size_bytes)
+        (folder / "source").write_bytes(source)
+        digest = hashlib.sha256(source).hexdigest()
+        del source
+        with _network(scene, in_lab, congestion_control) as made:
+            _prepare(folder, scene, method, made)
+            results = _Processes(folder, scene, method, made).measure()
+            stats = made.stats() if made is not None else {}
+    for result in results[1:]:
+        if result and result["sha256"] != digest:
+            raise RuntimeError(f"{result['name']}: expected sha256 {digest}, got {result['sha256']}")
+    return _outcome(scene, method, results, stats)
+
+
+@contextlib.contextmanager
+def _network(scene: Scene, in_lab: bool, congestion_control: str) -> Iterator[Lab | None]:
+    if not in_lab:
+        yield None
+        return
+    hosts = [
+        LabHost(n.name, n.up, n.down, n.region, scene.loss / 2, accepts_inbound=not n.is_natted) for n in scene.nodes
+    ]
+    with lab(hosts, RTT_S, congestion_control) as made:
+        yield made
+
+
+def _prepare(folder: Path, scene: Scene, method: str, made: Lab | None) -> None:
+    """Identities and certificates of a run made for this measurement, and what every process reads."""
+    coordinator = tls.load_or_create_identity(folder / "coordinator")
+    authority = RunAuthority.create(coordinator, RunId("bench"), time.time())
+    told: dict[str, Any] = scene.as_dict() | {"method": method, "is_shaped": made is None, "peer_ids": []}
+    for number, node in enumerate(told["nodes"]):
+        node["address"] = f"{made.address(number)}:7400" if made else f"127.0.0.1:{_free_port()}"
+        identity, key = tls.load_or_create_identity(folder / node["name"]), TlsKey.generate()
+        role = Role.LEARNER if number == 0 else Role.WORKER
+        issued = authority.issue(certificate_request(identity, key), role, time.time())
+        credentials = tls.Credentials(
+            identity, key.to_pem(), issued, authority.certificate_pem, RunId("bench"), coordinator.peer_id, "none:1"
+        )
+        tls.save_credentials(folder / node["name"], credentials)
+        told["peer_ids"].append(identity.peer_id)
+    (folder / "scene.json").write_text(json.dumps(told))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Processes:
+    """The nodes of one run, told what to do over their stdin."""
+
+    def __init__(self, folder: Path, scene: Scene, method: str, made: Lab | None) -> None:
+        self._folder, self._scene, self._method, self._lab = folder, scene, method, made
+        self._all: list[subprocess.Popen[str]] = []
+
+    def measure(self) -> list[dict[str, Any]]:
+        """One result per node; empty for a node that was killed."""
+        try:
+            self._all = [self._start(number) for number in range(len(self._scene.nodes))]
+            for number in range(len(self._all)):
+                if (word := self._line(number).strip()) != "READY":
+                    raise RuntimeError(f"{self._scene.nodes[number].name}: expected READY, got {word!r}")
+            for number in reversed(range(len(self._all))):  # the seed last
+                self._tell(number, "GO")
+            self._kill_one()
+            living = [number for number in range(len(self._all)) if number != self._scene.dies]
+            results: list[dict[str, Any]] = [{} for _ in self._all]
+            for number in living:
+                results[number] = json.loads(self._line(number))
+            for number in living:
+                self._tell(number, "STOP")
+            for number in living:
+                results[number] |= json.loads(self._line(number))
+            return results
+        finally:
+            for process in self._all:
+                process.kill()
+            for process in self._all:
+                process.wait(20)
+
+    def _kill_one(self) -> None:
+        if self._scene.dies is not None:
+            overhead = IP_OVERHEAD if self._lab is not None else 1.0
+            from_all = Scene(self._scene.kind, self._scene.nodes, self._scene.size_bytes, self._scene.chunk_bytes)
+            time.sleep(from_all.bound_s(overhead) / 2)
+            self._all[self._scene.dies].kill()
+
+    def _start(self, number: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", PEERS[self._method], str(self._folder), str(number)]
+        if self._lab is not None:
+            command = self._lab.command(number, *command)
+        log = (self._folder / f"{self._scene.nodes[number].name}.log").open("w")
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    def _tell(self, number: int, word: str) -> None:
+        stdin = self._all[number].stdin
+        assert stdin is not None
+        stdin.write(word + "\n")
+        stdin.flush()
+
+    def _line(self, number: int) -> str:
+        stdout = self._all[number].stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            name = self._scene.nodes[number].name
+            log = (self._folder / f"{name}.log").read_text()[-2000:]
+            raise RuntimeError(f"{name} ended early with code {self._all[number].wait(5)}:\n{log}")
+        return line
+
+
+def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: dict[str, Any]) -> Outcome:
+    begun = results[0]["begun_at"]
+    times = {r["name"]: r["done_at"] - begun for r in results[1:] if r}
+    living = [r for r in results if r]
+    return Outcome(
+        method=method, slowest_s=max(times.values()), bound_s=scene.bound_s(IP_OVERHEAD if stats else 1.0),
+        seed_sent_bytes=results[0]["sent"], sent_bytes=sum(r["sent"] for r in living),
+        duplicate_bytes=sum(r["duplicates"] for r in living), pulled=sum(r["pulled"] for r in living),
+        cpu_s=sum(r["cpu_s"] for r in living), emulator_cpu_s=stats.get("cpu_s", 0.0),
+        late=stats["late_frames"] / max(1, stats["frames"]) if stats else 0.0,
+        dropped=sum(h["up_dropped"] + h["down_dropped"] for h in stats["hosts"]) if stats else 0,
+        rss_mib=max(r["rss_mib"] for r in living), topology=results[0]["topology"], times=times,
+    )  # fmt: skip

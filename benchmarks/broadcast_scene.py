@@ -1,0 +1,106 @@
+"""What bench_broadcast measures: fleets, their links, the fluid bound, and the ratios asked for.
+
+The WAN of the table: a seed of 200 Mbit/s up; workers of 100 up and 200 down, or of 50-200 up and 150-400 down; three
+regions 20-100 ms apart. All rates are multiplied by the scene's scale, so that the machine's cores are not the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MBIT = 125_000.0
+MIB = 1 << 20
+REGIONS = ("use", "usw", "eu")
+RTT_S = {
+    ("eu", "eu"): 0.02, ("use", "use"): 0.02, ("usw", "usw"): 0.02,
+    ("eu", "use"): 0.08, ("eu", "usw"): 0.10, ("use", "usw"): 0.06,
+}  # fmt: skip
+HETEROGENEOUS_UP = (50, 200, 75, 100, 150, 50, 100, 75)
+HETEROGENEOUS_DOWN = (150, 400, 200, 200, 300, 200, 400, 150)
+IP_OVERHEAD = 1500 / 1448
+TARGETS = {
+    ("homogeneous", 4): 1.08, ("homogeneous", 8): 1.10, ("homogeneous", 16): 1.15,
+    ("heterogeneous", 4): 1.08, ("heterogeneous", 8): 1.12, ("heterogeneous", 16): 1.15,
+    ("homogeneous, one dies at half time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SceneNode:
+    """One host; rates in bytes/s. `rtt_s` is to the seed's region, which is what a planner knows of it."""
+
+    name: str
+    up: float
+    down: float
+    region: str
+    rtt_s: float
+    is_natted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """`nodes[0]` is the seed. `dies`: a worker that is killed at half of the bound."""
+
+    kind: str
+    nodes: tuple[SceneNode, ...]
+    size_bytes: int
+    chunk_bytes: int
+    loss: float = 0.0
+    dies: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> int:
+        return len(self.nodes) - 1
+
+    @property
+    def name(self) -> str:
+        kind = self.kind
+        if self.dies is not None:
+            kind += ", one dies at half time"
+        if any(node.is_natted for node in self.nodes):
+            kind += f", {sum(node.is_natted for node in self.nodes)} behind NAT, {100 * self.loss:.1f} % loss"
+        return kind
+
+    @property
+    def target(self) -> float | None:
+        return TARGETS.get((self.name, self.workers))
+
+    def bound_s(self, overhead: float) -> float:
+        """The fluid bound; of the survivors from the moment when one dies."""
+        size = self.size_bytes * overhead
+        whole = fluid_s(self.nodes, size)
+        if self.dies is None:
+            return whole
+        left = [node for number, node in enumerate(self.nodes) if number != self.dies]
+        return max(whole, whole / 2 + fluid_s(left, size) / 2)
+
+    def optimum_seed_bytes(self) -> float:
+        """What the seed has to send at the bound: what the workers' uplinks cannot carry, and all of it once."""
+        took = fluid_s(self.nodes, self.size_bytes)
+        carried = sum(node.up for node in self.nodes[1:]) * took
+        return max(self.size_bytes, self.workers * self.size_bytes - carried)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def fluid_s(nodes: tuple[SceneNode, ...] | list[SceneNode], size_bytes: float) -> float:
+    seed, workers = nodes[0], nodes[1:]
+    total = seed.up + sum(worker.up for worker in workers)
+    slowest = min(worker.down for worker in workers)
+    return max(size_bytes / seed.up, size_bytes / slowest, len(workers) * size_bytes / total)
+
+
+def make_scene(
+    kind: str, workers: int, *, scale: float, mib: float, chunk_kib: int, dies: int | None = None, natted: int = 0,
+    loss: float = 0.0,
+) -> Scene:  # fmt: skip
+    nodes = [SceneNode("seed", 200 * MBIT * scale, 400 * MBIT * scale, "use", 0.02)]
+    for i in range(workers):
+        up, down = (100, 200) if kind == "homogeneous" else (HETEROGENEOUS_UP[i % 8], HETEROGENEOUS_DOWN[i % 8])
+        region = REGIONS[i % 3]
+        rtt_s = RTT_S[(min(region, "use"), max(region, "use"))]
+        nodes.append(SceneNode(f"w{i}", up * MBIT * scale, down * MBIT * scale, region, rtt_s, i < natted))
+    return Scene(kind, tuple(nodes), int(mib * MIB), chunk_kib << 10, loss, dies)

@@ -1,0 +1,82 @@
+"""A relay's duties: whom it passes a chunk on to by the plan, and when the chunk's giver hears that all have it.
+
+Guarantees: routes of the last PLANS_KEPT plans are known; a giver is told once per chunk. Leaves to others: queues and
+sending (session).
+"""
+
+from __future__ import annotations
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import Route, SendRelayAck
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.swarm import Ref, RelayJob
+from echo2.broadcast.topology import BroadcastPlan
+
+PLANS_KEPT = 3
+
+
+class Relaying:
+    """Of the node `me`."""
+
+    def __init__(self, me: PeerId) -> None:
+        self._me = me
+        self._plans: dict[int, BroadcastPlan] = {}
+        self._children: dict[Route, tuple[tuple[PeerId, bool], ...]] = {}
+        self._jobs: dict[Ref, RelayJob] = {}
+
+    def set_plan(self, plan: BroadcastPlan) -> None:
+        self._plans[plan.epoch] = plan
+        for old in sorted(self._plans)[:-PLANS_KEPT]:
+            del self._plans[old]
+        self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
+
+    def children_in(self, route: Route) -> tuple[tuple[PeerId, bool], ...]:
+        """Our children in a tree, and whether each has children itself."""
+        known = self._children.get(route)
+        if known is not None:
+            return known
+        plan = self._plans.get(route.epoch)
+        mine = plan.index_of(self._me) if plan is not None else None
+        found: tuple[tuple[PeerId, bool], ...] = ()
+        if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
+            children = plan.trees[route.tree].children()
+            found = tuple((plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
+            self._children[route] = found
+        return found
+
+    def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[SendRelayAck]:
+        """`waiting` are the children that are to be sent the chunk."""
+        if waiting:
+            self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
+            return []
+        return self._acknowledgement(parent, ref) if has_children else []
+
+    def done(self, ref: Ref, child: PeerId) -> list[SendRelayAck]:
+        """The child has the chunk, or will not get it from us."""
+        job = self._jobs.get(ref)
+        if job is None:
+            return []
+        job.waiting.discard(child)
+        if job.waiting:
+            return []
+        del self._jobs[ref]
+        return self._acknowledgement(job.parent, ref)
+
+    def give_up(self, child: PeerId) -> list[SendRelayAck]:
+        """The child gets nothing more from us."""
+        return [ack for ref in self._owed_to(child) for ack in self.done(ref, child)]
+
+    def forget(self, key: ArtifactKey) -> None:
+        for ref in [ref for ref in self._jobs if ref[0] == key]:
+            del self._jobs[ref]
+
+    def _owed_to(self, child: PeerId) -> list[Ref]:
+        return [ref for ref, job in self._jobs.items() if child in job.waiting]
+
+    def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[SendRelayAck]:
+        """The backlog counts sends to come per child, so that one slow child does not hide that the others idle."""
+        if parent is None:
+            return []
+        jobs = [job for job in self._jobs.values() if job.parent == parent]
+        backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
+        return [SendRelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog)]

@@ -1,0 +1,184 @@
+"""What every transport guarantees: the same scenes on gRPC with mutual TLS and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc.aio
+import pytest
+
+from echo2.base.errors import Unreachable
+from echo2.base.ids import RunId
+from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.transport import Connection, Transport
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransport
+
+RUN = RunId("contract")
+KINDS = ("grpc", "memory")
+FRAME_BYTES = 64 << 10
+
+
+@dataclass
+class End:
+    """One node: what it accepted waits in `accepted`."""
+
+    identity: Identity
+    transport: Transport
+    address: str
+    accepted: asyncio.Queue[Connection] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    server: grpc.aio.Server | None = None
+
+    async def accept(self, connection: Connection) -> None:
+        await self.accepted.put(connection)
+        await self.ended.wait()
+
+
+class World:
+    """Nodes of one run on one kind of transport."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+        self.network = MemoryNetwork()
+        self.ends: list[End] = []
+
+    async def node(self) -> End:
+        identity = Identity.generate()
+        if self.kind == "memory":
+            memory = MemoryTransport(self.network, identity.peer_id)
+            end = End(identity, memory, f"memory:{len(self.ends)}")
+            memory.listen(end.address, end.accept)
+        else:
+            key = TlsKey.generate()
+            issued = self.authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
+            credentials = tls.Credentials(
+                identity, key.to_pem(), issued, self.authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
+            )
+            grpc_transport, server = GrpcTransport(credentials), tls.new_server()
+            end = End(identity, grpc_transport, "", server=server)
+            grpc_transport.add_to_server(server, end.accept)
+            port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(credentials))
+            end.address = f"127.0.0.1:{port}"
+            await server.start()
+        self.ends.append(end)
+        return end
+
+
+@asynccontextmanager
+async def world(kind: str) -> AsyncIterator[World]:
+    made = World(kind)
+    try:
+        yield made
+    finally:
+        for end in made.ends:
+            end.ended.set()
+            await end.transport.close()
+            if end.server is not None:
+                await end.server.stop(0)
+
+
+async def _pair(w: World) -> tuple[Connection, Connection, End, End]:
+    """The dialler's end, the other's, and both nodes. The first frame makes the stream known to the other side."""
+    first, second = await w.node(), await w.node()
+    ours = await first.transport.dial(second.address, second.identity.peer_id)
+    await ours.send(b"first")
+    theirs = await asyncio.wait_for(second.accepted.get(), 10)
+    assert await theirs.receive() == b"first"
+    return ours, theirs, first, second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ends_know_each_other_and_frames_keep_their_order_both_ways(kind: str) -> None:
+    async def scene() -> None:
+        async with world(kind) as w:
+            ours, theirs, first, second = await _pair(w)
+            assert (ours.peer.peer_id, theirs.peer.peer_id) == (second.identity.peer_id, first.identity.peer_id)
+            assert ours.is_outgoing and not theirs.is_outgoing
+            frames = [random.Random(i).randbytes(size) for i, size in enumerate((0, 1, 100_000, 3, 1 << 20, 17))]
+
+            async def talk(sender: Connection, receiver: Connection) -> list[bytes | None]:
+                sending = asyncio.gather(*[_send_all(sender, frames)])
+                got = [await receiver.receive() for _ in frames]
+                await sending
+                return got
+
+            assert await asyncio.gather(talk(ours, theirs), talk(theirs, ours)) == [frames, frames]
+            await ours.close()
+
+    asyncio.run(scene())
+
+
+async def _send_all(connection: Connection, frames: list[bytes]) -> None:
+    for frame in frames:
+        await connection.send(frame)
+
+
+@pytest.mark.parametrize("closer", ["dialler", "acceptor"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_close_the_other_side_reads_the_end_and_cannot_send(kind: str, closer: str) -> None:
+    async def scene() -> None:
+        async with world(kind) as w:
+            ours, theirs, _, second = await _pair(w)
+            closing, other = (ours, theirs) if closer == "dialler" else (theirs, ours)
+            await closing.close()
+            if closer == "acceptor":
+                second.ended.set()  # the acceptor's handler returns, as a node's does after a close
+            assert await asyncio.wait_for(other.receive(), 10) is None
+            with pytest.raises(Unreachable):
+                for _ in range(200):
+                    await asyncio.wait_for(other.send(bytes(1000)), 10)
+            with pytest.raises(Unreachable):
+                await asyncio.wait_for(closing.send(b"more"), 10)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sending_waits_while_the_other_side_does_not_read(kind: str) -> None:
+    async def scene() -> None:
+        async with world(kind) as w:
+            ours, theirs, _, _ = await _pair(w)
+            limit = 1024  # frames of 64 KiB: 64 MiB, far beyond what a transport may hold
+            sent = 0
+
+            async def flood() -> None:
+                nonlocal sent
+                for _ in range(limit):
+                    await ours.send(bytes(FRAME_BYTES))
+                    sent += 1
+
+            flooding = asyncio.create_task(flood())
+            held = -1
+            while sent != held:  # until a second passes without progress
+                held = sent
+                await asyncio.wait({flooding}, timeout=1.0)
+            assert sent < limit / 2, f"{sent} frames were taken though nobody read"
+            for _ in range(limit):
+                assert await asyncio.wait_for(theirs.receive(), 10) is not None
+            await flooding
+            await ours.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_and_somebody_else_at_an_address_are_unreachable(kind: str) -> None:
+    async def scene() -> None:
+        async with world(kind) as w:
+            first, second = await w.node(), await w.node()
+            stranger = Identity.generate().peer_id
+            with pytest.raises(Unreachable, match="refused, or it is another peer"):
+                await first.transport.dial(second.address, stranger)
+            empty = "127.0.0.1:1" if kind == "grpc" else "memory:nobody"
+            with pytest.raises(Unreachable):
+                await first.transport.dial(empty, second.identity.peer_id)
+
+    asyncio.run(scene())
