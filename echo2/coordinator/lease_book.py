@@ -167,6 +167,8 @@ class LeaseBook:
         for spec in groups:
             known = self.groups.get(spec.group_id)
             if known is not None:
+                if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
+                    yield from self._take_turn(known, spec)
                 if known.phase is Phase.PRODUCED:  # the learner says that it is not whole after all
                     yield from self._requeue(known, now)
                 continue
@@ -176,6 +178,16 @@ class LeaseBook:
             self.groups[spec.group_id] = opened
             self._enqueue(opened)
             yield SaveGroup(spec.group_id)
+
+    def _take_turn(self, group: OpenGroup, spec: GroupSpec) -> Iterator[Action]:
+        """The group's turn comes at another step than it was offered for."""
+        is_queued = group.phase is Phase.QUEUED
+        if is_queued:
+            self._queue.remove(self._key(group))
+        group.spec = spec
+        if is_queued:
+            self._enqueue(group)
+        yield SaveGroup(spec.group_id)
 
     def _synced(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
         wanted = {spec.group_id for spec in groups}

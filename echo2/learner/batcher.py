@@ -10,7 +10,7 @@ another id. Leaves to others: drawing prompts and tokenising (runtime/prompts), 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
@@ -125,6 +125,21 @@ class Batcher:
         rollouts = [empty_rollout(group_id, index) for index in range(spec.rollout_count)]
         self.groups[group_id] = Group(spec, draw, rollouts)
         return spec
+
+    def move_up(self) -> list[GroupSpec]:
+        """Groups that are due earlier than was told, because others before them were closed; they are to be offered anew.
+
+        A group that waits for a version newer than its turn needs would wait for ever once the groups before it are
+        gone: the version comes only with a step, and the step needs the group.
+        """
+        moved: list[GroupSpec] = []
+        in_turn = sorted(self.groups.values(), key=lambda group: (not group.is_sampled, group.spec.consume_step))
+        for place, group in enumerate(in_turn):
+            step = self.next_step + place // self.config.groups_per_step
+            if step < group.spec.consume_step and not group.is_sampled:
+                group.spec = replace(group.spec, consume_step=step)
+                moved.append(group.spec)
+        return moved
 
     def incomplete_specs(self) -> list[GroupSpec]:
         """Groups that still need a worker, oldest first."""

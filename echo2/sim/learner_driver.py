@@ -151,6 +151,7 @@ class LearnerDriver:
         self.cursor = max(self.cursor, self.history.cursor)
         self._opened_in = dict(self.history.opened_in)
         self._train_again()
+        self.batcher.move_up()
 
     def _is_forgotten(self, record: object) -> bool:
         return self.scene.sabotage is Sabotage.LEDGER_FORGETS and isinstance(record, Drawn)
@@ -195,6 +196,8 @@ class LearnerDriver:
         for reason in dict.fromkeys(closure.reason for closure in closures):
             ids = tuple(closure.group_id for closure in closures if closure.reason == reason)
             self._send(le.GroupsClosed(ids, reason))
+        if any(closure.reason != "complete" for closure in closures) and (moved := self.batcher.move_up()):
+            self._send(le.GroupsOffered(tuple(moved)))
         if self.is_drawing:
             wanted = groups_wanted(self.offers, self.planned_cap, self.batcher.in_flight_groups)
             specs = tuple(self._open_next() for _ in range(wanted))

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from echo2.base.errors import (
     CorruptChunk,
     EchoError,
@@ -39,6 +41,7 @@ class Entry:
     header: Header
     seal: Seal | None = None
     digests: dict[int, bytes] = field(default_factory=dict)
+    checks: dict[int, int] = field(default_factory=dict)  # of the frames, to see cheaply that the disk kept them
     held_bytes: int = 0
     memory: dict[int, bytes] = field(default_factory=dict)
     is_on_disk: bool = True
@@ -96,6 +99,7 @@ class Library:
                 case "chunk" if entry is not None:
                     chunk = wire.chunk_from(message.chunk)
                     entry.digests[chunk.index] = chunk.verify(entry.header.publisher)
+                    entry.checks[chunk.index] = xxhash.xxh3_64_intdigest(frame)
                     entry.held_bytes += len(chunk.payload)
                     records.chunks[chunk.index] = (offset, len(frame))
                 case "seal" if entry is not None:
@@ -154,6 +158,7 @@ class Library:
         else:
             self._keep_in_memory(entry, chunk.index, frame, LimitExceeded("no file for this artifact"))
         entry.digests[chunk.index] = digest
+        entry.checks[chunk.index] = xxhash.xxh3_64_intdigest(frame)
         entry.held_bytes += len(chunk.payload)
         self._check_root(entry)
         return dropped
@@ -200,11 +205,16 @@ class Library:
     # ---- giving out
 
     def frame(self, key: ArtifactKey, index: int) -> bytes | None:
-        """A chunk as it goes over the wire."""
+        """A chunk as it goes over the wire; None where it is not here, or the disk changed it: a peer would ban us."""
         entry = self.entries.get(key)
         if entry is None:
             return None
-        return entry.memory.get(index) or self.store.chunk(key, index)
+        found = entry.memory.get(index) or self.store.chunk(key, index)
+        if found is not None and xxhash.xxh3_64_intdigest(found) != entry.checks.get(index):
+            self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
+            log.error("%s; it is not served", self.trouble)
+            return None
+        return found
 
     def chunk(self, key: ArtifactKey, index: int) -> Chunk:
         """A chunk read back for decoding; CorruptChunk when the disk changed it."""

@@ -126,6 +126,8 @@ class Intake:
                 self._retries.append(closure.retry)
         for reason in dict.fromkeys(closure.reason for closure in closures):
             self.on_close(_ids_of(closures, reason), reason)
+        if any(closure.reason != "complete" for closure in closures) and (moved := self.batcher.move_up()):
+            self.on_offer(moved)
         if self.is_offering:
             self._offer()
 
@@ -191,6 +193,7 @@ class Intake:
         """Takes up what a journal gave back; the batcher has its groups already."""
         self.cursor = max(self.cursor, history.cursor)
         self._opened_in = dict(history.opened_in)
+        self.batcher.move_up()  # the journal has the steps that groups were first offered for
 
     async def close(self) -> None:
         """Ends scoring; what was admitted stays in the journal."""

@@ -47,6 +47,18 @@ def test_most_urgent_group_goes_first_and_a_worker_that_is_too_old_gets_none() -
     assert [grant.group.group_id for grant in granted] == ["next", "late"]
 
 
+def test_a_group_offered_again_for_an_earlier_step_takes_its_new_turn() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g", 9), spec("h", 9))), 0.0)
+    assert ready(one, WORKERS[0], version=3) == []
+    actions = one.handle(le.GroupsOffered((spec("h", 6),)), 1.0)
+    assert le.SaveGroup(GroupId("h")) in actions
+    assert [(grant.group.group_id, grant.group.consume_step) for grant in grants(actions)] == [("h", 6)]
+    assert one.handle(le.GroupsOffered((spec("h", 5),)), 2.0) == [le.SaveGroup(GroupId("h"))]
+    assert one.groups[GroupId("h")].phase is le.Phase.LEASED
+    assert one.queued == 1
+
+
 def test_silent_lease_expires_to_another_worker_as_a_continuation_and_progress_renews() -> None:
     one = book()
     one.handle(le.GroupsOffered((spec("g"),)), 0.0)

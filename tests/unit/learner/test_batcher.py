@@ -69,6 +69,21 @@ def test_groups_that_grow_stale_first_are_trained_first() -> None:
     assert batch is not None and batch.groups[0].spec.group_id == older
 
 
+def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
+    """Else they wait for a version that comes only with the step that waits for them."""
+    batcher = new_batcher(per_step=2)  # one group a step
+    ids = [batcher.open_group(draw(cursor), cursor).group_id for cursor in range(4)]
+    fill(batcher, ids[0])
+    assert batcher.move_up() == []
+    for index in range(2):  # the rewards of the second group fail: it is closed untrained
+        assert batcher.receive(piece(ids[1], index, [9, STOP]), 0).verdict is Verdict.ADMITTED
+        batcher.reward(ids[1], index, None)
+    moved = batcher.move_up()
+    assert [(spec.group_id, spec.consume_step) for spec in moved] == [(ids[2], 1), (ids[3], 2)]
+    assert [spec.consume_step for spec in batcher.incomplete_specs()] == [1, 2]
+    assert batcher.move_up() == []
+
+
 def test_a_stale_segment_is_refused_at_admission_and_its_prompt_offered_again() -> None:
     batcher = new_batcher(bound=1, per_step=2)
     late = batcher.open_group(draw(0), 0).group_id
