@@ -247,10 +247,8 @@ class Storm:
         self._for(seconds, undo)
 
     def _bit_rot(self, whom: str, seconds: float) -> bool:
-        if whom == "coordinator":
-            return False
-        store = self.cluster.learner.chunks if whom == "learner" else self.cluster.machines[whom].disk
-        return store.rot(self.rng) is not None
+        """Of workers only: what rots in the publisher's own store and is held by nobody else is not made again."""
+        return self._is_worker(whom) and self.cluster.machines[whom].disk.rot(self.rng) is not None
 
     def _slow(self, whom: str, seconds: float) -> bool:
         if not self._is_worker(whom):

@@ -1,0 +1,414 @@
+"""Every decoder of bytes and text that come from elsewhere, as targets for mutated input.
+
+A target takes bytes and must return or raise `EchoError`; anything else, a hang or an allocation beyond its limit is a
+failure. Seeds are valid inputs, kept under tests/fixtures/corpus/TARGET; mutations of them reach the deep parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import struct
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+from google.protobuf.message import DecodeError, Message
+
+from echo2.base.errors import EchoError, MalformedMessage
+from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
+from echo2.broadcast.delta import (
+    Decoder,
+    DeltaHeader,
+    FrameReader,
+    HostWeights,
+    encode_delta,
+    encode_keyframe,
+    join_frames,
+)
+from echo2.broadcast.delta.container import parse_frame
+from echo2.broadcast.identity import Identity, JoinLink
+from echo2.config.load import load_config
+from echo2.learner.runtime.journal import read_journal
+from echo2.wire import broadcast as bw
+from echo2.wire import coordinator as cw
+from echo2.wire import rollout as rw
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
+from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
+from tests.unit.broadcast.delta.models import KEY, gaussian_pair
+
+CORPUS = Path(__file__).parent / "fixtures" / "corpus"
+INPUT_BYTES_MAX = 1 << 16
+SECONDS_MAX = 5.0
+GROWN_BYTES_MAX = 512 << 20
+"""No input of this size may make a decoder take more; the limits of the decoders themselves are far lower."""
+
+_OLD, _NEW = gaussian_pair(rows=16)
+_HOST = HostWeights.from_tensors(_OLD, Version(41), KEY)
+_HEADER = DeltaHeader(
+    target_version=Version(42), parent_version=Version(41), parent_fingerprint=_HOST.fingerprint(KEY), fingerprint_key=KEY,
+    block_elements=512,
+)  # fmt: skip
+_DELTA = list(encode_delta(_OLD, _NEW, _HEADER))
+_COORDINATOR = Identity.from_private_bytes(bytes(range(32)))
+_WORKER = Identity.from_private_bytes(bytes(range(1, 33)))
+_FOLDER = tempfile.TemporaryDirectory(prefix="echo2-fuzz-")
+
+
+def _parsed(kind: type[Message], data: bytes) -> Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:  # gRPC answers such a message itself
+        raise MalformedMessage(str(error)) from None
+
+
+def _container(data: bytes) -> None:
+    decoder = Decoder(_HOST)
+    for frame in FrameReader().feed(data):
+        decoder.feed(frame)
+    decoder.finish()
+
+
+def _resealed(data: bytes) -> None:
+    """A frame in the place of another with its checksum made right: what a sender that lies on purpose can do."""
+    frames = list(_DELTA)
+    body = data[1:-8] if len(data) > 9 else data
+    frames[data[0] % len(frames) if data else 0] = body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+    decoder = Decoder(_HOST)
+    for frame in frames:
+        decoder.feed(frame)
+    decoder.finish()
+
+
+def _keyframe(data: bytes) -> None:
+    decoder = Decoder(HostWeights.empty())
+    for frame in FrameReader().feed(data):
+        decoder.feed(frame)
+    decoder.finish()
+
+
+def _peer_message(data: bytes) -> None:
+    message = bw.parse(data, "peer x")
+    match message.WhichOneof("kind"):
+        case "header":
+            bw.header_from(message.header).verify()
+        case "chunk":
+            bw.chunk_from(message.chunk).verify(_COORDINATOR.peer_id)
+            bw.route_of(message)
+        case "seal":
+            bw.seal_from(message.seal).verify(_COORDINATOR.peer_id)
+        case "have":
+            bw.have_from(message.have)
+        case "request":
+            bw.indices_from(message.request)
+        case "cancel":
+            bw.indices_from(message.cancel)
+        case "relay_ack":
+            bw.relay_ack_from(message.relay_ack)
+        case _:
+            pass
+
+
+def _worker_message(data: bytes) -> None:
+    message = _parsed(coordinator_pb2.WorkerMessage, data)
+    assert isinstance(message, coordinator_pb2.WorkerMessage)
+    match message.WhichOneof("kind"):
+        case "hello":
+            cw.worker_hello_from_message(message.hello, "a worker")
+        case "heartbeat":
+            cw.heartbeat_from_message(message.heartbeat, "a worker")
+        case "lease_ended":
+            cw.end_reason_from_message(message.lease_ended)
+        case _:
+            pass
+
+
+def _learner_message(data: bytes) -> None:
+    message = _parsed(coordinator_pb2.LearnerMessage, data)
+    assert isinstance(message, coordinator_pb2.LearnerMessage)
+    match message.WhichOneof("kind"):
+        case "hello":
+            cw.learner_hello_from_message(message.hello, "a learner")
+        case "report":
+            cw.learner_report_from_message(message.report, "a learner")
+        case "published":
+            cw.published_from_message(message.published, "a learner")
+        case "offer":
+            cw.groups_from_messages(message.offer.groups, "a learner")
+        case _:
+            pass
+
+
+def _worker_order(data: bytes) -> None:
+    message = _parsed(coordinator_pb2.WorkerOrder, data)
+    assert isinstance(message, coordinator_pb2.WorkerOrder)
+    match message.WhichOneof("kind"):
+        case "lease_grant":
+            rw.group_from_message(message.lease_grant.group)
+        case "broadcast_plan":
+            bw.plan_from_message(message.broadcast_plan)
+        case _:
+            pass
+
+
+def _report(data: bytes) -> None:
+    message = _parsed(ingest_pb2.RolloutReport, data)
+    assert isinstance(message, ingest_pb2.RolloutReport)
+    rw.segments_from_report(message)
+    verify_ticket(message.ticket, RunId("r"), _COORDINATOR.peer_id, _WORKER.peer_id)
+
+
+def _verdict(data: bytes) -> None:
+    message = _parsed(ingest_pb2.RolloutVerdict, data)
+    assert isinstance(message, ingest_pb2.RolloutVerdict)
+    rw.verdicts_from_message(message)
+
+
+def _partials(data: bytes) -> None:
+    message = _parsed(ingest_pb2.GetPartialsReply, data)
+    assert isinstance(message, ingest_pb2.GetPartialsReply)
+    rw.rollouts_from_partials(message)
+
+
+def _ticket(data: bytes) -> None:
+    message = _parsed(rollout_pb2.LeaseTicket, data)
+    assert isinstance(message, rollout_pb2.LeaseTicket)
+    verify_ticket(message, RunId("r"), _COORDINATOR.peer_id, _WORKER.peer_id)
+
+
+def _plan(data: bytes) -> None:
+    message = _parsed(broadcast_pb2.BroadcastPlan, data)
+    assert isinstance(message, broadcast_pb2.BroadcastPlan)
+    bw.plan_from_message(message)
+
+
+def _join_link(data: bytes) -> None:
+    JoinLink.parse(data.decode("utf-8", "replace"))
+
+
+def _config(data: bytes) -> None:
+    path = Path(_FOLDER.name) / "run.toml"
+    path.write_bytes(data)
+    load_config([path])
+
+
+def _journal(data: bytes) -> None:
+    """Each input is the payload of one record with a right checksum, then the raw bytes."""
+    folder = Path(_FOLDER.name)
+    framed = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
+    (folder / "segment-00000000.log").write_bytes(framed + data)
+    read_journal(folder, Step(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    decode: Callable[[bytes], object]
+
+
+TARGETS = {
+    one.name: one
+    for one in (
+        Target("delta_container", _container),
+        Target("keyframe_container", _keyframe),
+        Target("delta_frame", parse_frame),
+        Target("delta_resealed", _resealed),
+        Target("peer_message", _peer_message),
+        Target("worker_message", _worker_message),
+        Target("learner_message", _learner_message),
+        Target("worker_order", _worker_order),
+        Target("rollout_report", _report),
+        Target("rollout_verdict", _verdict),
+        Target("partials_reply", _partials),
+        Target("lease_ticket", _ticket),
+        Target("broadcast_plan", _plan),
+        Target("join_link", _join_link),
+        Target("config", _config),
+        Target("journal", _journal),
+    )
+}
+
+
+class Fuzzer:
+    """Mutates the corpus of one target. Same seed, same inputs. `outcomes` counts accepted inputs and refusals."""
+
+    def __init__(self, target: Target, seed: int) -> None:
+        self.target = target
+        self.rng = random.Random(f"{target.name}/{seed}")
+        self.seeds = [path.read_bytes() for path in sorted((CORPUS / target.name).iterdir())]
+        assert self.seeds, f"no corpus for {target.name}"
+        self.outcomes: Counter[str] = Counter()
+        self.slowest_s = 0.0
+
+    def run(self, executions: int) -> None:
+        """Raises what a decoder should not have raised, with the input in its notes."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(executions):
+            self.once(self.mutated())
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        assert grown < GROWN_BYTES_MAX, f"{self.target.name}: memory grew by {grown} bytes"
+
+    def once(self, data: bytes) -> None:
+        began = time.perf_counter()
+        try:
+            self.target.decode(data)
+            self.outcomes["accepted"] += 1
+        except EchoError as error:
+            self.outcomes[type(error).__name__] += 1
+        except BaseException as error:
+            error.add_note(f"target {self.target.name}, input {data.hex()}")
+            raise
+        took_s = time.perf_counter() - began
+        self.slowest_s = max(self.slowest_s, took_s)
+        assert took_s < SECONDS_MAX, f"{self.target.name} took {took_s:.1f} s over {data.hex()}"
+
+    def mutated(self) -> bytes:
+        rng, data = self.rng, bytearray(self.rng.choice(self.seeds))
+        for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
+            _mutate(data, rng, self.seeds)
+        return bytes(data[:INPUT_BYTES_MAX])
+
+
+def _mutate(data: bytearray, rng: random.Random, seeds: list[bytes]) -> None:
+    at = rng.randrange(len(data) + 1)
+    match rng.randrange(8):
+        case 0 if data:
+            data[at % len(data)] ^= 1 << rng.randrange(8)
+        case 1 if data:
+            data[at % len(data)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        case 2:
+            del data[at : at + rng.choice((1, 2, 8, 64))]
+        case 3:
+            data[at:at] = rng.randbytes(rng.choice((1, 4, 8, 32)))
+        case 4:  # numbers at their limits, as fixed width and as varint
+            number = rng.choice((b"\xff" * 4, b"\xff" * 8, b"\x00" * 8, b"\xff" * 9 + b"\x01", b"\x80" * 9 + b"\x01"))
+            data[at : at + len(number)] = number
+        case 5:
+            data[at:at] = data[rng.randrange(len(data) + 1) :][:256]
+        case 6:
+            other = rng.choice(seeds)
+            begin = rng.randrange(len(other) + 1)
+            data[at:] = other[begin:]
+        case _:
+            del data[at:]
+
+
+# ---- the corpus
+
+
+def write_corpus() -> None:
+    """Valid inputs of every target. Run it when a format changes: `python -m tests.fuzz_targets`."""
+    for name, seeds in _valid_inputs():
+        folder = CORPUS / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, data in enumerate(seeds):
+            (folder / f"valid-{number}").write_bytes(data)
+
+
+def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
+    from tests.unit.wire.test_rollout import MESSAGES, SEGMENT, report_message
+
+    keyframe = list(encode_keyframe(_NEW, DeltaHeader(target_version=Version(42), fingerprint_key=KEY)))
+    yield "delta_container", [join_frames(iter(_DELTA))]
+    yield "keyframe_container", [join_frames(iter(keyframe))]
+    yield "delta_frame", [*_DELTA[:3], _DELTA[-1], keyframe[0], keyframe[-1]]
+    yield "delta_resealed", [bytes([i]) + frame for i, frame in enumerate(_DELTA[:4])]
+    yield from _peer_inputs()
+    yield from _coordinator_inputs()
+    wire = {name: message.SerializeToString() for name, message in MESSAGES.items()}
+    yield "rollout_report", [report_message().SerializeToString()]
+    yield "rollout_verdict", [wire["rollout_verdict"]]
+    whole = rw.segment_to_message(replace(SEGMENT, offset=0))
+    yield "partials_reply", [ingest_pb2.GetPartialsReply(rollouts=[whole]).SerializeToString()]
+    given = Ticket(LeaseId("l-1"), GroupId("g-17"), _WORKER.peer_id, 2, 2e9, RunId("r"))
+    signed = sign_ticket(given, _COORDINATOR)
+    yield "lease_ticket", [signed.SerializeToString()]
+    yield (
+        "join_link",
+        [f"echo2://10.0.0.7:8418/{_COORDINATOR.peer_id}?token={'A' * 43}".encode(), b"echo2://[::1]:1/x?token="],
+    )
+    config = 'preset = "wan"\n[run]\nname = "r"\n[staleness]\nbound = 4\n[learner]\nlr = 1e-6\nsteps = 3\n'
+    yield "config", [config.encode(), b'[worker]\nemulated_uplink = "20mbit/s"\nstore_bytes = "4MiB"\n']
+    yield "journal", list(_journal_inputs())
+
+
+def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
+    from echo2.broadcast.events import Route
+    from echo2.broadcast.manifest import ArtifactId, Chunk, Header, Seal, root_of
+    from echo2.broadcast.topology import NodeLink
+    from echo2.broadcast.trees import plan
+
+    made = Header(ArtifactId(Version(5), Version(4)), RunId("r"), "", 1.0, 4096, True, _COORDINATOR.peer_id)
+    header = made.signed(_COORDINATOR)
+    chunk = Chunk.make(header.key, 0, True, b"payload" * 9, _COORDINATOR)
+    seal = Seal(header.key, 1, 63, root_of([chunk.verify(_COORDINATOR.peer_id)]), "ab" * 8).signed(_COORDINATOR)
+    frame = bw.chunk_to_bytes(chunk)
+    yield "peer_message", [
+        bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, bw.addressed(frame, Route(3, 1), True),
+        bw.seal_to_bytes(seal), bw.have_to_bytes(header.key, 0b1011, True), bw.request_to_bytes(header.key, (0, 3)),
+        bw.cancel_to_bytes(header.key, (1,)), bw.relay_ack_to_bytes(header.key, 0, 2),
+    ]  # fmt: skip
+    nodes = [
+        NodeLink(Identity.from_private_bytes(bytes([i]) * 32).peer_id, f"n{i}", (f"h{i}:1",), 1e6, 2e6, 0.05)
+        for i in range(4)
+    ]
+    yield "broadcast_plan", [bw.plan_to_message(plan(nodes, 7, 1 << 20)).SerializeToString()]
+
+
+def _coordinator_inputs() -> Iterator[tuple[str, list[bytes]]]:
+    from tests.unit.wire.test_rollout import GROUP
+
+    pb = coordinator_pb2
+    hello = pb.WorkerHello(protocol_version=1, name="w", run_id="r", addresses=["h:1"], slot_count=8)
+    beat = pb.Heartbeat(version=3, has_version=True, rollouts_per_s=1.5, tokens_per_s=200.0, waits_for="a lease")
+    ended = pb.LeaseEnded(lease_id="l-1", reason=pb.LeaseEnded.REASON_FINISHED)
+    yield "worker_message", [
+        pb.WorkerMessage(hello=hello).SerializeToString(), pb.WorkerMessage(heartbeat=beat).SerializeToString(),
+        pb.WorkerMessage(lease_ended=ended).SerializeToString(),
+    ]  # fmt: skip
+    group = rw.group_to_message(GROUP)
+    learner = pb.LearnerHello(
+        protocol_version=1, run_id="r", address="h:1", model_name="m", model_config_json=b"{}", model_digest="d",
+        staleness_bound=4, rollouts_per_step=8, rollouts_per_group=4, open_groups=[group],
+    )  # fmt: skip
+    report = pb.LearnerReport(step=4, newest_version=4, train_s=1.0, lag_histogram=[3, 2], fingerprint="ab" * 8)
+    published = pb.VersionPublished(version=5, parent=4, has_parent=True, artifact_bytes=9, full_snapshot_bytes=99)
+    yield "learner_message", [
+        pb.LearnerMessage(hello=learner).SerializeToString(), pb.LearnerMessage(report=report).SerializeToString(),
+        pb.LearnerMessage(published=published).SerializeToString(),
+        pb.LearnerMessage(offer=pb.OfferGroups(groups=[group])).SerializeToString(),
+    ]  # fmt: skip
+    yield "worker_order", [pb.WorkerOrder(lease_grant=pb.LeaseGrant(group=group)).SerializeToString()]
+
+
+def _journal_inputs() -> Iterator[bytes]:
+    from echo2.learner.group import Draw
+    from echo2.learner.history import Began, Drawn, Dropped, Finished, Opened, Published
+    from echo2.learner.runtime.journal import _to_message
+    from tests.unit.wire.test_rollout import GROUP, SEGMENT
+
+    rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))
+    draw = Draw(7, 0, GROUP.prompt_token_ids, GROUP.sampling)
+    records = [
+        Began("r", Step(0), 3, (Version(0), Version(2))), Opened(draw, GROUP), Published(Version(2), "ab" * 8),
+        Drawn(Step(0), (GROUP.group_id,), ((0.5, None),)), Dropped(GROUP.group_id), Finished(rollout),
+    ]  # fmt: skip
+    for record in records:
+        yield _to_message(record).SerializeToString()
+
+
+def main() -> None:
+    write_corpus()
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps({name: len(list((CORPUS / name).iterdir())) for name in TARGETS}))
+
+
+if __name__ == "__main__":
+    main()
