@@ -16,6 +16,11 @@ MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-w
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def module_of(program: str) -> str:
+    """The module behind one of our commands, or a module that is named as such."""
+    return f"echo2.cli.{MODULES[program]}" if program in MODULES else program
+
+
 def environment_of(home: Path) -> dict[str, str]:
     """For processes of this checkout: an empty home folder, one thread, no hub."""
     return {
@@ -66,7 +71,7 @@ class Cluster:
         log = (self.folder / f"{name}.log").open("ab")
         environment = environment_of(self.folder)
         self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", f"echo2.cli.{MODULES[program]}", *arguments],
+            [sys.executable, "-m", module_of(program), *arguments],
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,
         )  # fmt: skip
         log.close()

@@ -71,15 +71,23 @@ def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, st
 
     `state`: what else must be kept, taken at the same step boundary on the event loop's thread.
     """
-    whole = {
+    counts = (trainer.nonfinite_steps, trainer.nonfinite_in_a_row)
+    whole = state_of(state, Step(trainer.step_count), version, *counts)
+    return Checkpoint(Step(trainer.step_count), shards_of(trainer), published, version, whole, trainer.ranks)
+
+
+def state_of(
+    state: Mapping[str, Any], step: Step, version: Version, nonfinite_steps: int = 0, nonfinite_in_a_row: int = 0
+) -> dict[str, Any]:
+    """The JSON of a checkpoint: `state` and where the trainer stood."""
+    return {
         **state,
         "format": FORMAT,
-        "step": trainer.step_count,
+        "step": step,
         "published_version": version,
-        "nonfinite_steps": trainer.nonfinite_steps,
-        "nonfinite_in_a_row": trainer.nonfinite_in_a_row,
+        "nonfinite_steps": nonfinite_steps,
+        "nonfinite_in_a_row": nonfinite_in_a_row,
     }
-    return Checkpoint(Step(trainer.step_count), shards_of(trainer), published, version, whole, trainer.ranks)
 
 
 def shards_of(trainer: Trainer) -> dict[str, Tensor]:

@@ -1,0 +1,237 @@
+"""The Python API for teams that keep their own trainer: weights out, rollouts in.
+
+    with echo2.Run("run.toml", "@runs/NAME/links/learner.link") as run:
+        publisher, rollouts = echo2.Publisher(run), echo2.Rollouts(run)
+        publisher.publish(run.resume_step, model.named_parameters())
+        for batch in rollouts:
+            train(model, batch)                                     # yours
+            publisher.publish(batch.step + 1, model.named_parameters())
+
+The process takes the learner's place in the run: prompts, rewards, the staleness rule, the journal, publication and the
+ledger are those of `echo-learner`; loss, optimiser and their checkpoints are yours. Guarantees: every batch keeps the
+staleness bound; no rollout comes twice, except that batches since the last checkpoint come again, in order, after a
+restart. Waits for: rollouts, in `Rollouts`; `Run.waits_for` says on whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError
+from echo2.cli.extras import require_extra
+from echo2.cli.learner import learner_options
+from echo2.cli.link_text import link_text
+from echo2.config.load import load_config
+from echo2.config.run import RunConfig
+from echo2.learner.batcher import Batch
+from echo2.learner.runtime.checkpoint import CheckpointStore
+from echo2.learner.runtime.daemon import LearnerDaemon
+from echo2.learner.runtime.lent_trainer import DeclaredModel, LentTrainer, TrainerLeft
+from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions
+from echo2.learner.runtime.startup import prepare_with
+
+CLOSE_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout. Per token of `token_ids`: `logprobs`, natural, under the distribution that it was sampled from; and
+    `versions`, the version that sampled it. `group` numbers the prompts of a batch."""
+
+    group: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """B rows of L positions, prompts and completions from the left, padded on the right; rewards and groups by row.
+
+    `token_ids_BL` int64; `is_sampled_BL` bool marks what the policy sampled; `logprobs_BL` float32, 0 elsewhere;
+    `versions_BL` int64, -1 elsewhere; `rewards_B` float32; `groups_B` int64.
+    """
+
+    token_ids_BL: Tensor
+    is_sampled_BL: Tensor
+    logprobs_BL: Tensor
+    versions_BL: Tensor
+    rewards_B: Tensor
+    groups_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """What to train step `step` on: `step` optimiser steps are complete before it. Samples of a prompt are neighbours."""
+
+    step: int
+    samples: tuple[Sample, ...]
+
+    def padded(self, pad_token_id: int = 0, device: torch.device | str = "cpu") -> PaddedBatch:
+        """As tensors."""
+        shape = (len(self.samples), max(len(s.prompt_token_ids) + len(s.token_ids) for s in self.samples))
+        token_ids, sampled = torch.full(shape, pad_token_id), torch.zeros(shape, dtype=torch.bool)
+        logprobs, versions = torch.zeros(shape), torch.full(shape, -1)
+        for row, sample in enumerate(self.samples):
+            begin = len(sample.prompt_token_ids)
+            end = begin + len(sample.token_ids)
+            token_ids[row, :end] = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
+            sampled[row, begin:end] = True
+            logprobs[row, begin:end] = torch.tensor(sample.logprobs)
+            versions[row, begin:end] = torch.tensor(sample.versions)
+        rewards = torch.tensor([sample.reward for sample in self.samples])
+        groups = torch.tensor([sample.group for sample in self.samples])
+        made = (token_ids, sampled, logprobs, versions, rewards, groups)
+        return PaddedBatch(*(tensor.to(device) for tensor in made))
+
+
+class Run:
+    """This process as the learner of a run. `link`: the learner's join link, or @FILE; needed on the first start.
+
+    `config`: a TOML file, or a resolved config. `folder` keeps identity, journal and checkpoints (default: as
+    `echo-learner`). Nothing starts before the first `Publisher.publish`. Raises `ConfigError` for a bad option.
+    """
+
+    def __init__(self, config: str | Path | RunConfig, link: str = "", *, folder: str | Path | None = None) -> None:
+        require_extra("learner", "echo2.Run")
+        resolved = config if isinstance(config, RunConfig) else load_config([Path(config)], None, {})
+        if not resolved.model.path:
+            raise ConfigError(
+                "model.path: expected a model folder or hub id, for configuration and tokenizer, got nothing"
+            )
+        place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
+        options = learner_options(resolved, link_text(link) if link else "", place)
+        self.options = replace(options, evaluation=EvaluationOptions(prompts=0))
+        self.trainer = LentTrainer(DeclaredModel(resolved.model.path, resolved.model.weights_dtype))
+        self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(self.trainer, o, f))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def resume_step(self) -> int:
+        """The step of the newest checkpoint: load your own of that step, and begin with `publish(resume_step, …)`."""
+        store = CheckpointStore(self.options.folder / "checkpoints", CheckpointOptions(), is_owner=False)
+        return int(store.steps()[-1]) if store.steps() else 0
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        """A checkpoint is taken after every so many steps; yours must be on the disk before you ask for the next batch."""
+        return self.options.checkpoint.every_steps
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps complete."""
+        return self.trainer.step_count
+
+    @property
+    def waits_for(self) -> str:
+        """What the run waits for; empty when it works."""
+        return self._daemon.waits_for[0]
+
+    def start(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Joins the run with the weights of step `step`. Done by the first `publish`."""
+        self.trainer.begin(step, tensors)
+        self._thread = threading.Thread(target=self._serve, name="echo2", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
+    def close(self) -> None:
+        """Leaves the run. What was trained is on the disk; a batch that was not comes again at the next start.
+
+        After the last step it waits until the last version could be fetched.
+        """
+        if self.step < self.options.steps:
+            self.trainer.end()
+            if self._loop is not None and self._task is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        if self._thread is not None:
+            self._thread.join(CLOSE_WITHIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        failure: BaseException | None = None
+        try:
+            asyncio.run(self._run())
+        except (TrainerLeft, asyncio.CancelledError):
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread, by next_batch or hand_in
+            failure = error
+        self.trainer.end(failure)
+
+    async def _run(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        await self._daemon.run()
+
+
+class Publisher:
+    """Publishes the weights of a `Run`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def publish(self, step: int, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> bool:
+        """Says that `step` optimiser steps are complete, and gives the weights after them.
+
+        `named_tensors`: all parameters by their Hugging Face names, any float dtype, any device; they are rounded to the
+        run's published dtype. To be called once before the first batch and after each batch. They are copied only when
+        a version is due, which the coordinator's plan or `staleness.kappa` decides; returns whether they were. The
+        tensors may be changed as soon as it returns. Raises `ConfigError` for other tensors than the model's,
+        `StateError` for a step out of order, and whatever ended the run.
+        """
+        tensors = dict(named_tensors)
+        if not self.run.is_started:
+            self.run.start(step, tensors)
+            return True
+        return self.run.trainer.hand_in(step, tensors)
+
+
+class Rollouts:
+    """The batches of a `Run`, in order, until its last step. Waits until a batch is complete."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __iter__(self) -> Iterator[TrainingBatch]:
+        return self
+
+    def __next__(self) -> TrainingBatch:
+        if not self.run.is_started:
+            raise ConfigError("rollouts: expected Publisher.publish first, for workers need weights to sample from")
+        if self.run.step >= self.run.options.steps:
+            raise StopIteration
+        batch = self.run.trainer.next_batch()
+        if batch is None:
+            raise StopIteration
+        return _training_batch(batch)
+
+
+def _training_batch(batch: Batch) -> TrainingBatch:
+    samples = []
+    for number, group in enumerate(batch.groups):
+        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
+            versions = tuple(int(span.version) for span in rollout.version_spans for _ in range(span.count))
+            prompt = group.spec.prompt_token_ids
+            samples.append(Sample(number, prompt, rollout.token_ids, rollout.logprobs, versions, reward))
+    return TrainingBatch(int(batch.step), tuple(samples))
