@@ -73,8 +73,11 @@ COUNT ?= 1
 sim: $(STAMP)
 	$(BIN)/python -m echo2.sim.cluster_run --seed $(SEED) --count $(COUNT)
 
+# SOAK_S seconds of simulated storms, chaos on real processes and fuzz, which write the table of docs/reliability.md.
+SOAK_S ?= 1800
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak --deselect tests/e2e/test_chaos.py
+	$(BIN)/python -m tests.soak --seconds $(SOAK_S)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache

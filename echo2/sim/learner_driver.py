@@ -273,6 +273,7 @@ class LearnerDriver:
                 continue
             verdicts.append(self.batcher.receive(segment, ticket.attempt))
         for verdict in verdicts:
+            self.network.counts[f"segments answered: {verdict.verdict.value}"] += 1
             group = self.batcher.groups.get(verdict.group_id)
             if verdict.verdict is Verdict.ADMITTED and group is not None:
                 rollout = group.rollouts[verdict.index]

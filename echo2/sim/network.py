@@ -181,6 +181,7 @@ class Network:
 
     def _arrive(self, end: End, message: object) -> None:
         if end.is_open and end.host.incarnation == end.born:
+            self.counts["messages read after their sender gave the connection up"] += not end.peer.is_open
             end.host.bound(lambda: end.on_message(message) if end.is_open else None)()
 
     # ---- ending
