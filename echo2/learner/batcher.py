@@ -12,11 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from echo2.base.ids import GroupId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
-from echo2.learner.group import Draw, Group, Insertion, group_id_of
+from echo2.learner.episodes import (
+    NOBODY,
+    Insertion,
+    Sent,
+    Turn,
+    TurnOf,
+    extended_senders,
+    is_later_turn,
+    joined,
+    root_of,
+    turn_of,
+)
+from echo2.learner.group import Draw, Group, group_id_of
 from echo2.learner.segment import empty_rollout, extended
-from echo2.learner.selection import DynamicSampling, GroupVerdict
+from echo2.learner.selection import DynamicSampling, GroupVerdict, PruningRule
 from echo2.staleness.ledger import Ledger
 from echo2.staleness.rule import is_admissible
 
@@ -35,6 +48,7 @@ class BatcherConfig:
     vocabulary_size: int
     retries_max: int = 2  # how often a prompt is offered again after its group went stale
     drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it, within a bound
+    pruning: PruningRule | None = None  # gives up on hopeless rollouts while they are sampled
 
     @property
     def groups_per_step(self) -> int:
@@ -51,7 +65,7 @@ class TrainGroup:
     """A complete group as it is trained on. Rollouts whose reward failed are left out, so it may be ragged.
 
     `rollouts` hold the sampled tokens alone. `insertions` holds, for each of them, what the world said in between,
-    which is read and not trained on; empty for a group of one turn.
+    which is read and not trained on; empty for a group of one turn. `senders` says who reported which tokens.
     """
 
     spec: GroupSpec
@@ -59,6 +73,7 @@ class TrainGroup:
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float, ...]
     insertions: tuple[tuple[Insertion, ...], ...] = ()
+    senders: tuple[tuple[Sent, ...], ...] = ()
 
     def tokens_of(self, index: int) -> int:
         """All tokens behind the prompt of its rollout `index`, the world's included."""
@@ -97,6 +112,7 @@ class BatcherCounts:
     dropped_stale: int = 0
     dropped_equal_rewards: int = 0
     dropped_reward_failed: int = 0
+    pruned: int = 0
     trained: int = 0
     trained_tokens: int = 0
 
@@ -133,13 +149,42 @@ class Batcher:
         gone: the version comes only with a step, and the step needs the group.
         """
         moved: list[GroupSpec] = []
-        in_turn = sorted(self.groups.values(), key=lambda group: (not group.is_sampled, group.spec.consume_step))
-        for place, group in enumerate(in_turn):
+        families = [self._members(group_id) for group_id in self.groups if not is_later_turn(group_id)]
+        families.sort(key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step))
+        for place, members in enumerate(families):
             step = self.next_step + place // self.config.groups_per_step
-            if step < group.spec.consume_step and not group.is_sampled:
-                group.spec = replace(group.spec, consume_step=step)
-                moved.append(group.spec)
+            for group in members:
+                if step < group.spec.consume_step and not group.is_sampled:
+                    group.spec = replace(group.spec, consume_step=step)
+                    moved.append(group.spec)
         return moved
+
+    def open_turn(self, before: TurnOf, said: tuple[int, ...]) -> GroupSpec | None:
+        """Opens the turn that follows a finished one, behind what the world `said`; None if the group is gone."""
+        asked = self.groups.get(before.group_id)
+        root = self.groups.get(before.root)
+        if asked is None or root is None:
+            return None
+        rollout = asked.rollouts[before.index if before.turn == 0 else 0]
+        following = replace(before, turn=before.turn + 1)
+        seed = derived_seed(root.spec.sampling.seed, "turn", before.index, following.turn)
+        sampling = replace(root.spec.sampling, seed=seed)
+        prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
+        spec = GroupSpec(following.group_id, prompt, 1, sampling, root.spec.consume_step)
+        draw = replace(root.draw, prompt_token_ids=prompt, sampling=sampling)
+        self.groups[spec.group_id] = Group(spec, draw, [empty_rollout(spec.group_id, 0)])
+        return spec
+
+    def turns(self, root: GroupId, index: int) -> list[Turn]:
+        """The turns so far of one rollout, the one being sampled included."""
+        found: list[Turn] = []
+        at = TurnOf(root, index, 0)
+        while (group := self.groups.get(at.group_id)) is not None:
+            place = index if at.turn == 0 else 0
+            senders = group.senders.get(place, ())
+            found.append(Turn(group.spec.prompt_token_ids, group.rollouts[place], senders))
+            at = replace(at, turn=at.turn + 1)
+        return found
 
     def incomplete_specs(self) -> list[GroupSpec]:
         """Groups that still need a worker, oldest first."""
@@ -147,8 +192,8 @@ class Batcher:
 
     @property
     def in_flight_groups(self) -> int:
-        """Offered or buffered; a batch that was drawn no longer counts."""
-        return len(self.groups)
+        """Offered or buffered; a batch that was drawn no longer counts, nor do a rollout's later turns of their own."""
+        return sum(not is_later_turn(group_id) for group_id in self.groups)
 
     @property
     def open_rollouts(self) -> int:
@@ -156,11 +201,14 @@ class Batcher:
 
     @property
     def buffered_rollouts(self) -> int:
-        return sum(rollout.is_finished for group in self.groups.values() for rollout in group.rollouts)
+        """Finished to the last of their turns."""
+        turns = (1 if is_later_turn(group_id) else 0 for group_id, g in self.groups.items() if not g.is_sampled)
+        firsts = (group for group_id, group in self.groups.items() if not is_later_turn(group_id))
+        return sum(rollout.is_finished for group in firsts for rollout in group.rollouts) - sum(turns)
 
     # ---- receiving
 
-    def receive(self, segment: RolloutSegment, attempt: int) -> SegmentVerdict:
+    def receive(self, segment: RolloutSegment, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
         """Takes one segment of the lease's `attempt`. ADMITTED must be answered only once the rollout is durable."""
         group = self.groups.get(segment.group_id)
         if group is None:
@@ -178,7 +226,7 @@ class Batcher:
             return self._answer(segment, Verdict.DUPLICATE, group)
         if segment.offset > len(held.token_ids):
             return self._answer(segment, Verdict.RESEND, group)
-        return self._grow(segment, group, held)
+        return self._grow(segment, group, held, sender)
 
     def held_rollouts(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
         """What is held of a group, for the worker that goes on as `attempt`; None if it is closed or taken over."""
@@ -188,11 +236,13 @@ class Batcher:
         group.lease_attempt = attempt
         return list(group.rollouts)
 
-    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout) -> SegmentVerdict:
+    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
+        senders, held_tokens = group.senders.get(segment.index, ()), len(held.token_ids)
         grown = extended(held, segment)
         if grown is None:  # a worker that lost its state may begin the rollout anew, at its first token
             if segment.offset != 0:
                 return self._refused(segment, "its tokens differ from those held of the same positions", group)
+            senders, held_tokens = (), 0
             grown = extended(empty_rollout(segment.group_id, segment.index), segment)
             assert grown is not None, "a segment at offset 0 always fits an empty rollout"
         if len(grown.token_ids) > group.spec.sampling.max_new_tokens:
@@ -201,14 +251,26 @@ class Batcher:
         if not self._is_fresh(grown, self.next_step):
             self._drop(group, "stale")
             return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, self._stale_text(grown))
+        if not grown.is_finished and self._is_hopeless(grown, group):
+            grown = replace(grown, finish_reason=FinishReason.LENGTH)
+            group.pruned += 1
+            self.counts.pruned += 1
         group.rollouts[segment.index] = grown
+        group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
         if not grown.is_finished:
             return self._answer(segment, Verdict.HELD, group)
         self.counts.admitted += 1
         return self._answer(segment, Verdict.ADMITTED, group)
 
+    def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:
+        """Whether to give up on a rollout in progress: it is admitted as it stands, which tells its worker to stop."""
+        rule = self.config.pruning
+        if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
+            return False
+        return rule.reason(rollout.token_ids, rollout.logprobs) is not None
+
     def _verdict_on_closed(self, segment: RolloutSegment) -> SegmentVerdict:
-        was_trained = self.ledger.is_trained(segment.group_id) and segment.is_final
+        was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
         self.counts.duplicate += was_trained
         verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
         return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
@@ -294,32 +356,64 @@ class Batcher:
         step = self.next_step
         trained: list[TrainGroup] = []
         for group in chosen:
-            kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
-            rollouts = tuple(group.rollouts[i] for i in kept)
-            rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
-            spans = [span for rollout in rollouts for span in rollout.version_spans]
+            made = self._train_group(group)
+            spans = [span for rollout in made.rollouts for span in rollout.version_spans]
             self.ledger.record(group.spec.group_id, step, spans)
-            trained.append(TrainGroup(group.spec, group.draw.cursor, rollouts, rewards))
-            self.counts.trained += len(rollouts)
-            self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in rollouts)
-            del self.groups[group.spec.group_id]
-            self.closures.append(Closure(group.spec.group_id, "complete"))
+            trained.append(made)
+            self.counts.trained += len(made.rollouts)
+            self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in made.rollouts)
+            for group_id in self._family(group.spec.group_id):
+                del self.groups[group_id]
+                self.closures.append(Closure(group_id, "complete"))
         self.next_step = Step(step + 1)
         self.drops_for_step = 0
         self.ledger.forget_before(Step(self.next_step - LEDGER_STEPS_KEPT))
         return Batch(step, tuple(trained))
 
+    def _train_group(self, group: Group) -> TrainGroup:
+        kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
+        rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
+        whole = [joined(self.turns(group.spec.group_id, i), i) for i in kept]
+        has_turns = any(one.insertions for one in whole)
+        return TrainGroup(
+            group.spec,
+            group.draw.cursor,
+            tuple(one.rollout for one in whole),
+            rewards,
+            tuple(one.insertions for one in whole) if has_turns else (),
+            tuple(one.senders for one in whole),
+        )
+
+    def _family(self, root: GroupId) -> list[GroupId]:
+        """A group and the later turns of its rollouts."""
+        group = self.groups[root]
+        found = [root]
+        for index in range(len(group.rollouts)):
+            at = TurnOf(root, index, 1)
+            while at.group_id in self.groups:
+                found.append(at.group_id)
+                at = replace(at, turn=at.turn + 1)
+        return found
+
+    def _members(self, root: GroupId) -> list[Group]:
+        return [self.groups[group_id] for group_id in self._family(root)]
+
     def _ready(self) -> list[Group]:
         """Complete, scored groups; those that will be stale first, then those offered first."""
         ready = [group for group in self.groups.values() if group.is_ready]
-        return sorted(ready, key=lambda group: group.oldest_version)
+        return sorted(ready, key=self._oldest_version)
+
+    def _oldest_version(self, group: Group) -> Version:
+        return min(member.oldest_version for member in self._members(group.spec.group_id))
 
     # ---- staleness
 
     def drop_stale(self) -> None:
         """Closes every group that holds a token which the next step may not train on."""
-        for group in list(self.groups.values()):
-            if not all(self._is_fresh(rollout, self.next_step) for rollout in group.rollouts):
+        for group_id, group in list(self.groups.items()):
+            if group_id in self.groups and not all(
+                self._is_fresh(rollout, self.next_step) for rollout in group.rollouts
+            ):
                 self._drop(group, "stale")
 
     def publish(self, version: Version) -> None:
@@ -340,14 +434,17 @@ class Batcher:
             f"{self.next_step - self.config.staleness_bound} or newer"
         )
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, member: Group, reason: str) -> None:
+        """Closes a group with all turns of its rollouts; `member` may be one of those."""
+        group = self.groups[turn_of(member.spec.group_id, 0).root]
         retry = None
         if reason == "stale":
             self.counts.dropped_stale += group.begun_rollouts
             if group.draw.retry < self.config.retries_max:
                 retry = group.draw.again()
-        del self.groups[group.spec.group_id]
-        self.closures.append(Closure(group.spec.group_id, reason, retry))
+        for group_id in self._family(group.spec.group_id):
+            del self.groups[group_id]
+            self.closures.append(Closure(group_id, reason, retry if group_id == group.spec.group_id else None))
 
     def take_closures(self) -> list[Closure]:
         """Groups closed since the last call."""

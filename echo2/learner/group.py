@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from echo2.base.ids import GroupId, Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+from echo2.learner.episodes import Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +29,16 @@ class Draw:
         return replace(self, retry=self.retry + 1, sampling=replace(self.sampling, seed=seed))
 
 
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """Tokens of the world that stand before the sampled token at `position` of a rollout of several turns."""
-
-    position: int
-    token_ids: tuple[int, ...]
-
-
 def group_id_of(cursor: int, retry: int) -> GroupId:
     return GroupId(f"g{cursor:08d}" if retry == 0 else f"g{cursor:08d}r{retry}")
 
 
 @dataclass(slots=True)
 class Group:
-    """`rollouts` has one entry an index, empty at first; `scored`: indices whose reward is known, or known to fail."""
+    """`rollouts` has one entry an index, empty at first; `scored`: indices whose reward is known, or known to fail.
+
+    `senders`: by index, who reported which of its tokens. `pruned`: how many of its rollouts were given up.
+    """
 
     spec: GroupSpec
     draw: Draw
@@ -50,6 +46,8 @@ class Group:
     rewards: dict[int, float | None] = field(default_factory=dict)
     scored: set[int] = field(default_factory=set)
     lease_attempt: int = 0
+    senders: dict[int, tuple[Sent, ...]] = field(default_factory=dict)
+    pruned: int = 0
 
     @property
     def is_sampled(self) -> bool:

@@ -14,6 +14,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout
 from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.episodes import Sent, root_of
 from echo2.learner.group import Draw, Group
 from echo2.learner.segment import empty_rollout
 
@@ -36,7 +37,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """A rollout, or a turn of one, and who reported which of its tokens."""
+
     rollout: Rollout
+    senders: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class History:
                 group = self.groups.get(record.rollout.group_id)
                 if group is not None:
                     group.rollouts[record.rollout.index] = record.rollout
+                    group.senders[record.rollout.index] = record.senders
             case Drawn():
                 self.drawn[record.step] = record
             case Published():
@@ -109,7 +114,8 @@ class History:
         trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < batcher.next_step)
         gone = self.dropped.union(*trained_before)
         for group_id, group in self.groups.items():
-            if group_id not in gone and not batcher.ledger.is_trained(group_id):
+            root = root_of(group_id)
+            if not {group_id, root} & gone and not batcher.ledger.is_trained(root):
                 batcher.groups[group_id] = group
 
     def next_batch(self, batcher: Batcher) -> Batch | None:

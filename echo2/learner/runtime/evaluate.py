@@ -7,13 +7,14 @@ to others: scoring (tasks), when (daemon).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from echo2.base.rollout import SamplingParams
 from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.world import Answer
 
 BATCH_PROMPTS = 64
 
@@ -24,6 +25,38 @@ class Completions:
 
     token_ids: tuple[tuple[int, ...], ...]
     seconds: float
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """One held-out prompt on its way: `token_ids` is all that was said so far, the prompt included."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    turns: list[tuple[int, ...]] = field(default_factory=list)
+    is_over: bool = False
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.token_ids)
+
+    def spoke(self, token_ids: tuple[int, ...]) -> None:
+        self.turns.append(token_ids)
+        self.token_ids += token_ids
+
+    def heard(self, answer: Answer) -> None:
+        """A failed reward counts as 0."""
+        self.token_ids += answer.said
+        self.is_over = answer.scored is not None
+        if answer.scored is not None and answer.scored.reward is not None:
+            self.reward, self.parts = answer.scored.reward.value, answer.scored.reward.parts
+
+    def example(self, text_of: Callable[[Sequence[int]], str]) -> dict[str, object]:
+        """For samples.jsonl: the completion with all that the world said in between."""
+        prompt, completion = self.token_ids[: self.prompt_tokens], self.token_ids[self.prompt_tokens :]
+        return {"prompt": text_of(prompt), "completion": text_of(completion), "reward": self.reward}
 
 
 def complete(

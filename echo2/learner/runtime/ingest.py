@@ -85,7 +85,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         ticket = self._ticket_of(report, peer_id, tickets)
         segments = segments_from_report(report)
         own = [segment for segment in segments if segment.group_id == ticket.group_id]
-        verdicts = await self.intake.report(own, ticket.attempt)
+        verdicts = await self.intake.report(own, ticket.attempt, peer_id)
         answered = iter(verdicts)
         everything = [
             next(answered) if segment.group_id == ticket.group_id else _foreign(segment, ticket) for segment in segments

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import EchoError
-from echo2.base.ids import GroupId, Step
+from echo2.base.ids import GroupId, PeerId, Step
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.batcher import Batch, Batcher, Closure
+from echo2.learner.episodes import NOBODY, TurnOf, is_later_turn, turn_of
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Dropped, Finished, History, Opened, drawn_of
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
@@ -60,14 +61,16 @@ class Intake:
 
     # ---- segments in
 
-    async def report(self, segments: Sequence[RolloutSegment], attempt: int) -> tuple[SegmentVerdict, ...]:
-        """Takes the segments of one report of one lease."""
-        verdicts = tuple(self.batcher.receive(segment, attempt) for segment in segments)
+    async def report(
+        self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
+    ) -> tuple[SegmentVerdict, ...]:
+        """Takes the segments of one report of one lease, which the worker `sender` holds."""
+        verdicts = tuple(self.batcher.receive(segment, attempt, sender) for segment in segments)
         admitted = [v for v in verdicts if v.verdict is Verdict.ADMITTED]
         for verdict in admitted:
             group = self.batcher.groups.get(verdict.group_id)  # gone if a later segment showed it to be stale
             if group is not None:
-                self.journal.append(Finished(group.rollouts[verdict.index]))
+                self.journal.append(Finished(group.rollouts[verdict.index], group.senders.get(verdict.index, ())))
                 self._begin_scoring(group.rollouts[verdict.index])
         self.settle()
         if admitted or any(v.verdict is Verdict.DUPLICATE for v in verdicts):
@@ -79,11 +82,14 @@ class Intake:
         return self.batcher.held_rollouts(group_id, attempt)
 
     def score_what_is_held(self) -> None:
-        """After a restart: finished rollouts that the journal gave back have no reward yet."""
-        for group in list(self.batcher.groups.values()):
-            for rollout in group.rollouts:
-                if rollout.is_finished and rollout.index not in group.scored:
-                    self._begin_scoring(rollout)
+        """After a restart: finished rollouts that the journal gave back have no reward, and no next turn, yet."""
+        for group_id, group in list(self.batcher.groups.items()):
+            if is_later_turn(group_id):
+                continue
+            for index in range(len(group.rollouts)):
+                last = self.batcher.turns(group_id, index)[-1].rollout
+                if last.is_finished and index not in group.scored:
+                    self._begin_scoring(last)
 
     def _begin_scoring(self, rollout: Rollout) -> None:
         task = asyncio.get_running_loop().create_task(self._score(rollout))
@@ -91,22 +97,44 @@ class Intake:
         task.add_done_callback(self._scored)
 
     async def _score(self, rollout: Rollout) -> None:
-        group = self.batcher.groups.get(rollout.group_id)
+        """Has a finished turn answered: by a reward, or by the world, to which the next turn then speaks."""
+        at = turn_of(rollout.group_id, rollout.index)
+        group = self.batcher.groups.get(at.root)
         if group is None:
             return
-        scored = await self.prompts.score(group.draw.cursor, rollout.token_ids)
+        turns = self.batcher.turns(at.root, at.index)
+        context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
+        sampled = [turn.rollout.token_ids for turn in turns]
+        answer = await self.prompts.answer(group.draw.cursor, sampled, context_tokens)
+        if answer.scored is None:
+            self._open_turn(at, answer.said)
+            return
+        scored = answer.scored
         self.rewards.seconds += scored.seconds
         if scored.reward is None:
             self.rewards.failed += 1
-            _log.warning("no reward for rollout %d of %s: %s", rollout.index, rollout.group_id, scored.message)
+            _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
         else:
             self.rewards.scored += 1
-        self.batcher.reward(rollout.group_id, rollout.index, scored.reward.value if scored.reward else None)
+        self.batcher.reward(at.root, at.index, scored.reward.value if scored.reward else None)
         if group.is_ready:
             self.prompts.fared(group.draw.cursor, [value for value in group.rewards.values() if value is not None])
         self.settle()
         if self.batcher.is_batch_ready:
             self._progress.set()
+
+    def _open_turn(self, before: TurnOf, said: tuple[int, ...]) -> None:
+        """Offers the next turn of an episode, whose prompt is all that came before it."""
+        spec = self.batcher.open_turn(before, said)
+        if spec is None:
+            return
+        self._begun(spec)
+        if self.is_offering:
+            self.on_offer([spec])
+
+    def _begun(self, spec: GroupSpec) -> None:
+        self.journal.append(Opened(self.batcher.groups[spec.group_id].draw, spec))
+        self._opened_in[spec.group_id] = self.journal.segment
 
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._scoring.discard(task)
@@ -145,8 +173,7 @@ class Intake:
             self.cursor = draw.cursor + 1
         step = consume_step(self.offers, self.batcher.next_step, self.batcher.in_flight_groups)
         spec = self.batcher.open_group(draw, step)
-        self.journal.append(Opened(draw, spec))
-        self._opened_in[spec.group_id] = self.journal.segment
+        self._begun(spec)
         return spec
 
     # ---- batches out

@@ -23,7 +23,8 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from echo2.base.errors import DiskFull, StateError
-from echo2.base.ids import GroupId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.learner.episodes import Sent
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, Opened, Published, Record
 from echo2.wire.gen.echo2.v1 import journal_pb2
@@ -205,6 +206,8 @@ def _to_message(record: Record) -> journal_pb2.JournalRecord:
             message.opened.group.CopyFrom(group_to_message(record.spec))
         case Finished():
             message.rollout.rollout.CopyFrom(rollout_to_message(record.rollout))
+            for sent in record.senders:
+                message.rollout.senders.add(peer_id=sent.peer_id, tokens=sent.token_count)
         case Drawn():
             message.batch.step = record.step
             for group_id, rewards in zip(record.group_ids, record.rewards, strict=True):
@@ -234,7 +237,8 @@ def _from_message(payload: bytes, path: Path) -> Record:
             draw = Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling)
             return Opened(draw, spec)
         case "rollout":
-            return Finished(rollout_from_message(message.rollout.rollout))
+            senders = tuple(Sent(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
+            return Finished(rollout_from_message(message.rollout.rollout), senders)
         case "batch":
             return _drawn(message.batch)
         case "published":

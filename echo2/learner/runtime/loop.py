@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import batcher_state
+from echo2.learner.runtime.evaluate import HeldOut
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink, past_evaluations
 from echo2.learner.runtime.options import LearnerOptions
@@ -147,19 +149,22 @@ class TrainingLoop:
         prompts = [self.p.prompts.tokens_of(instance) for instance in instances]
         seed = derived_seed(self.options.seed, "evaluation", self.step)
         sampling = replace(self.p.prompts.sampling, seed=seed)
-        done = await self._in_trainer(lambda: self.p.team.complete(prompts, sampling, given.greedy, seed))
-        rewards: list[float] = []
+        episodes = [HeldOut(instance.index, prompt) for instance, prompt in zip(instances, prompts, strict=True)]
+        while live := [episode for episode in episodes if not episode.is_over]:
+            texts = [episode.token_ids for episode in live]
+            done = await self._in_trainer(partial(self.p.team.complete, texts, sampling, given.greedy, seed))
+            for episode, tokens in zip(live, done.token_ids, strict=True):
+                episode.spoke(tokens)
+                turns, so_far = episode.turns, len(episode.token_ids)
+                episode.heard(await self.p.prompts.answer_instance(episode.index, turns, so_far))
+        rewards = [episode.reward for episode in episodes]
         parts: dict[str, list[float]] = {}
+        for episode in episodes:
+            for name, value in episode.parts.items():
+                parts.setdefault(name, []).append(value)
         with (self.p.folder.path / "samples.jsonl").open("a", encoding="utf-8") as samples:
-            for number, (instance, tokens) in enumerate(zip(instances, done.token_ids, strict=True)):
-                scored = await self.p.prompts.score_instance(instance.index, tokens)
-                rewards.append(scored.reward.value if scored.reward else 0.0)
-                for name, value in (scored.reward.parts if scored.reward else {}).items():
-                    parts.setdefault(name, []).append(value)
-                if number < given.examples_kept:
-                    prompt, completion = self.p.prompts.text_of(prompts[number]), self.p.prompts.text_of(tokens)
-                    example = {"step": self.step, "prompt": prompt, "completion": completion, "reward": rewards[-1]}
-                    samples.write(json.dumps(example) + "\n")
+            for episode in episodes[: given.examples_kept]:
+                samples.write(json.dumps({"step": self.step, **episode.example(self.p.prompts.text_of)}) + "\n")
         times.evaluation_s = time.perf_counter() - began
         mean = statistics.fmean(rewards)
         self.evaluations[self.step] = mean

@@ -231,3 +231,16 @@ def test_wrong_settings_are_refused_with_the_value_that_came() -> None:
         PolicyLossConfig(ratio_ceiling=1.1)
     with pytest.raises(ConfigError, match="at least 1"):
         BatchTotals(0, 1, 1)
+
+
+def test_token_truncation_without_its_cap_is_the_behaviour_ratio_without_its_clip() -> None:
+    """With one optimiser step a batch the proximal policy is the current one, so no clip ever acts on the former."""
+    gradients = []
+    for kind in (Correction.TIS_TOKEN, Correction.DECOUPLED, Correction.BEHAVIOUR_RATIO):
+        tokens = replace(batch(3), proximal_logprobs_T=None)
+        config = PolicyLossConfig(correction=CorrectionConfig(kind, cap=1e9), clip_low=1.0, clip_high=1e9)
+        totals = BatchTotals(int(tokens.mask_T.sum()), len(LENGTHS), 8)
+        gradients.append(torch.autograd.grad(policy_loss(tokens, config, totals).loss, tokens.logprobs_T)[0])
+    assert gradients[0].abs().sum() > 0
+    assert torch.allclose(gradients[0], gradients[2], atol=1e-7)
+    assert torch.allclose(gradients[1], gradients[2], atol=1e-7)

@@ -48,10 +48,12 @@ class OpenedGroup(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., retry: _Optional[int] = ..., group: _Optional[_Union[_rollout_pb2.GroupSpec, _Mapping]] = ...) -> None: ...
 
 class FinishedRollout(_message.Message):
-    __slots__ = ("rollout",)
+    __slots__ = ("rollout", "senders")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
     rollout: _rollout_pb2.RolloutSegment
-    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.RolloutSegment, _Mapping]] = ...) -> None: ...
+    senders: _containers.RepeatedCompositeFieldContainer[Sender]
+    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.RolloutSegment, _Mapping]] = ..., senders: _Optional[_Iterable[_Union[Sender, _Mapping]]] = ...) -> None: ...
 
 class DrawnBatch(_message.Message):
     __slots__ = ("step", "groups")
@@ -90,3 +92,11 @@ class ClosedGroup(_message.Message):
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     def __init__(self, group_id: _Optional[str] = ...) -> None: ...
+
+class Sender(_message.Message):
+    __slots__ = ("peer_id", "tokens")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    tokens: int
+    def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,118 @@
+"""Rollouts of several turns: the groups that their turns are leased as, and the one rollout that they make together.
+
+Guarantees: every turn behind the first is a group of one rollout, whose id says of which rollout it is the turn, so that
+a journal needs no other record of it; what a turn's prompt holds beyond the turn before it is what the world said.
+Leaves to others: the world (tasks), which turn comes next (intake).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echo2.base.errors import StateError
+from echo2.base.ids import GroupId, PeerId
+from echo2.base.rollout import Rollout, VersionSpan, joined_spans
+
+NOBODY = PeerId("")
+_MARK = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """Tokens of the world that stand before the sampled token at `position` of a rollout of several turns."""
+
+    position: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """`token_count` consecutive tokens of a rollout that the worker `peer_id` reported."""
+
+    peer_id: PeerId
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn: all tokens before it, and what was sampled."""
+
+    prompt_token_ids: tuple[int, ...]
+    rollout: Rollout
+    senders: tuple[Sent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRollout:
+    """The sampled tokens of all turns as one rollout, and what stands between them."""
+
+    rollout: Rollout
+    insertions: tuple[Insertion, ...]
+    senders: tuple[Sent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOf:
+    """Turn number `turn`, counted from 0, of rollout `index` of the group `root`."""
+
+    root: GroupId
+    index: int
+    turn: int
+
+    @property
+    def group_id(self) -> GroupId:
+        """The id of the group that this turn is leased as; the first turns of a prompt are leased together."""
+        return GroupId(f"{self.root}{_MARK}{self.index}{_MARK}{self.turn}") if self.turn else self.root
+
+
+def turn_of(group_id: GroupId, index: int) -> TurnOf:
+    """Which turn of which rollout the rollout `index` of a leased group is."""
+    root, *rest = group_id.split(_MARK)
+    if not rest:
+        return TurnOf(group_id, index, 0)
+    if len(rest) != 2 or not all(part.isdigit() for part in rest):
+        raise StateError(f"group {group_id}: expected an id of GROUP{_MARK}INDEX{_MARK}TURN")
+    return TurnOf(GroupId(root), int(rest[0]), int(rest[1]))
+
+
+def is_later_turn(group_id: GroupId) -> bool:
+    return _MARK in group_id
+
+
+def root_of(group_id: GroupId) -> GroupId:
+    return GroupId(group_id.partition(_MARK)[0])
+
+
+def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
+    """All turns of one rollout, in order, as rollout `index` of the first one's group."""
+    first, last = turns[0], turns[-1]
+    insertions: list[Insertion] = []
+    before = first.prompt_token_ids
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    senders: tuple[Sent, ...] = ()
+    for turn in turns:
+        assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
+        said = turn.prompt_token_ids[len(before) :]
+        if said:
+            insertions.append(Insertion(len(token_ids), said))
+        token_ids += turn.rollout.token_ids
+        logprobs += turn.rollout.logprobs
+        raw_logprobs += turn.rollout.raw_logprobs
+        spans = joined_spans(spans, turn.rollout.version_spans)
+        senders += turn.senders
+        before = turn.prompt_token_ids + turn.rollout.token_ids
+    whole = Rollout(first.rollout.group_id, index, token_ids, logprobs, raw_logprobs, spans, last.rollout.finish_reason)
+    return JoinedRollout(whole, tuple(insertions), senders)
+
+
+def extended_senders(held: tuple[Sent, ...], peer_id: PeerId, token_count: int) -> tuple[Sent, ...]:
+    """`held` with `token_count` more tokens of `peer_id`."""
+    if token_count <= 0 or not peer_id:
+        return held
+    if held and held[-1].peer_id == peer_id:
+        return (*held[:-1], Sent(peer_id, held[-1].token_count + token_count))
+    return (*held, Sent(peer_id, token_count))

@@ -1,0 +1,60 @@
+"""Environments for tests: the worlds that a learner under test plays with."""
+
+from __future__ import annotations
+
+from echo2.tasks.environment import Environment, Observation
+from echo2.tasks.task import ChatMessage, Prompt, Reward
+
+
+class Echo:
+    """Repeats the beginning of what was said, for 1 to 3 turns by its index, then pays for digits."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.said: list[str] = []
+
+    def reset(self) -> Prompt:
+        self.said = []
+        return f"say {self.index}:"
+
+    def step(self, completion_text: str) -> Observation:
+        self.said.append(completion_text)
+        if len(self.said) <= self.index % 3:
+            return Observation((ChatMessage("user", "again " + completion_text[:2]),))
+        text = "".join(self.said)
+        digits = sum(letter.isdigit() for letter in text)
+        return Observation((), Reward(digits / max(1, len(text)), {"turns": float(len(self.said))}))
+
+
+class Echoes:
+    """Source of the above."""
+
+    name = "echoes"
+    size = None
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def open(self, index: int) -> Environment:
+        return Echo(index)
+
+
+class Endless:
+    """Never ends an episode: the context does."""
+
+    name = "endless"
+    size = None
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def open(self, index: int) -> Environment:
+        return _Endless()
+
+
+class _Endless:
+    def reset(self) -> Prompt:
+        return "go:"
+
+    def step(self, completion_text: str) -> Observation:
+        return Observation((ChatMessage("user", "more " * 12),))
