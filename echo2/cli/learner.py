@@ -61,7 +61,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         rollouts_per_group=learner.rollouts_per_prompt,
         staleness_bound=config.staleness.bound,
         trainer=_trainer_options(config),
-        task=TaskOptions(config.task.name, config.task.args, config.task.curriculum),
+        task=TaskOptions(config.task.name, config.task.args, config.task.curriculum, config.task.epochs),
         sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens),
         evaluation=EvaluationOptions(config.task.eval_prompts, config.task.eval_every_steps),
         checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
@@ -79,6 +79,9 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         keyframe_chain_max=learner.keyframe_every_versions,
         drops_equal_rewards=learner.drop_equal_groups,
         overlong_buffer_tokens=learner.overlong_buffer_tokens,
+        prunes_hopeless=learner.prune_hopeless,
+        metrics_port=learner.metrics_port,
+        sinks=learner.sinks,
     )
 
 
@@ -92,6 +95,8 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
     return TrainerOptions(
         model_path=config.model.path,
         weights_dtype=config.model.weights_dtype,
+        lora_rank=config.model.lora_rank,
+        lora_alpha=config.model.lora_alpha,
         device=learner.device,
         threads=learner.threads or 1,
         lr=learner.lr,
@@ -113,6 +118,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         ),
         advantage=ADVANTAGES[learner.advantage],
         token_budget=learner.token_budget,
+        gradient_checkpointing=learner.gradient_checkpointing,
     )
 
 

@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_config(commands)
     _add_demo(commands)
+    _add_export(commands)
     _add_status(commands)
     _add_token(commands)
     plan.add_plan_command(commands)
@@ -91,6 +92,21 @@ def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
     from echo2.cli.demo.run import run_demo  # only the demo pays for its imports
 
     return run_demo(own, parse_overrides(rest))
+
+
+def _add_export(commands: Commands) -> None:
+    export = add_command(commands, "export", _export, "write a run's newest checkpoint as a Hugging Face folder")
+    export.add_argument("run", type=Path, help="the learner's folder of the run, finished or not (RUNS/NAME/learner)")
+    export.add_argument("target", type=Path, help="folder to write; new or empty")
+    export.add_argument("--model", default="", help="the base model, if it is not any longer where the run found it")
+
+
+def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.learner.runtime.startup import export_run  # pays for torch
+
+    step = export_run(own.run, own.target, own.model)
+    print(f"{own.target}: the policy after step {step}")
+    return 0
 
 
 def _add_status(commands: Commands) -> None:

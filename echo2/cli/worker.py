@@ -70,6 +70,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
         seed=config.run.seed,
+        model_path=config.model.path,
     )
 
 

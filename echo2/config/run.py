@@ -26,6 +26,12 @@ class ModelSection(Section):
     weights_dtype: Annotated[
         Literal["bfloat16", "float32"], Field(description="Precision of the policy that is published and sampled from.")
     ] = "bfloat16"
+    lora_rank: Annotated[
+        int, Field(ge=0, le=4096, description="Trains and publishes a low-rank adapter of this rank; 0: all weights.")
+    ] = 0
+    lora_alpha: Annotated[
+        float, Field(ge=0, description="The adapter counts alpha / rank times; 0: alpha is twice the rank.")
+    ] = 0.0
 
 
 class TaskSection(Section):
@@ -37,6 +43,9 @@ class TaskSection(Section):
         Literal["in_order", "success_band"],
         Field(description="success_band: prompts that always or never succeed come back less often."),
     ] = "in_order"
+    epochs: Annotated[
+        int, Field(ge=0, description="Passes over a finite data set, after which the run ends; 0: as many as it takes.")
+    ] = 0
     eval_prompts: Annotated[int, Field(ge=0, description="Held-out prompts scored at each evaluation; 0: none.")] = 64
     eval_every_steps: Annotated[Count, Field(description="Steps between evaluations on held-out prompts.")] = 20
 
@@ -102,6 +111,16 @@ class LearnerSection(Section):
     drop_equal_groups: Annotated[
         bool, Field(description="Dynamic sampling: a group of equal rewards is replaced, within a bound per step.")
     ] = False
+    prune_hopeless: Annotated[
+        bool, Field(description="Ends rollouts that repeat a phrase or have been lost for long; they are scored as is.")
+    ] = False
+    gradient_checkpointing: Annotated[
+        bool, Field(description="Computes layers again in the backward pass: less memory, a third more time.")
+    ] = False
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb"], ...], Field(description="Where metrics go beside metrics.jsonl.")
+    ] = ()
+    metrics_port: Annotated[Port, Field(description="Port of the learner's Prometheus endpoint; 0: none.")] = 0
     overlong_buffer_tokens: Annotated[
         int, Field(ge=0, description="Completions lose reward over their last so many tokens before the limit; 0: off.")
     ] = 0

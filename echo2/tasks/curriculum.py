@@ -27,7 +27,7 @@ class Curriculum(Protocol):
         ...
 
     def state(self) -> Mapping[str, float]:
-        """What a checkpoint keeps: JSON-ready; `with_state` of the same curriculum takes it back."""
+        """What a checkpoint keeps: JSON-ready; `make_curriculum` takes it back."""
         ...
 
 
@@ -91,11 +91,11 @@ class SuccessBand:
         return {str(index): mean for index, mean in self._means.items()}
 
 
-def make_curriculum(name: str, seed: int) -> Curriculum:
-    """The curriculum called `name`, new."""
+def make_curriculum(name: str, seed: int, state: Mapping[str, float] | None = None) -> Curriculum:
+    """The curriculum called `name`, new or as `state` has it."""
     match name:
         case "in_order":
             return InOrder()
         case "success_band":
-            return SuccessBand(BandConfig(seed=seed))
+            return SuccessBand(BandConfig(seed=seed), state)
     raise ConfigError(f"curriculum: expected in_order or success_band, got {name!r}")

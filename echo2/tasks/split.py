@@ -37,6 +37,10 @@ class TaskSplit:
         """Instances of one training epoch; None: without end."""
         return None if self.size is None else self.size - self.held_out_count
 
+    def has(self, position: int) -> bool:
+        """Whether there is a training instance at `position`."""
+        return self.epochs_max is None or self.train_count is None or position < self.epochs_max * self.train_count
+
     def held_out_index(self, position: int) -> int:
         """The task's index of the held-out instance at `position`, 0 <= position < held_out_count."""
         assert 0 <= position < self.held_out_count, "held-out positions are below the held-out count"

@@ -70,6 +70,7 @@ class WorkerOptions:
     preemption_notice: str = ""  # where a cloud says that it takes the machine: aws, azure, gcp or an address
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
+    model_path: str = ""  # the base model, for a learner that publishes an adapter only
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.slowdown <= 1000.0:

@@ -164,7 +164,7 @@ class CheckpointStore:
 
     def begin(self, checkpoint: Checkpoint) -> Path:
         """Makes the folder that all ranks then write to, if there is room."""
-        self._check_room(checkpoint.tensor_bytes)
+        self.check_room(checkpoint.tensor_bytes)
         partial = self.folder_of(checkpoint.step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -227,7 +227,8 @@ class CheckpointStore:
         shards = {key: t for key, t in tensors.items() if not key.startswith(_PUBLISHED)}
         return Checkpoint(step, shards, published, Version(state["published_version"]), state, ranks)
 
-    def _check_room(self, tensor_bytes: int) -> None:
+    def check_room(self, tensor_bytes: int) -> None:
+        """A checkpoint of this size, with the reserve, must fit on the disk."""
         needed = tensor_bytes + self.options.free_bytes_min
         free = shutil.disk_usage(self.folder).free
         if free < needed:

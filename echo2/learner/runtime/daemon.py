@@ -41,7 +41,9 @@ from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.metrics import Sink, open_sinks
 from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.prometheus import PrometheusEndpoint
 from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publisher
+from echo2.learner.runtime.ranks import world_size
 from echo2.learner.runtime.record import peak_flops_of
 from echo2.learner.runtime.reports import hello_of, published_message, report_of
 from echo2.learner.runtime.run_folder import RunFolder
@@ -188,6 +190,8 @@ class LearnerDaemon:
         self.address = options.advertise or f"{options.host}:{port}"
         sinks = open_sinks(options.folder, options.run_id, options.sinks)
         loop = TrainingLoop(options, prepared, intake, publisher, sinks, self._executor)
+        if options.metrics_port:
+            sinks.append(PrometheusEndpoint(options.host, options.metrics_port, lambda: self._numbers_now(loop)))
         loop.facts.peak_flops = _peak_flops(prepared)
         self.session = CoordinatorSession(
             credentials,
@@ -288,6 +292,11 @@ class LearnerDaemon:
             self._failure.set_exception(error)
             self._failure.exception()  # it may come when the run ends for another reason; that is no lost error
 
+    def _numbers_now(self, loop: TrainingLoop) -> dict[str, float]:
+        """For Prometheus, from its own thread."""
+        text, since = loop.waiting
+        return {"step": loop.step, "waiting_s": time.monotonic() - since if text else 0.0}
+
     # ---- talking to the coordinator
 
     def _take_order(
@@ -334,4 +343,5 @@ class LearnerDaemon:
 
 def _peak_flops(prepared: Prepared) -> float:
     device = prepared.model.device
-    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
+    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
+    return peak * world_size()

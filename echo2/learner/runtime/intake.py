@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from echo2.base.errors import EchoError
+from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId, PeerId, Step
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.batcher import Batch, Batcher, Closure
@@ -53,6 +53,7 @@ class Intake:
         self.on_close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.is_offering = True
+        self.exhausted: TaskError | None = None
         self._is_stopping = False
         self._opened_in: dict[GroupId, Step] = {}
         self._retries: deque[Draw] = deque()
@@ -158,16 +159,22 @@ class Intake:
             self.on_offer(moved)
         if self.is_offering:
             self._offer()
+        if self._is_short:
+            self._progress.set()
 
     def _offer(self) -> None:
         wanted = groups_wanted(self.offers, self.planned_cap_rollouts, self.batcher.in_flight_groups)
-        specs = [self._open_next() for _ in range(wanted)]
+        specs = [spec for _ in range(wanted) if (spec := self._open_next()) is not None]
         if specs:
             self.on_offer(specs)
 
-    def _open_next(self) -> GroupSpec:
+    def _open_next(self) -> GroupSpec | None:
+        """The next prompt's group, or None when there is no prompt left."""
         if self._retries:
             draw = self._retries.popleft()
+        elif not self.prompts.split.has(self.prompts.next_wanted(self.cursor)):
+            self.exhausted = self.exhausted or self.prompts.exhaustion()
+            return None
         else:
             draw = self.prompts.draw(self.prompts.next_wanted(self.cursor))
             self.cursor = draw.cursor + 1
@@ -179,8 +186,8 @@ class Intake:
     # ---- batches out
 
     async def next_batch(self) -> Batch | None:
-        """The next batch, its composition on the disk; None once `stop_drawing` was called."""
-        while not self._is_stopping:
+        """The next batch, its composition on the disk; None once `stop_drawing` was called or the prompts ended."""
+        while not self._is_stopping and not self._is_short:
             batch = self.batcher.draw_batch()
             self.settle()
             if batch is not None:
@@ -190,6 +197,11 @@ class Intake:
             self._progress.clear()
             await self._progress.wait()
         return None
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the prompts ended and what is in flight does not make another batch."""
+        return self.exhausted is not None and self.batcher.in_flight_groups < self.offers.groups_per_step
 
     def stop_drawing(self) -> None:
         """Ends `next_batch` where it waits; a batch that was drawn is still handed out."""

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.learner.batcher import Batch
@@ -37,6 +38,8 @@ from echo2.learner.timing import Utilisation
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
+NOT_FINITE_KEPT_MAX = 64
+"""Batches kept for inspection; later ones are counted only."""
 
 
 class TrainingLoop:
@@ -57,7 +60,7 @@ class TrainingLoop:
         self.publisher = publisher
         self.sinks = sinks
         self.executor = executor
-        self.facts = RunFacts(parameter_count=prepared.model.parameter_count)
+        self.facts = RunFacts(flops_per_position=prepared.model.flops_per_position)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
@@ -66,7 +69,7 @@ class TrainingLoop:
         self.waiting: tuple[str, float] = ("", 0.0)
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
-        self._is_stopping = False
+        self._is_stopping = self._was_stopped = False
         self._is_warm = False
 
     @property
@@ -79,11 +82,13 @@ class TrainingLoop:
 
     def stop(self) -> None:
         """Ends the loop after the step that runs."""
-        self._is_stopping = True
+        self._is_stopping = self._was_stopped = True
         self.intake.stop_drawing()
 
     async def run(self) -> None:
-        """Trains until the last step or `stop`, then leaves a checkpoint behind."""
+        """Trains until the last step or `stop`, then leaves a checkpoint behind. Where the prompts end before the
+        steps, the run ends with that error, after its checkpoint.
+        """
         if self.step == 0:
             await self._evaluate(StepTimes())
             self._write({"step": 0, "unix_s": time.time(), **self.facts.evaluation})
@@ -94,6 +99,8 @@ class TrainingLoop:
         await self.publisher.settled()
         await self._checkpoint(StepTimes())
         await self._checkpoint_written()
+        if self.intake.exhausted is not None and not self.is_finished and not self._was_stopped:
+            raise self.intake.exhausted
 
     async def _one_step(self) -> None:
         times = StepTimes()
@@ -103,8 +110,13 @@ class TrainingLoop:
         self.waiting = ("", 0.0)
         times.wait_s = time.perf_counter() - began
         if batch is None:
+            self._is_stopping = True
             return
-        result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch))
+        try:
+            result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch))
+        except TrainingError:
+            self._keep_for_inspection(batch)
+            raise
         if snapshot is not None:
             await self._publish(snapshot, times)
         self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)
@@ -185,6 +197,7 @@ class TrainingLoop:
         assert self.intake.batcher.next_step == self.step, "checkpoints are taken between two steps"
         journal_from = self.intake.begin_segment(self.options.run_id)
         state = {"journal_from": journal_from, "batcher": batcher_state(self.intake.batcher)}
+        state["curriculum"] = dict(self.p.prompts.curriculum.state())
         tensors, version = self.publisher.newest_tensors, self.publisher.newest_version
         checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, tensors, version, state))
         self._checkpointed = Step(self.step)
@@ -225,6 +238,8 @@ class TrainingLoop:
         """A batch whose loss or gradient was not finite, as text."""
         folder = self.p.folder.path / "not_finite"
         folder.mkdir(exist_ok=True)
+        if len(list(folder.iterdir())) >= NOT_FINITE_KEPT_MAX:
+            return
         if len(list(folder.iterdir())) >= 16:
             return
         groups = [

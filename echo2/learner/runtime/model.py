@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from echo2.base.errors import ConfigError, StateError
+from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.ranks import Ranks, own_part, whole
 
@@ -120,7 +121,13 @@ class PolicyModel:
     """
 
     def __init__(
-        self, path: str, weights_dtype: str, device: torch.device, temperature: float, ranks: Ranks | None = None
+        self,
+        path: str,
+        weights_dtype: str,
+        device: torch.device,
+        temperature: float,
+        ranks: Ranks | None = None,
+        adapter: AdapterOptions | None = None,
     ) -> None:
         self.path = path
         self.device = device
@@ -130,15 +137,18 @@ class PolicyModel:
         if self.ranks.count == 1:
             self.hf_model.to(device)
         _switch_dropout_off(self.hf_model)
+        self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype)
         self.config = self.hf_model.config
         self.policy = Policy(self.hf_model, temperature, slices_head=True)
         self.policy.slices_head = self._head_can_be_sliced()
         shard(self.policy, self.ranks, device)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
+        self.published_names = [published_name(name) if adapter else name for name in self.names]
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
+        check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
         self.is_rounded = weights_dtype == "bfloat16"
         if self.is_rounded:
-            self.masters = [_master_of(name, path, p) for name, p in zip(self.names, self.parameters, strict=True)]
+            self.masters = [_master_of(p) for p in self.parameters]
             self.round_to_policy()
         else:
             self.masters = [p.data for p in self.parameters]
@@ -232,7 +242,7 @@ class PolicyModel:
         dtype = torch.bfloat16 if self.is_rounded else torch.float32
         taken: dict[str, Tensor] = {}
         with torch.no_grad():
-            for name, parameter in zip(self.names, self.parameters, strict=True):
+            for name, parameter in zip(self.published_names, self.parameters, strict=True):
                 value = parameter.detach()
                 if self.ranks.count > 1:
                     value = whole(value.to(dtype))  # a collective, one tensor at a time
@@ -241,7 +251,12 @@ class PolicyModel:
         return taken
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes `policy`, a snapshot, in Hugging Face layout."""
+        """Writes `policy`, a snapshot, in Hugging Face layout; an adapter as part of the weights that it adapts."""
+        if self.adapter is not None:
+            base = _load(self.path, torch.float32)
+            merge_into(base, policy, self.adapter, self.weights_dtype)
+            base.save_pretrained(folder)
+            return
         kept = {name: t for name, t in self.hf_model.state_dict().items() if not isinstance(t, DTensor)}
         trained = {name: tensor.contiguous() for name, tensor in policy.items()}
         self.hf_model.save_pretrained(folder, state_dict={**kept, **trained})
@@ -251,18 +266,26 @@ class PolicyModel:
         return sum(int(p.numel()) for p in self.parameters)
 
     @property
+    def flops_per_position(self) -> float:
+        """Of forward and backward pass: 2 a parameter for each of forward, and gradients of inputs and of weights."""
+        everything = sum(int(p.numel()) for p in self.hf_model.parameters())
+        return 4.0 * everything + 2.0 * self.parameter_count
+
+    @property
     def snapshot_bytes(self) -> int:
         return self.parameter_count * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
         """The transformers config, canonically: sorted keys, no whitespace; not where it was loaded from or by what."""
         fields = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        if self.adapter is not None:
+            fields[CONFIG_KEY] = self.adapter.for_workers()
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str).encode()
 
     def digest(self) -> str:
         """sha256 of the config and of the table of published tensors: names, shapes, dtypes."""
         dtype = "bfloat16" if self.is_rounded else "float32"
-        table = [[name, list(p.shape), dtype] for name, p in zip(self.names, self.parameters, strict=True)]
+        table = [[name, list(p.shape), dtype] for name, p in zip(self.published_names, self.parameters, strict=True)]
         return hashlib.sha256(self.config_json() + json.dumps(sorted(table)).encode()).hexdigest()
 
     @property
@@ -319,9 +342,24 @@ def _load(path: str, dtype: torch.dtype) -> Any:
         raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
 
 
-def _master_of(name: str, path: str, parameter: Tensor) -> Tensor:
-    if not parameter.is_floating_point():
-        raise ConfigError(f"model {path}: expected floating-point tensors to train, got {parameter.dtype} in {name}")
+def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
+    """What is trained must be of one floating-point type, or what is published would not be what is computed with."""
+    first = ""
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"model {path}: expected floating-point tensors to train, got {parameter.dtype} in {name} (a quantised "
+                "model? train the one that it was made from)"
+            )
+        first = first or name
+        if parameter.dtype != parameters[first].dtype:
+            raise ConfigError(
+                f"model {path}: expected tensors of one dtype, got {parameters[first].dtype} in {first} and "
+                f"{parameter.dtype} in {name}"
+            )
+
+
+def _master_of(parameter: Tensor) -> Tensor:
     return parameter.detach().to(torch.float32).clone()
 
 

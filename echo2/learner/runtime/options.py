@@ -38,6 +38,8 @@ class TrainerOptions:
     lr_scale_floor: float = 0.1
     nonfinite_steps_max: int = 5
     with_entropy: bool = True
+    lora_rank: int = 0  # 0: all weights are trained and published; else a low-rank adapter alone
+    lora_alpha: float = 0.0  # 0: twice the rank
 
     def __post_init__(self) -> None:
         if self.weights_dtype not in ("bfloat16", "float32"):
@@ -72,6 +74,7 @@ class TaskOptions:
     name: str = "sort_digits"
     args: Mapping[str, object] = field(default_factory=dict)
     curriculum: str = "in_order"  # in_order | success_band
+    epochs: int = 0  # passes over a finite data set; 0: as many as the steps need
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class LearnerOptions:
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
     link: LinkShape = field(default_factory=LinkShape)  # an emulated link, for trials
     drops_equal_rewards: bool = False
+    prunes_hopeless: bool = False  # rollouts that repeat themselves or are lost end before their time
+    metrics_port: int = 0  # of the Prometheus endpoint; 0: none
     overlong_buffer_tokens: int = 0  # completions lose reward over their last so many tokens before the limit; 0: off
     linger_s: float = 20.0  # a finished learner serves its last version this long, unless stopped
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl

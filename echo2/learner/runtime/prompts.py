@@ -1,18 +1,18 @@
 """The data plane as the learner sees it: prompts as tokens, rewards of tokens.
 
 Guarantees: the prompt of a cursor is the same after every restart; a prompt whose tokens the model does not have is a
-clear error before anything is sampled. What the curriculum remembers starts anew with the process, so a restart may
-prefer other prompts; rollouts that were recorded are trained on alike. Leaves to others: the order of instances
+clear error before anything is sampled. What the curriculum remembers is part of the
+checkpoint. Leaves to others: the order of instances
 (tasks/split), limits on rewards (tasks/runtime/rewards).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, TaskError
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
@@ -41,8 +41,9 @@ class Prompts:
         self.vocabulary_size = vocabulary_size
         spec = TaskSpec(options.task.name, options.task.args, options.seed)
         self.world = make_world(spec, self.tokenizer)
-        self.split = TaskSplit(self.world.size, options.evaluation.prompts, options.seed)
+        self.split = TaskSplit(self.world.size, options.evaluation.prompts, options.seed, options.task.epochs or None)
         self.curriculum = make_curriculum(options.task.curriculum, options.seed)
+        self._curriculum_name = options.task.curriculum
         buffer_tokens = options.overlong_buffer_tokens
         limit_tokens = options.sampling.max_new_tokens
         self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
@@ -53,13 +54,24 @@ class Prompts:
     def next_wanted(self, cursor: int) -> int:
         """The first cursor from this one on whose prompt the curriculum wants; after a bounded search, the next."""
         for candidate in range(cursor, cursor + SKIPS_MAX):
-            if self.curriculum.wants(candidate, self.split.train_index(candidate)):
+            if not self.split.has(candidate) or self.curriculum.wants(candidate, self.split.train_index(candidate)):
                 return candidate
         return cursor + SKIPS_MAX
+
+    def take_back(self, state: Mapping[str, float]) -> None:
+        """The curriculum as a checkpoint kept it."""
+        self.curriculum = make_curriculum(self._curriculum_name, self.seed, state)
 
     def fared(self, cursor: int, rewards: Sequence[float]) -> None:
         """Tells the curriculum how the group on prompt `cursor` fared."""
         self.curriculum.record(self.split.train_index(cursor), rewards)
+
+    def exhaustion(self) -> TaskError:
+        """What is said when there are no more prompts."""
+        return TaskError(
+            f"data set exhausted: task {self.world.name} has {self.split.train_count} training prompts, which were drawn "
+            f"{self.split.epochs_max} times over (task.epochs); expected prompts for every step, found no more"
+        )
 
     def draw(self, cursor: int) -> Draw:
         """Prompt number `cursor` of the run."""

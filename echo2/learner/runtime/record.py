@@ -43,7 +43,7 @@ class RunFacts:
 
     predicted_utilisation: float = 0.0
     rewards_failed: int = 0
-    parameter_count: int = 0
+    flops_per_position: float = 0.0
     peak_flops: float = 0.0
     evaluation: Mapping[str, float] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[s
         "positions_per_s": result.positions / busy_s if busy_s > 0 else 0.0,
     }
     if facts.peak_flops > 0 and busy_s > 0:
-        fields["mfu"] = 6.0 * facts.parameter_count * result.positions / busy_s / facts.peak_flops
+        fields["mfu"] = facts.flops_per_position * result.positions / busy_s / facts.peak_flops
     return fields
 
 
@@ -140,6 +140,7 @@ def state_fields(
         "rollouts/refused": counts.refused,
         "rollouts/dropped_equal_rewards": counts.dropped_equal_rewards,
         "rollouts/dropped_reward_failed": counts.dropped_reward_failed,
+        "rollouts/pruned": counts.pruned,
         "tokens/trained": counts.trained_tokens,
         "tokens/over_stale": batcher.ledger.over_stale_tokens(),
     }

@@ -32,13 +32,13 @@ class RunFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
-    def check_identity(self, identity: Mapping[str, object]) -> None:
-        """Notes what the run is on the first start; compares on every later one."""
+    def check_identity(self, identity: Mapping[str, object], notes: Mapping[str, object] | None = None) -> None:
+        """Notes what the run is on the first start; compares on every later one. `notes` are written only."""
         path = self.path / "run.json"
         wanted = json.loads(json.dumps(dict(identity)))
         if not path.exists():
             partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(wanted, indent=1))
+            partial.write_text(json.dumps({**wanted, **(notes or {})}, indent=1))
             partial.replace(path)
             return
         try:

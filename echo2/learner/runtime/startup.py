@@ -17,26 +17,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echo2.base.errors import FingerprintMismatch, StateError
+from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.broadcast.delta import fingerprint
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
+from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_batcher
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
-from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
+from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions
 from echo2.learner.runtime.prompts import Prompts, load_tokenizer
 from echo2.learner.runtime.ranks import Ranks, local_device, ranks_of_environment
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
 from echo2.learner.runtime.training_side import PublishedModel, StepCounter, TrainingSide
+from echo2.learner.selection import PruningRule
 from echo2.staleness.ledger import Ledger
 
 _log = logging.getLogger("echo2.learner")
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: master, first and second moment in float32."""
 
 
 @dataclass(slots=True)
@@ -70,8 +74,16 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     torch.manual_seed(derived_seed(options.seed, "trainer"))
     device = pick_device(local_device(options.trainer.device))
     given = options.trainer
-    model = PolicyModel(given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks)
+    model = PolicyModel(
+        given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks, _adapter_of(given)
+    )
     return Team(Trainer(model, given, options.steps))
+
+
+def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
+    if options.lora_rank == 0:
+        return None
+    return AdapterOptions(options.lora_rank, options.lora_alpha or 2.0 * options.lora_rank)
 
 
 def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
@@ -90,7 +102,7 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
     prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
     prompts.check_length, prompts.context_tokens = model.check_length, model.context_tokens
     base = team.snapshot()
-    folder.check_identity(_identity_of(options, team, base))
+    folder.check_identity(_identity_of(options, team, base), {"model_path": options.trainer.model_path})
     bound = options.staleness_bound
     config = BatcherConfig(
         bound,
@@ -98,8 +110,10 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
         options.rollouts_per_group,
         model.vocabulary_size,
         drops_equal_rewards=options.drops_equal_rewards,
+        pruning=PruningRule() if options.prunes_hopeless else None,
     )
     store = CheckpointStore(folder.path / "checkpoints", options.checkpoint)
+    store.check_room(team.model.parameter_count * BYTES_PER_PARAMETER + team.model.snapshot_bytes)
     prepared = Prepared(
         folder=folder,
         model=model,
@@ -127,6 +141,7 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
         "model_digest": team.model.digest(),
         "base_fingerprint": f"{fingerprint(dict(base), 0):016x}" if team.starts_from_base else "",
         "weights_dtype": options.trainer.weights_dtype,
+        "lora": [options.trainer.lora_rank, options.trainer.lora_alpha],
         "task": options.task.name,
         "task_args": dict(options.task.args),
         "seed": options.seed,
@@ -141,6 +156,7 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
     journal_from = Step(0)
     if checkpoint is not None:
         put_back_batcher(checkpoint.state["batcher"], checkpoint.step, prepared.batcher)
+        prepared.prompts.take_back(checkpoint.state.get("curriculum", {}))
         prepared.published = checkpoint.published
         prepared.schedule.newest = checkpoint.published_version
         prepared.checkpoint_step = checkpoint.step
@@ -171,6 +187,8 @@ def _train_again(prepared: Prepared) -> None:
         version = Version(trainer.step_count + 1)
         prepared.team.step(batch, version in history.published)
         prepared.trained_again += 1
+        for group in batch.groups:
+            prepared.prompts.fared(group.cursor, group.rewards)
         if version not in history.published:
             continue
         recorded = history.published[version]
@@ -207,8 +225,10 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
     partial.rename(folder)
 
 
-def export_run(folder: Path, model_path: str, target: Path) -> Step:
+def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     """The policy of a run folder's newest checkpoint as a Hugging Face folder; returns its step.
+
+    `model_path`: the base model, where it is not any longer where the run found it.
 
     For a run that was stopped, or that still runs: checkpoints are never changed in place.
     """
@@ -218,7 +238,12 @@ def export_run(folder: Path, model_path: str, target: Path) -> Step:
     if checkpoint is None:
         raise StateError(f"run folder {folder}: expected a whole checkpoint, found none yet")
     identity = json.loads((folder / "run.json").read_text())
-    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0)
+    model_path = model_path or str(identity.get("model_path", ""))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
+    rank, alpha = identity["lora"]
+    adapter = _adapter_of(TrainerOptions(model_path, lora_rank=int(rank), lora_alpha=float(alpha)))
+    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, adapter=adapter)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)
     return checkpoint.step

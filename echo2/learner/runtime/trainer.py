@@ -231,7 +231,8 @@ class Trainer:
         if self.nonfinite_in_a_row > self.options.nonfinite_steps_max:
             raise TrainingError(
                 f"step {self.step_count}: expected a finite loss and gradient, got loss {loss} and gradient norm "
-                f"{grad_norm}, for the {self.nonfinite_in_a_row}th step in a row"
+                f"{grad_norm}, for {self.nonfinite_in_a_row} steps in a row; their batches are in not_finite/ of the run "
+                "folder"
             )
 
     # ---- the reference of the KL penalty

@@ -16,6 +16,7 @@ from echo2.base.ids import Version
 from echo2.broadcast.delta import HostWeights
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 
 SLOTS_DEFAULT = 32
 LINGER_S = 0.1
@@ -51,7 +52,10 @@ def warm_up(choice: EngineChoice) -> None:
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions) -> Engine:
     """The engine, not started. May take seconds: run it in a thread."""
+    adapter = adapter_spec(config)
     if choice is EngineChoice.VLLM:
+        if adapter is not None:
+            raise ConfigError("engine: the learner publishes a LoRA adapter, which the embedded engine alone applies")
         try:
             module = importlib.import_module("echo2.worker.runtime.engines.vllm")
         except ModuleNotFoundError as error:
@@ -65,7 +69,8 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 
     return EmbeddedEngine(
-        config,
+        {key: value for key, value in config.items() if key != CONFIG_KEY},
+        adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
         slot_count=slots_of(options),
         context_tokens=options.context_tokens_max,
         slowdown=options.slowdown,

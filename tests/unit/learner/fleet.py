@@ -220,7 +220,7 @@ def options_for(folder: Path, model: Path, **changes: Any) -> LearnerOptions:
         "rollouts_per_group": 4,
         "staleness_bound": 2,
         "trainer": TrainerOptions(str(model), device="cpu", lr=1e-3),
-        "task": TaskOptions("sort_digits", {"digit_count": 3}),
+        "task": TaskOptions("tests.unit.learner.worlds:DigitShare"),
         "sampling": SamplingParams(max_new_tokens=6),
         "evaluation": EvaluationOptions(prompts=4, every_steps=3),
         "checkpoint": CheckpointOptions(every_steps=2, free_bytes_min=1 << 20),

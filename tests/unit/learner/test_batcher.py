@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,13 @@ from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import FinishReason, RolloutSegment, SamplingParams, Verdict, VersionSpan
 from echo2.learner.batcher import Batch, Batcher, BatcherConfig
 from echo2.learner.group import Draw
+from echo2.learner.selection import PruningRule
 from echo2.staleness.ledger import Ledger
 
 STOP = 1
 
 
-def new_batcher(bound: int = 2, per_step: int = 4, per_group: int = 2, **options: bool) -> Batcher:
+def new_batcher(bound: int = 2, per_step: int = 4, per_group: int = 2, **options: Any) -> Batcher:
     config = BatcherConfig(bound, per_step, per_group, vocabulary_size=50, **options)
     return Batcher(config, Ledger(bound))
 
@@ -287,3 +289,16 @@ class BatcherMachine(RuleBasedStateMachine):
 
 TestBatcherMachine = BatcherMachine.TestCase
 TestBatcherMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_rollout_that_repeats_itself_is_admitted_as_it_stands_and_half_of_a_group_is_let_be() -> None:
+    rule = PruningRule(loop_tokens=4, loop_repeats=2, period_max=2)
+    batcher = new_batcher(per_step=2, per_group=2, pruning=rule)
+    group_id = batcher.open_group(draw(0), 0).group_id
+    assert batcher.receive(piece(group_id, 0, [7, 8, 7]), 1).verdict is Verdict.HELD
+    pruned = batcher.receive(piece(group_id, 0, [8], offset=3), 1)
+    assert pruned.verdict is Verdict.ADMITTED and pruned.held_tokens == 4
+    assert batcher.groups[group_id].rollouts[0].finish_reason is FinishReason.LENGTH
+    assert batcher.receive(piece(group_id, 0, [7], offset=4), 1).verdict is Verdict.DUPLICATE
+    assert batcher.receive(piece(group_id, 1, [7, 8, 7, 8]), 1).verdict is Verdict.HELD, "the other half is let be"
+    assert batcher.counts.pruned == 1 and batcher.counts.admitted == 1

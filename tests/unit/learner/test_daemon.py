@@ -3,20 +3,33 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
+import urllib.request
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from echo2.base.errors import ConfigError, EchoError, FingerprintMismatch, StateError
+from echo2.base.errors import (
+    ConfigError,
+    DiskFull,
+    EchoError,
+    FingerprintMismatch,
+    StateError,
+    TaskError,
+    TrainingError,
+)
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.delta import Encoding, HostWeights, fingerprint
 from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
-from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
+from echo2.learner.runtime.prometheus import gauge_name
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import Prepared, export_run, prepare
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -164,7 +177,10 @@ def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, tmp_path: 
     go(run.finish())
     again = prepared_from(options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=2))
     assert again.trainer.step_count == image["step"] == at
-    for ours, theirs in zip(again.model.masters, image["masters"], strict=True):
+    base = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0)
+    moved = [not torch.equal(one, other) for one, other in zip(image["masters"], base.masters, strict=True)]
+    assert all(moved), "there was something to lose"
+    for ours, theirs in zip(again.team.model.masters, image["masters"], strict=True):  # type: ignore[attr-defined]
         assert torch.equal(ours, theirs)
     trained = again.batcher.ledger.trained
     assert len(trained) == 2 * at and not set(trained) & set(again.batcher.groups)
@@ -218,11 +234,11 @@ def test_a_run_folder_is_exported_from_its_newest_checkpoint(model_path: Path, t
     from transformers import AutoModelForCausalLM
 
     with pytest.raises(StateError, match="expected checkpoints"):
-        export_run(tmp_path / "run", str(model_path), tmp_path / "out")
+        export_run(tmp_path / "run", tmp_path / "out", str(model_path))
     run = Run(options_for(tmp_path / "run", model_path, steps=20))
     run.at_step[2] = run.daemon.stop
     summary = go(run.finish())
-    assert export_run(tmp_path / "run", str(model_path), tmp_path / "out") == summary.steps
+    assert export_run(tmp_path / "run", tmp_path / "out", str(model_path)) == summary.steps
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert run.daemon.loop is not None
     for name, tensor in run.daemon.loop.p.model.snapshot().items():
@@ -298,3 +314,92 @@ def test_without_a_join_link_the_first_start_says_so(model_path: Path, tmp_path:
     daemon = LearnerDaemon(options_for(tmp_path / "run", model_path), lambda s, c, o: FollowerBroadcaster())
     with pytest.raises(EchoError, match="join link"):
         go(daemon.run())
+
+
+def test_an_export_loads_in_transformers(model_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from echo2.cli.main import main
+
+    run = Run(options_for(tmp_path / "run", model_path, steps=4))
+    summary = go(run.finish())
+    target = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "run"), str(target)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    assert f"{fingerprint(dict(model.named_parameters()), run.follower.host.key):016x}" == summary.fingerprint
+    assert AutoTokenizer.from_pretrained(target).encode("12>")
+    assert main(["export", str(tmp_path / "run"), str(target)]) == 2, "a folder with files is not written over"
+    assert main(["export", str(tmp_path / "none"), str(tmp_path / "new")]) != 0
+
+
+def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(model_path: Path, tmp_path: Path) -> None:
+    task = TaskOptions("sort_digits", {"digit_count": 1}, epochs=1)
+    run = Run(options_for(tmp_path / "run", model_path, task=task))
+    with pytest.raises(TaskError, match="data set exhausted.* 6 training prompts, which were drawn 1 times"):
+        go(run.finish())
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["step"] == 3, "six prompts make three batches of two"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_what_a_curriculum_remembers_outlives_a_restart(model_path: Path, tmp_path: Path) -> None:
+    task = TaskOptions("sort_digits", {"digit_count": 3}, "success_band")
+    run = Run(options_for(tmp_path / "run", model_path, task=task))
+    remembered: dict[str, float] = {}
+
+    def at_kill() -> None:
+        crash_image(run, tmp_path / "crashed")
+        assert run.daemon.loop is not None
+        remembered.update(run.daemon.loop.p.prompts.curriculum.state())
+
+    run.at_step[3] = at_kill
+    go(run.finish())
+    again = prepared_from(options_for(tmp_path / "crashed", model_path, task=task))
+    restored = again.prompts.curriculum.state()
+    trained = {str(again.prompts.split.train_index(cursor)) for cursor in range(6)}
+    assert trained and trained <= set(restored) <= set(remembered)
+    assert all(restored[name] == remembered[name] for name in restored)
+
+
+def test_a_loss_that_stays_without_a_finite_value_ends_the_run_and_keeps_its_batches(
+    model_path: Path, tmp_path: Path
+) -> None:
+    options = options_for(tmp_path / "run", model_path, evaluation=EvaluationOptions(prompts=0), steps=12)
+    trainer = replace(options.trainer, nonfinite_steps_max=2)
+    run = Run(replace(options, trainer=trainer))
+
+    def spoil() -> None:
+        assert run.daemon.loop is not None
+        with torch.no_grad():
+            for parameter in run.daemon.loop.p.model.hf_model.parameters():  # type: ignore[attr-defined]
+                parameter.fill_(float("nan"))
+
+    run.at_step[1] = spoil
+    with pytest.raises(TrainingError, match="3 steps in a row; their batches are in not_finite"):
+        go(run.finish())
+    kept = sorted(path.name for path in (tmp_path / "run" / "not_finite").iterdir())
+    assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
+    assert [row["is_skipped"] for row in rows_of(tmp_path / "run")[1:]] == [False, True, True]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match="bytes free"):
+        prepared_from(options_for(tmp_path / "run", model_path, checkpoint=CheckpointOptions(free_bytes_min=1 << 62)))
+
+
+def test_prometheus_serves_a_run(model_path: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = Run(options_for(tmp_path / "run", model_path, metrics_port=port))
+    pages: list[str] = []
+
+    def look() -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            pages.append(answer.read().decode())
+
+    run.at_step[4] = look
+    go(run.finish())
+    names = {line.partition(" ")[0].partition("{")[0] for line in pages[0].splitlines() if not line.startswith("#")}
+    numbers = [name for name, value in rows_of(tmp_path / "run")[4].items() if not isinstance(value, str)]
+    assert {gauge_name(name) for name in numbers} <= names

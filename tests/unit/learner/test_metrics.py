@@ -1,12 +1,23 @@
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, PortBusy
+from echo2.learner.loss import SUM_NAMES, loss_metrics
 from echo2.learner.runtime.metrics import JsonLines, open_sinks
+from echo2.learner.runtime.prometheus import PrometheusEndpoint, gauge_name
+from echo2.learner.runtime.record import RunFacts, StepTimes, peak_flops_of, time_fields
+from echo2.learner.runtime.trainer import StepResult
+
+ROW = {"step": 3, "reward/mean": 0.5, "lag/histogram": [7, 0, 2], "is_skipped": False, "note": "text"}
 
 DOCS = Path(__file__).parents[3] / "docs" / "learner.md"
 
@@ -40,3 +51,67 @@ def test_an_unknown_sink_is_a_config_error(tmp_path: Path) -> None:
 
 def test_the_page_names_the_usual_metrics() -> None:
     assert {"reward/mean", "policy/entropy", "ratio/ess", "clip_fraction", "kl", "lag/histogram"} <= documented_names()
+
+
+def served(endpoint: PrometheusEndpoint) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_prometheus_serves_the_last_row_under_the_documented_names() -> None:
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, lambda: {"step": 4, "waiting_s": 1.5})
+    try:
+        assert served(endpoint) == {"echo2_learner_step": 4.0, "echo2_learner_waiting_s": 1.5}
+        endpoint.write(ROW)
+        found = served(endpoint)
+        assert found["echo2_learner_reward_mean"] == 0.5 and found["echo2_learner_is_skipped"] == 0.0
+        assert found['echo2_learner_lag_histogram{lag="2"}'] == 2.0 and found["echo2_learner_step"] == 4.0
+        with pytest.raises(PortBusy, match="metrics_port"):
+            PrometheusEndpoint("127.0.0.1", endpoint.port, dict)
+    finally:
+        endpoint.close()
+    assert len({gauge_name(name) for name in documented_names()}) == len(documented_names()), "no two share a name"
+    page = DOCS.read_text()
+    for name in ("echo2_learner_reward_mean", "echo2_learner_step", "echo2_learner_waiting_s"):
+        assert name in page
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = open_sinks(tmp_path, "run", ("tensorboard",))
+    for step in (1, 2):
+        for sink in sinks:
+            sink.write({**ROW, "step": step, "reward/mean": step / 4})
+    for sink in sinks:
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_weights_and_biases_writes_an_offline_run(tmp_path: Path) -> None:
+    """In a process of its own: the library's service has written everything only once its process is gone."""
+    pytest.importorskip("wandb")
+    program = (
+        "import sys, pathlib; from echo2.learner.runtime.metrics import open_sinks\n"
+        f"sinks = open_sinks(pathlib.Path(sys.argv[1]), 'trial', ('wandb',)); row = {ROW!r}\n"
+        "for step in (1, 2): [sink.write({**row, 'step': step}) for sink in sinks]\n"
+        "for sink in sinks: sink.close()\n"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path), "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=120)
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-trial.wandb")
+    assert b"reward/mean" in written.read_bytes()
+
+
+def test_utilisation_of_the_device_counts_six_operations_a_parameter_and_position() -> None:
+    metrics = loss_metrics(torch.zeros(len(SUM_NAMES)), 0.0)
+    result = StepResult(1, {"forward": 1.0, "backward": 1.0}, metrics, 0.0, 0.0, False, 1000, 500)
+    facts = RunFacts(flops_per_position=6e9, peak_flops=peak_flops_of("NVIDIA H200"))
+    assert time_fields(result, StepTimes(), facts)["mfu"] == pytest.approx(6e9 * 1000 / 2.0 / 989e12)
+    assert "mfu" not in time_fields(result, StepTimes(), RunFacts(flops_per_position=6e9))
+    assert peak_flops_of("AMD Ryzen") == 0.0

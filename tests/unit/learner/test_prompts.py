@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import ConfigError
 from echo2.learner.runtime.options import TaskOptions
 from echo2.learner.runtime.prompts import SKIPS_MAX, Prompts
 from tests.unit.learner.fleet import options_for
@@ -15,7 +16,9 @@ from tests.unit.learner.tiny import make_tiny_model
 
 @pytest.mark.parametrize(("buffer_tokens", "expected"), [(0, 1.0), (4, 0.75)])
 def test_overlong_completions_lose_reward_in_training_only(tmp_path: Path, buffer_tokens: int, expected: float) -> None:
-    options = options_for(tmp_path, make_tiny_model(tmp_path / "model"), overlong_buffer_tokens=buffer_tokens)
+    task = TaskOptions("sort_digits", {"digit_count": 3})
+    model = make_tiny_model(tmp_path / "model")
+    options = options_for(tmp_path, model, overlong_buffer_tokens=buffer_tokens, task=task)
     prompts = Prompts(options, vocabulary_size=100, stop_token_ids=[1])
     instance = prompts.world.instance(prompts.split.train_index(0))
     token_ids = prompts.tokenizer.encode(instance.answer)
@@ -37,4 +40,22 @@ def test_the_curriculum_passes_over_mastered_prompts_within_a_bound(tmp_path: Pa
     taken = [prompts.next_wanted(cursor) for cursor in range(100)]
     assert all(cursor <= found <= cursor + SKIPS_MAX for cursor, found in enumerate(taken))
     assert sum(found > cursor for cursor, found in enumerate(taken)) > 50
+    prompts.close()
+
+
+def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    options = options_for(tmp_path, make_tiny_model(tmp_path / "model"))
+    with pytest.raises(ConfigError, match=r"tokenizer of at most 40 tokens \(the model's embedding\), got \d+"):
+        Prompts(options, vocabulary_size=40, stop_token_ids=[1])
+    with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
+        Prompts(options_for(tmp_path, tmp_path / "nowhere"), vocabulary_size=40, stop_token_ids=[1])
+
+
+def test_prompts_whose_ids_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    prompts = Prompts(
+        options_for(tmp_path, make_tiny_model(tmp_path / "model")), vocabulary_size=100, stop_token_ids=[1]
+    )
+    prompts.vocabulary_size = 5
+    with pytest.raises(ConfigError, match="token ids below 5.* wrong tokenizer for this model"):
+        prompts.draw(0)
     prompts.close()

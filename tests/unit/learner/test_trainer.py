@@ -11,7 +11,7 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.batcher import Batch, TrainGroup
 from echo2.learner.loss import PolicyLossConfig
-from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.model import PolicyModel, check_dtypes
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.learner.runtime.trainer import Trainer
 from tests.unit.learner.tiny import make_tiny_model
@@ -169,3 +169,12 @@ def test_sequences_beyond_the_context_are_refused_before_training(model_path: Pa
     model.check_length(256)
     with pytest.raises(ConfigError, match="context of 256"):
         model.check_length(257)
+
+
+def test_tensors_of_several_dtypes_are_refused_by_name() -> None:
+    mixed = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
+    with pytest.raises(ConfigError, match="one dtype, got torch.bfloat16 in a and torch.float32 in b"):
+        check_dtypes(mixed, "model")
+    with pytest.raises(ConfigError, match="floating-point tensors to train, got torch.int8 in q"):
+        check_dtypes({"q": torch.zeros(2, dtype=torch.int8)}, "model")
+    check_dtypes({"a": torch.zeros(2), "b": torch.ones(1)}, "model")

@@ -26,7 +26,10 @@ STEPS = 3
 
 def options_of(model: Path, folder: Path, weights_dtype: str) -> LearnerOptions:
     options = options_for(folder, model, staleness_bound=4, kappa=2)
-    return replace(options, trainer=replace(options.trainer, weights_dtype=weights_dtype, token_budget=40))
+    trainer = replace(options.trainer, weights_dtype=weights_dtype.removesuffix("-lora"), token_budget=40)
+    if weights_dtype.endswith("-lora"):
+        trainer = replace(trainer, lora_rank=2)
+    return replace(options, trainer=trainer)
 
 
 def batch(step: int) -> Batch:

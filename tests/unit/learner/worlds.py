@@ -1,9 +1,27 @@
-"""Environments for tests: the worlds that a learner under test plays with."""
+"""Tasks and environments for tests: the worlds that a learner under test plays with."""
 
 from __future__ import annotations
 
 from echo2.tasks.environment import Environment, Observation
-from echo2.tasks.task import ChatMessage, Prompt, Reward
+from echo2.tasks.task import ChatMessage, Prompt, Reward, TaskInstance
+
+
+class DigitShare:
+    """Pays for the share of digits in a completion, so that random completions differ in reward and teach something."""
+
+    name = "digit_share"
+    size = 1000
+    is_cheap = True
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def sample(self, index: int) -> TaskInstance:
+        return TaskInstance(index, f"{index:03d}>", "")
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        text = "".join(completion_text.split())
+        return Reward(sum(letter.isdigit() for letter in text) / max(1, len(text)))
 
 
 class Echo:

@@ -17,6 +17,7 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.broadcast.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.loop import StepLoop, Swap
 from echo2.worker.runtime.engines.outbox import TOKENS_MAX, Outbox
 from echo2.worker.runtime.engines.shape import read_shape
@@ -41,6 +42,7 @@ class EmbeddedEngine:
         slowdown: float = 1.0,
         outbox_tokens_max: int = TOKENS_MAX,
         linger_s: float = 0.0,
+        adapter: Adapter | None = None,
     ) -> None:
         shape = read_shape(config)
         context = context_tokens or shape.context_tokens
@@ -52,7 +54,7 @@ class EmbeddedEngine:
         self._context_tokens = context
         self._slot_count = slot_count
         self._outbox = Outbox(outbox_tokens_max, linger_s)
-        self._weights = LiveWeights(shape)
+        self._weights = LiveWeights(shape, adapter)
         self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown)
         self._thread: threading.Thread | None = None
         self._ids_in_use: set[str] = set()

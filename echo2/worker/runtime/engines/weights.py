@@ -16,6 +16,7 @@ import torch
 from echo2.base.errors import EngineError
 from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_tensor
 from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.shape import ModelShape
 
@@ -49,18 +50,25 @@ class Scatter:
 
 
 class LiveWeights:
-    """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads."""
+    """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads.
 
-    def __init__(self, shape: ModelShape) -> None:
+    With an `adapter`, its tensors are what is published and checked, and the weights follow from it and its base.
+    """
+
+    def __init__(self, shape: ModelShape, adapter: Adapter | None = None) -> None:
         self.shape = shape
+        self._adapter = adapter
         self.tensors: dict[str, torch.Tensor] = {}
         self.embedding = self._whole("model.embed_tokens.weight", shape.vocab_count, shape.hidden)
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(shape.layer_count)]
         self.final_norm = self._whole("model.norm.weight", shape.hidden)
         tied = shape.is_tied
         self.head = self.embedding if tied else self._whole("lm_head.weight", shape.vocab_count, shape.hidden)
-        self._check = UpdateCheck(shape.model_type, {name: tuple(t.shape) for name, t in self.tensors.items()})
-        self._bits = {name: tensor.numpy().reshape(-1).view(np.uint32) for name, tensor in self.tensors.items()}
+        self._published = self.tensors if adapter is None else adapter.tensors
+        self._check = UpdateCheck(shape.model_type, {name: tuple(t.shape) for name, t in self._published.items()})
+        self._bits = {name: tensor.numpy().reshape(-1).view(np.uint32) for name, tensor in self._published.items()}
+        if adapter is not None:
+            adapter.lay_base(self.tensors)
 
     def _whole(self, name: str, *size: int) -> torch.Tensor:
         self.tensors[name] = torch.zeros(size)
@@ -122,10 +130,12 @@ class LiveWeights:
                 f"tensor {scatter.name}: the update did not apply, old weights are back: {error}"
             ) from error
         self._check.dtypes.update((scatter.name, scatter.dtype) for scatter, _ in undo)
+        if self._adapter is not None:
+            self._adapter.merge(self.tensors, [scatter.name for scatter, _ in undo])
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""
-        for name, tensor in self.tensors.items():
+        for name, tensor in self._published.items():
             if self._check.dtypes.get(name) == "bfloat16":
                 narrow = (self._bits[name] >> 16).astype(np.uint16).view(np.int16)
                 yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
