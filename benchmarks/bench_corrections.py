@@ -9,7 +9,7 @@ so staleness bites early: read the table for the order of the methods, not for t
     python -m benchmarks.bench_corrections --quick      # 3 methods, S = 0 4, 1 seed: under a minute
     python -m benchmarks.bench_corrections --seconds 200  # begins no run after 200 s; the next call goes on from there
 
-Finished runs are kept in results/corrections_runs.json, so that an interrupted benchmark goes on where it stopped. Table,
+Finished runs are kept in results/corrections_runs.jsonl, so that an interrupted benchmark goes on where it stopped. Table,
 plot and results/corrections.json are written once every run is there.
 """
 
@@ -238,9 +238,10 @@ def prompts_of(indices: Iterable[int]) -> Tensor:
 def run_all(trials: list[Trial], processes: int, seconds: float) -> dict[str, float]:
     """Rewards by trial, of those that were done in time; each is written down as soon as it is known."""
     began = time.monotonic()
-    store = RESULTS / "corrections_runs.json"
-    done: dict[str, float] = json.loads(store.read_text()) if store.exists() else {}
     RESULTS.mkdir(exist_ok=True)
+    store = RESULTS / "corrections_runs.jsonl"
+    lines = store.read_text().splitlines() if store.exists() else []
+    done: dict[str, float] = {row["run"]: row["reward"] for row in map(json.loads, lines)}
     waiting = [trial for trial in trials if trial.key not in done]
     with ProcessPoolExecutor(processes) as pool:
         running: dict[Future[float], Trial] = {}
@@ -252,7 +253,8 @@ def run_all(trials: list[Trial], processes: int, seconds: float) -> dict[str, fl
             for future in finished:
                 trial = running.pop(future)
                 done[trial.key] = future.result()
-                store.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n")
+                with store.open("a") as file:
+                    file.write(json.dumps({"run": trial.key, "reward": done[trial.key]}) + "\n")
                 print(f"{trial.key}: {done[trial.key]:.3f}", flush=True)
     return {trial.key: done[trial.key] for trial in trials if trial.key in done}
 
@@ -292,6 +294,7 @@ def plot(rows: list[dict[str, object]], methods: list[str], bounds: list[int]) -
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "corrections"  # the same file from the same numbers
     from matplotlib import pyplot
 
     cell = {str(row["name"]): row for row in rows}

@@ -4,7 +4,10 @@ Both sides make the same step on the same rollouts: forward, dapo loss, backward
 own micro-batches of padded rows, in an order that suits it (as they come); ours packs. Each side runs in a process of
 its own, in turn, twice; the better round counts. TRL is looked for in this interpreter, else in $TRL_PYTHON.
 
-    python -m benchmarks.bench_learner [--threads 1] [--steps 5]
+A third part measures what publishing costs the training: windows of `KAPPA` steps, in turn with a version leaving at the
+window's start (copied between two steps, then diffed and encoded in a thread beside them, as in the learner) and without.
+
+    TRL_PYTHON=... python -m benchmarks.bench_learner [--threads 1] [--steps 5]
 """
 
 from __future__ import annotations
@@ -19,13 +22,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echo2.learner.batcher import Batch
+    from echo2.learner.runtime.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "learner.json"
 TARGET_RATIO = 1.5
+TARGET_OVERHEAD_PERCENT = 3.0
+KAPPA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,12 @@ class Shape:
     rollouts_per_group: int
     micro_rows: int
     token_budget: int
+    windows: int  # with and without publishing, each
 
 
 SHAPES = (
-    Shape("sort digits, 108k parameters", 64, 2, 6, 6, 6, 24, 8, 192, 4096),
-    Shape("long tail, 1.2M parameters", 128, 4, 64, 48, 256, 8, 8, 16, 5120),
+    Shape("sort digits, 108k parameters", 64, 2, 6, 6, 6, 24, 8, 192, 4096, 12),
+    Shape("long tail, 1.2M parameters", 128, 4, 64, 48, 256, 8, 8, 16, 5120, 2),
 )
 
 
@@ -99,8 +110,7 @@ def make_batch(shape: Shape, model: Path) -> dict[str, Any]:
     }
 
 
-def run_ours(path: Path, steps: int, threads: int) -> None:
-    """In a process of its own: prints seconds of each step and the peak of its memory."""
+def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
     import torch
 
     from echo2.base.ids import GroupId, Step, Version
@@ -130,7 +140,12 @@ def run_ours(path: Path, steps: int, threads: int) -> None:
         token_budget=data["token_budget"],
     )  # fmt: skip
     trainer = Trainer(PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), options, 1000)
-    batch = Batch(Step(0), tuple(groups))
+    return trainer, Batch(Step(0), tuple(groups))
+
+
+def run_ours(path: Path, steps: int, threads: int) -> None:
+    """In a process of its own: prints seconds of each step and the peak of its memory."""
+    trainer, batch = trainer_and_batch(path, threads)
     seconds, positions = [], 0
     for _ in range(steps + 1):
         began = time.perf_counter()
@@ -138,6 +153,60 @@ def run_ours(path: Path, steps: int, threads: int) -> None:
         seconds.append(time.perf_counter() - began)
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"seconds": seconds[1:], "peak_kb": peak_kb, "positions": positions}))
+
+
+def run_publishing(path: Path, windows: int, threads: int) -> None:
+    """In a process of its own: prints the seconds of windows without and with a version on its way out."""
+    from echo2.base.ids import Version
+    from echo2.broadcast.delta import DeltaHeader, HostWeights, Setting, encode_delta, join_frames
+
+    trainer, batch = trainer_and_batch(path, threads)
+    newest = HostWeights.from_tensors(trainer.model.snapshot(), Version(0), 1, copy=False)
+    trainer.step(batch)
+    without: list[float] = []
+    publishing: list[float] = []
+    copied: list[float] = []
+    encoded: list[float] = []
+
+    def encode(parent: HostWeights, target: HostWeights) -> None:
+        began = time.perf_counter()
+        header = DeltaHeader(target_version=target.version or Version(0), parent_version=parent.version,
+                             parent_fingerprint=parent.fingerprint(), fingerprint_key=1, setting=Setting.FAST)  # fmt: skip
+        join_frames(encode_delta(parent, target, header))
+        encoded.append(time.perf_counter() - began)
+
+    encode(newest, newest)  # kernels are compiled once a process
+    encoded.clear()
+    for number in range(1, 2 * windows + 1):
+        began = time.perf_counter()
+        thread = None
+        if number % 2 == 0:
+            target = HostWeights.from_tensors(trainer.model.snapshot(), Version(number), 1, copy=False)
+            copied.append(time.perf_counter() - began)
+            thread = threading.Thread(target=encode, args=(newest, target))
+            thread.start()
+            newest = target
+        for _ in range(KAPPA):
+            trainer.step(batch)
+        (publishing if number % 2 == 0 else without).append(time.perf_counter() - began)
+        if thread is not None:
+            thread.join()
+    print(json.dumps({"without": without, "publishing": publishing, "copied": copied, "encoded": encoded}))
+
+
+def publication_rows(shape: Shape, path: Path, windows: int, threads: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.bench_learner", "--publishing", str(path), str(windows), str(threads)]
+    found = {name: statistics.median(values) for name, values in child(command).items()}
+    percent = 100 * (found["publishing"] / found["without"] - 1)
+    copy_percent = 100 * found["copied"] / found["without"]
+    return [
+        {"name": f"{shape.name}: publishing, share of step time", "value": percent, "unit": "%",
+         "target": TARGET_OVERHEAD_PERCENT, "better": "lower"},
+        {"name": f"{shape.name}: of it the copy between two steps", "value": copy_percent, "unit": "%",
+         "target": None, "better": "lower"},
+        {"name": f"{shape.name}: diff and encode, beside the steps", "value": found["encoded"], "unit": "s",
+         "target": None, "better": "lower"},
+    ]  # fmt: skip
 
 
 def trl_python() -> str | None:
@@ -162,6 +231,7 @@ def compare(shape: Shape, steps: int, threads: int, python: str | None) -> list[
         batch = make_batch(shape, folder / "model")
         path.write_text(json.dumps(batch))
         tokens = sum(len(c) for c in batch["completions"])
+        published = publication_rows(shape, path, shape.windows, threads)
         numbers = [str(path), str(steps), str(threads)]
         ours, theirs = [], []
         for _ in range(2):
@@ -186,7 +256,7 @@ def compare(shape: Shape, steps: int, threads: int, python: str | None) -> list[
                      "target": TARGET_RATIO, "better": "higher"})  # fmt: skip
         rows.append({"name": f"{shape.name}: peak memory, ours over TRL", "value": our_mb / their_mb, "unit": "x",
                      "target": 1.0, "better": "lower"})  # fmt: skip
-    return rows
+    return rows + published
 
 
 def main() -> None:
@@ -194,7 +264,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--child", nargs=3, metavar=("BATCH", "STEPS", "THREADS"))
+    parser.add_argument("--publishing", nargs=3, metavar=("BATCH", "WINDOWS", "THREADS"))
     arguments = parser.parse_args()
+    if arguments.publishing:
+        run_publishing(Path(arguments.publishing[0]), int(arguments.publishing[1]), int(arguments.publishing[2]))
+        return
     if arguments.child:
         run_ours(Path(arguments.child[0]), int(arguments.child[1]), int(arguments.child[2]))
         return

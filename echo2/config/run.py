@@ -30,8 +30,8 @@ class ModelSection(Section):
         int, Field(ge=0, le=4096, description="Trains and publishes a low-rank adapter of this rank; 0: all weights.")
     ] = 0
     lora_alpha: Annotated[
-        float, Field(ge=0, description="The adapter counts alpha / rank times; 0: alpha is twice the rank.")
-    ] = 0.0
+        int, Field(ge=0, description="The adapter counts alpha / rank times; 0: alpha is twice the rank.")
+    ] = 0
 
 
 class TaskSection(Section):

@@ -54,23 +54,6 @@ def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: st
     assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
 
 
-def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path: Path, run_config: str) -> None:
-    """Real workers that know nothing of environments sample both turns; kill -9 of the learner in between."""
-    config = run_config.replace('name = "sort_digits"', 'name = "tests.e2e.worlds:AskedTwice"')
-    config = config.replace("args = { digit_count = 5 }\n", "").replace("steps = 30", "steps = 12")
-    with Cluster(tmp_path, config) as cluster:
-        cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 5, RUN_WITHIN_S, "step 5")
-        cluster.kill("learner")
-        cluster.start("learner")
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
-        assert_run_ended_well(cluster, 12, 4, kills=1)
-    rows = cluster.metrics()
-    assert [row["eval/turns"] for row in rows if "eval/turns" in row][-1] == 2.0
-    assert rows[-1]["completion_tokens/mean"] > 7, "two turns of sampled tokens, the world's not among them"
-    assert all(count == 12 for count in Counter(trained_groups(cluster).values()).values())
-
-
 def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: str) -> None:
     """kill -9 and the same command again, one process after the other, in one run."""
     config = run_config.replace("steps = 30", "steps = 40")

@@ -27,7 +27,7 @@ class AdapterOptions:
     """The adapter's product counts `alpha / rank` times."""
 
     rank: int
-    alpha: float
+    alpha: int
 
 
 @dataclass(frozen=True, slots=True)

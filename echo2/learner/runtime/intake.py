@@ -172,11 +172,12 @@ class Intake:
         """The next prompt's group, or None when there is no prompt left."""
         if self._retries:
             draw = self._retries.popleft()
-        elif not self.prompts.split.has(self.prompts.next_wanted(self.cursor)):
-            self.exhausted = self.exhausted or self.prompts.exhaustion()
-            return None
         else:
-            draw = self.prompts.draw(self.prompts.next_wanted(self.cursor))
+            cursor = self.prompts.next_wanted(self.cursor)
+            if not self.prompts.split.has(cursor):
+                self.exhausted = self.exhausted or self.prompts.exhaustion()
+                return None
+            draw = self.prompts.draw(cursor)
             self.cursor = draw.cursor + 1
         step = consume_step(self.offers, self.batcher.next_step, self.batcher.in_flight_groups)
         spec = self.batcher.open_group(draw, step)
@@ -187,13 +188,15 @@ class Intake:
 
     async def next_batch(self) -> Batch | None:
         """The next batch, its composition on the disk; None once `stop_drawing` was called or the prompts ended."""
-        while not self._is_stopping and not self._is_short:
+        while not self._is_stopping:
             batch = self.batcher.draw_batch()
             self.settle()
             if batch is not None:
                 self.journal.append(drawn_of(batch))
                 await self.journal.commit()
                 return batch
+            if self._is_short:
+                break
             self._progress.clear()
             await self._progress.wait()
         return None

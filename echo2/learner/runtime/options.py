@@ -39,7 +39,7 @@ class TrainerOptions:
     nonfinite_steps_max: int = 5
     with_entropy: bool = True
     lora_rank: int = 0  # 0: all weights are trained and published; else a low-rank adapter alone
-    lora_alpha: float = 0.0  # 0: twice the rank
+    lora_alpha: int = 0  # 0: twice the rank
 
     def __post_init__(self) -> None:
         if self.weights_dtype not in ("bfloat16", "float32"):

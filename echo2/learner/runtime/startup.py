@@ -83,7 +83,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
 def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
     if options.lora_rank == 0:
         return None
-    return AdapterOptions(options.lora_rank, options.lora_alpha or 2.0 * options.lora_rank)
+    return AdapterOptions(options.lora_rank, options.lora_alpha or 2 * options.lora_rank)
 
 
 def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
@@ -242,7 +242,7 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
     rank, alpha = identity["lora"]
-    adapter = _adapter_of(TrainerOptions(model_path, lora_rank=int(rank), lora_alpha=float(alpha)))
+    adapter = _adapter_of(TrainerOptions(model_path, lora_rank=int(rank), lora_alpha=int(alpha)))
     model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, adapter=adapter)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)

@@ -107,7 +107,7 @@ def test_an_adapter_goes_on_from_its_checkpoint(model_path: Path, tmp_path: Path
 
 
 def test_another_base_or_none_is_refused_by_the_worker(model_path: Path, tmp_path: Path) -> None:
-    adapter = AdapterOptions(2, 4.0)
+    adapter = AdapterOptions(2, 4)
     model = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0, adapter=adapter)
     config = model.config_json()
     other = make_tiny_model(tmp_path / "other", seed=1)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import DiskFull, StateError
-from echo2.base.ids import GroupId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.episodes import Sent
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, Published, Record
 from echo2.learner.runtime.journal import Journal, read_journal
@@ -26,9 +27,9 @@ def opened(cursor: int) -> Opened:
 
 def finished(cursor: int, index: int) -> Finished:
     spans = (VersionSpan(Version(3), 2),)
-    return Finished(
-        Rollout(GroupId(f"g{cursor:08d}"), index, (4, 1), (-0.5, -0.25), (-0.5, -0.25), spans, FinishReason.STOP)
-    )
+    senders = (Sent(PeerId("alice"), 1), Sent(PeerId("bob"), 1)) if index else ()
+    rollout = Rollout(GroupId(f"g{cursor:08d}"), index, (4, 1), (-0.5, -0.25), (-0.5, -0.25), spans, FinishReason.STOP)
+    return Finished(rollout, senders)
 
 
 RECORDS: list[Record] = [
@@ -149,3 +150,11 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DiskFull, match="journal"):
         journal.append(opened(0))
     journal.close()
+
+
+def test_a_journal_says_who_sent_which_tokens() -> None:
+    history = History()
+    for record in RECORDS:
+        history.apply(record, Step(0))
+    group = history.groups[GroupId("g00000000")]
+    assert group.senders == {0: (), 1: (Sent(PeerId("alice"), 1), Sent(PeerId("bob"), 1))}
