@@ -38,6 +38,8 @@ from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.learner.runtime.lent_trainer import DeclaredModel, LentTrainer, TrainerLeft
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions
 from echo2.learner.runtime.startup import prepare_with
+from echo2.tasks.runtime.registry import is_environment
+from echo2.tasks.task import TaskSpec
 
 CLOSE_WITHIN_S = 60.0
 
@@ -112,6 +114,11 @@ class Run:
             )
         place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
         options = learner_options(resolved, link_text(link) if link else "", place)
+        if is_environment(TaskSpec(options.task.name, options.task.args, options.seed)) or resolved.model.lora_rank:
+            raise ConfigError(
+                "a trainer of one's own: expected a task of one completion and whole weights (model.lora_rank 0), got "
+                f"task {options.task.name} and rank {resolved.model.lora_rank}"
+            )
         self.options = replace(options, evaluation=EvaluationOptions(prompts=0))
         self.trainer = LentTrainer(DeclaredModel(resolved.model.path, resolved.model.weights_dtype))
         self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(self.trainer, o, f))

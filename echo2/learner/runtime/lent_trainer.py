@@ -69,12 +69,21 @@ class DeclaredModel:
         return self.parameter_count * self.dtype.itemsize
 
     @property
+    def context_tokens(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", 1 << 20))
+
+    @property
+    def flops_per_position(self) -> float:
+        """As if all of it were trained."""
+        return 6.0 * self.parameter_count
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         listed = [] if self._ends is None else self._ends if isinstance(self._ends, list) else [self._ends]
         return tuple(int(token) for token in listed)
 
     def check_length(self, tokens: int) -> None:
-        limit = int(getattr(self.config, "max_position_embeddings", 1 << 20))
+        limit = self.context_tokens
         if tokens > limit:
             raise ConfigError(
                 f"model {self.path}: expected prompt and completion within its context of {limit} tokens, got up to {tokens}"
@@ -136,6 +145,11 @@ class LentTrainer:
     @property
     def trainer(self) -> LentTrainer:
         return self
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The published weights; the rest is in the user's own checkpoint."""
+        return self.model.snapshot_bytes
 
     # ---- the user's thread
 

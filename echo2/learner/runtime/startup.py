@@ -39,8 +39,6 @@ from echo2.learner.selection import PruningRule
 from echo2.staleness.ledger import Ledger
 
 _log = logging.getLogger("echo2.learner")
-BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: master, first and second moment in float32."""
 
 
 @dataclass(slots=True)
@@ -113,7 +111,7 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
         pruning=PruningRule() if options.prunes_hopeless else None,
     )
     store = CheckpointStore(folder.path / "checkpoints", options.checkpoint)
-    store.check_room(team.model.parameter_count * BYTES_PER_PARAMETER + team.model.snapshot_bytes)
+    store.check_room(team.checkpoint_bytes)
     prepared = Prepared(
         folder=folder,
         model=model,

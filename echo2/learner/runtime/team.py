@@ -26,6 +26,8 @@ from echo2.learner.runtime.evaluate import Completions, complete
 from echo2.learner.runtime.trainer import StepResult, Trainer
 
 _log = logging.getLogger("echo2.learner")
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: master, first and second moment in float32."""
 
 
 class Team:
@@ -39,6 +41,11 @@ class Team:
         self.ranks = trainer.ranks
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Masters, both moments, and the published weights; of all ranks."""
+        return BYTES_PER_PARAMETER * self.model.parameter_count + self.model.snapshot_bytes
 
     # ---- rank 0
 
