@@ -13,8 +13,9 @@ from echo2.base.rng import derived_rng
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState
-from echo2.sim.fleet import FleetSim, SimWorker
+from echo2.sim.fleet import FleetSim
 from echo2.sim.fleet_scenario import WorkerTruth
+from echo2.sim.fleet_worker import SimWorker
 from echo2.sim.lengths import Lengths
 
 TAIL_SHARE = 0.95
@@ -114,7 +115,7 @@ class LivePlanner:
             state = WorkerState.DRAINING
         told = replace(
             estimate, price_usd_per_hour=worker.price, state=state, state_since_s=worker.state_since_s,
-            is_relaying=sim.link_busy and worker.is_wanted,
+            is_relaying=sim.links.is_busy and worker.is_wanted,
         )  # fmt: skip
         if not noise:
             return told

@@ -74,7 +74,7 @@ def report_of(sim: FleetSim) -> FleetReport:
         activations=counters.activations,
         activations_per_worker_hour=counters.activations / max(sim.worker_hours, 1e-9),
         plans=counters.plans,
-        broadcast_s=statistics.fmean(counters.broadcasts_s) if counters.broadcasts_s else 0.0,
+        broadcast_s=statistics.fmean(sim.links.broadcasts_s) if sim.links.broadcasts_s else 0.0,
         predicted_broadcast_s=sim.plan.broadcast_s,
         over_stale_tokens=sim.ledger.over_stale_tokens(),
         hours=starts[-1] / 3600,

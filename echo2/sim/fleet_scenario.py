@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from echo2.cost_model.snapshot import LearnerEstimate, LinkEstimate, PlanConfig, checked, checked_positive
+from echo2.cost_model.snapshot import DownloadMode, LearnerEstimate, LinkEstimate, PlanConfig, checked, checked_positive
 from echo2.sim.lengths import Lengths
 
 STEPS_MAX = 100_000
@@ -94,3 +94,8 @@ class FleetScenario:
         checked("scenario", "train_cv", self.train_cv, 0.0, 1.0)
         checked("scenario", "estimate_noise", self.estimate_noise, 0.0, 1.0)
         checked("scenario", "workers", len(self.workers), 1, 100_000)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether workers stand still while a version arrives."""
+        return self.config.download is DownloadMode.STALLED

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.errors import ConfigError
+from echo2.coordinator.lease_events import Phase
 from echo2.cost_model.snapshot import LearnerEstimate, LinkEstimate, PlanConfig
 from echo2.sim.fleet import FleetSim
-from echo2.sim.fleet_planner import FixedPlanner, estimate_of
+from echo2.sim.fleet_planner import FixedPlanner, LivePlanner, estimate_of
 from echo2.sim.fleet_report import FleetReport, report_of, simulate
 from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
 from echo2.sim.lengths import Lengths
@@ -64,15 +65,14 @@ def test_in_flight_rollouts_never_pass_the_cap() -> None:
     told = scenario(4, 2)
     sim = FleetSim(told, FixedPlanner(told.config))
     most = 0
-    lease = sim._lease
+    offer = sim.generation.offer
 
-    def watched(worker: object) -> bool:
+    def watched(next_step: int, cap_rollouts: int) -> None:
         nonlocal most
-        made = lease(worker)  # type: ignore[arg-type]
-        most = max(most, sim.outstanding)
-        return made
+        offer(next_step, cap_rollouts)
+        most = max(most, sim.generation.outstanding_groups * 8)
 
-    sim._lease = watched  # type: ignore[method-assign,assignment]
+    sim.generation.offer = watched  # type: ignore[method-assign]
     sim.run()
     assert 128 <= most <= sim.plan.in_flight_cap_rollouts
 
@@ -84,6 +84,37 @@ def test_preempted_rollouts_go_on_elsewhere_and_the_learner_goes_on() -> None:
     assert report.preemptions > 5
     assert report.utilisation > 0.8
     assert report.over_stale_tokens == 0
+
+
+def test_lease_book_agrees_with_what_was_generated() -> None:
+    told = scenario(4, count=12)
+    shaky = tuple(replace(one, hazard_per_hour=2.0, join_s=30.0) for one in told.workers)
+    sim = FleetSim(replace(told, workers=shaky), LivePlanner(0))
+    sim.run()
+    book, counters = sim.generation.book, sim.counters
+    assert set(book.groups) == set(sim.generation.groups)
+    assert book.counts.finished * 8 >= counters.trained_rollouts
+    assert book.counts.continued > 0 and book.counts.expired == 0
+    assert book.counts.granted == book.counts.finished + len(book.leases) + book.counts.handed_back + lost_leases(sim)
+
+
+def lost_leases(sim: FleetSim) -> int:
+    """Leases that ended with their worker: each made its group's next lease a continuation, or left it queued."""
+    book = sim.generation.book
+    queued_again = sum(group.is_continuation for group in book.groups.values() if group.phase is Phase.QUEUED)
+    return book.counts.continued + queued_again - book.counts.handed_back
+
+
+def test_versions_take_as_long_as_the_trees_of_the_pool_say() -> None:
+    told = scenario(4, 2, 0.5)
+    sim = FleetSim(told, FixedPlanner(told.config))
+    sim.run()
+    assert sim.links.plans == 1
+    assert sim.links.broadcasts_s[0] == pytest.approx(0.5 * TRAIN_S, rel=0.02)
+    slow = tuple(replace(one, link=LinkEstimate(1e9, 5e5)) for one in told.workers)
+    slower = FleetSim(replace(told, workers=slow), FixedPlanner(told.config))
+    slower.run()
+    assert slower.links.broadcasts_s[0] == pytest.approx(1.0 * TRAIN_S, rel=0.02)
 
 
 def test_planner_takes_the_cheap_machines_and_leaves_when_their_price_rises() -> None:
