@@ -6,13 +6,13 @@ import argparse
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import Gpu, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.question import WHAT_IF, Offer, PlanQuestion, TokenCounts, billions_in, parse_what_if
@@ -79,7 +79,7 @@ def load_catalogue(path: Path | None) -> dict[str, Gpu]:
     """The user's catalogue, or the built-in one."""
     if path is not None:
         return parse_catalogue(read_toml(path))
-    return parse_catalogue(tomllib.loads((files("echo2.cost_model") / "gpus.toml").read_text(encoding="utf-8")))
+    return dict(built_in_catalogue())
 
 
 class Fields:

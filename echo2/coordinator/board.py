@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from echo2.base.errors import NotAllowed, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion
+from echo2.cost_model.calibration import DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
 
 VERSIONS_KEPT = 64
-TRAIN_BLEND = 0.2
 
 
 @dataclass(slots=True)
@@ -46,7 +46,8 @@ class LearnerBoard:
     peer_id: PeerId | None = None
     hello: LearnerHello | None = None
     report: LearnerReport = field(default_factory=LearnerReport)
-    train_s: float = 0.0
+    train_time: RobustEstimator = field(default_factory=lambda: RobustEstimator("train_s"))
+    delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
     is_connected: bool = False
     heard_at: float = 0.0
     changed_at: float = 0.0
@@ -72,10 +73,10 @@ class LearnerBoard:
         return is_news
 
     def heard(self, report: LearnerReport, now: float) -> bool:
-        """Returns whether a step was made since the last report. `train_s` is T_train, smoothed over some ten steps."""
+        """Returns whether a step was made since the last report."""
         is_step = report.step != self.report.step
-        if report.train_s > 0 and (is_step or self.train_s == 0):
-            self.train_s += TRAIN_BLEND * (report.train_s - self.train_s) if self.train_s else report.train_s
+        if report.train_s > 0 and (is_step or not self.train_time.is_measured):
+            self.train_time.observe(report.train_s, now)
         self.report, self.heard_at = report, now
         return is_step
 
@@ -86,6 +87,8 @@ class LearnerBoard:
         """A version is out. Told again after a reconnect, it changes nothing."""
         if version.version in self.versions:
             return
+        if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
+            self.delta_size.observe(version.artifact_bytes, version.version - version.parent, now)
         waiting = set(pool)
         self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting)
         self.totals.artifact_bytes += version.artifact_bytes
@@ -120,6 +123,11 @@ class LearnerBoard:
             self.newest_complete = row
 
     @property
+    def train_s(self) -> float:
+        """T_train, the median of the newest steps; 0 before the first."""
+        return self.train_time.value_or(0.0)
+
+    @property
     def newest(self) -> VersionRow | None:
         return next(reversed(self.versions.values()), None)
 
@@ -129,21 +137,15 @@ class LearnerBoard:
         return max(told)
 
     @property
-    def delta_bytes(self) -> int:
-        """Of the newest delta; 0 before the first."""
-        return next(
-            (
-                row.published.artifact_bytes
-                for row in reversed(self.versions.values())
-                if row.published.parent is not None
-            ),
-            0,
-        )
-
-    @property
     def delta_kappa(self) -> int:
         """Steps between the newest delta and its parent."""
         for row in reversed(self.versions.values()):
             if row.published.parent is not None:
                 return max(1, row.published.version - row.published.parent)
         return 1
+
+    @property
+    def delta_bytes(self) -> int:
+        """Of a delta over `delta_kappa` steps, the median of those published; 0 before the first."""
+        found = self.delta_size.at(self.delta_kappa)
+        return 0 if found is None else round(found.value)

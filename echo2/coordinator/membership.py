@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId
+from echo2.coordinator.measures import WorkerMeasures
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 
 
@@ -66,6 +67,7 @@ class Member:
     is_restored: bool = False
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     heartbeat_at: float = 0.0
+    measures: WorkerMeasures = field(default_factory=WorkerMeasures, compare=False)
     setting: Setting = Setting.AUTOMATIC
     setting_reason: str = ""
     is_wanted: bool = True
@@ -83,7 +85,7 @@ class Member:
     @property
     def link(self) -> LinkReport:
         """Measured where it was measured, else as declared."""
-        said, measured = self.hello.link, self.heartbeat.link
+        said, measured = self.hello.link, self.measures.link
         return LinkReport(
             measured.uplink_bytes_per_s or said.uplink_bytes_per_s,
             measured.downlink_bytes_per_s or said.downlink_bytes_per_s,
@@ -140,6 +142,11 @@ class Change:
         return self.after is Liveness.ALIVE and self.activation is Activation.ACTIVE
 
 
+def _machine(hello: WorkerHello) -> tuple[str, str, int]:
+    """What its measured speed is true of."""
+    return hello.gpu, hello.engine, hello.slot_count
+
+
 @dataclass(slots=True)
 class Membership:
     rule: LivenessRule
@@ -149,6 +156,7 @@ class Membership:
     def restore(self, members: list[Member], now: float) -> None:
         """Takes what an earlier process saved: all are heard now, none has a stream."""
         for member in members:
+            member.measures.observe(member.heartbeat, now)
             if member.last_liveness is not Liveness.GONE:
                 member.heard_at, member.cut_at, member.is_restored = now, now, True
                 member.last_liveness = Liveness.SUSPECT
@@ -170,6 +178,8 @@ class Membership:
             member.metered_until = now
         if member.setting is Setting.DRAINING:
             member.setting, member.setting_reason = Setting.AUTOMATIC, ""  # a new life begins with a clean slate
+        if _machine(member.hello) != _machine(hello):
+            member.measures = WorkerMeasures()
         member.hello, member.heard_at, member.cut_at = hello, now, None
         member.is_restored = member.has_left = False
         return member
@@ -179,6 +189,7 @@ class Membership:
         member.heard_at = now
         if heartbeat is not None:
             member.heartbeat, member.heartbeat_at = heartbeat, now
+            member.measures.observe(heartbeat, now)
         return member
 
     def cut(self, peer_id: PeerId, now: float) -> None:

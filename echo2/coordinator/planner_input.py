@@ -1,14 +1,15 @@
 """From telemetry to the planner's snapshot, and to the nodes of the broadcast plan.
 
 Guarantees: nothing is planned from numbers that nobody measured without saying so: while the learner's step time or
-every worker's rate is unknown there is no snapshot; a worker that has not been measured is taken to be as fast as the
-median of its kind (else of all) and is held in the pool until it has been. Leaves to others: planning (cost_model,
+every worker's rate is unknown there is no snapshot; a worker that has not been measured starts from a prior by its GPU and
+is held in the pool until it has been. Leaves to others: planning (cost_model,
 broadcast).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from echo2.base.ids import PeerId
@@ -18,6 +19,7 @@ from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.membership import Activation, Liveness, Member, Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LinkReport
+from echo2.cost_model.catalogue import Gpu
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
     Hysteresis,
@@ -59,7 +61,7 @@ def _link(link: LinkReport) -> LinkEstimate:
 
 
 def is_measured(member: Member) -> bool:
-    return member.heartbeat.rollouts_per_s > RATE_MIN and member.heartbeat.rollout_s_mean > 0
+    return member.measures.value("rollouts_per_s") > RATE_MIN and member.measures.value("rollout_s_mean") > 0
 
 
 def _state(member: Member) -> WorkerState:
@@ -70,41 +72,68 @@ def _state(member: Member) -> WorkerState:
     return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
 
 
-def _typical(measured: Sequence[Member], like: Member) -> tuple[float, float, float, float]:
-    """Rate, tokens/s, mean and tail seconds of workers of its kind, else of all."""
-    kin = [m for m in measured if m.hello.gpu == like.hello.gpu] or measured
-    beats = [member.heartbeat for member in kin]
-    return (
-        median(beat.rollouts_per_s for beat in beats),
-        median(beat.tokens_per_s for beat in beats),
-        median(beat.rollout_s_mean for beat in beats),
-        median(max(beat.rollout_s_p95, beat.rollout_s_mean) for beat in beats),
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A worker's rate and the seconds of its rollouts."""
+
+    rollouts_per_s: float
+    tokens_per_s: float
+    rollout_s_mean: float
+    rollout_s_tail: float
+
+
+def _measured_speed(member: Member) -> Speed:
+    value = member.measures.value
+    mean_s = value("rollout_s_mean")
+    return Speed(value("rollouts_per_s"), value("tokens_per_s"), mean_s, max(value("rollout_s_p95"), mean_s))
+
+
+def prior_speed(member: Member, measured: Sequence[Member], catalogue: Mapping[str, Gpu]) -> Speed:
+    """Of a worker that has not been measured: the median of its kind; else that of all, each brought to its GPU by the
+    catalogue's rates, and its rollouts' seconds by the catalogue's bandwidths; else that of all as it is."""
+    kin = [_measured_speed(m) for m in measured if m.hello.gpu == member.hello.gpu]
+    own = catalogue.get(member.hello.gpu)
+    if not kin and own is not None:
+        for other in measured:
+            gpu = catalogue.get(other.hello.gpu)
+            if gpu is not None:
+                kin.append(_brought_over(_measured_speed(other), gpu, own))
+    speeds = kin or [_measured_speed(other) for other in measured]
+    return Speed(
+        median(one.rollouts_per_s for one in speeds),
+        median(one.tokens_per_s for one in speeds),
+        median(one.rollout_s_mean for one in speeds),
+        median(one.rollout_s_tail for one in speeds),
     )
 
 
-def _worker(member: Member, measured: Sequence[Member], swap_s_max: float) -> WorkerEstimate:
-    beat = member.heartbeat
-    if is_measured(member):
-        speed = (
-            beat.rollouts_per_s,
-            beat.tokens_per_s,
-            beat.rollout_s_mean,
-            max(beat.rollout_s_p95, beat.rollout_s_mean),
-        )
-    else:
-        speed = _typical(measured, member)
+def _brought_over(speed: Speed, of: Gpu, to: Gpu) -> Speed:
+    faster = to.token_rate_billion / of.token_rate_billion
+    quicker = to.bandwidth_gb_per_s / of.bandwidth_gb_per_s
+    return Speed(
+        speed.rollouts_per_s * faster,
+        speed.tokens_per_s * faster,
+        speed.rollout_s_mean / quicker,
+        speed.rollout_s_tail / quicker,
+    )
+
+
+def _worker(
+    member: Member, measured: Sequence[Member], catalogue: Mapping[str, Gpu], swap_s_max: float
+) -> WorkerEstimate:
+    speed = _measured_speed(member) if is_measured(member) else prior_speed(member, measured, catalogue)
     return WorkerEstimate(
         worker_id=member.peer_id,
-        rollouts_per_s=speed[0],
+        rollouts_per_s=speed.rollouts_per_s,
         price_usd_per_hour=member.hello.price_usd_per_hour,
         link=_link(member.link),
-        rollout_s_mean=speed[2],
-        rollout_s_tail=speed[3],
-        tokens_per_s=speed[1],
+        rollout_s_mean=speed.rollout_s_mean,
+        rollout_s_tail=speed.rollout_s_tail,
+        tokens_per_s=speed.tokens_per_s,
         join_s=0.0 if member.heartbeat.version is not None else 60.0,
         hazard_per_hour=SPOT_HAZARD_PER_HOUR if member.hello.is_spot else 0.0,
-        apply_s=beat.apply_s,
-        swap_s=min(beat.swap_s, swap_s_max),
+        apply_s=member.measures.value("apply_s"),
+        swap_s=min(member.measures.value("swap_s"), swap_s_max),
         provider=member.hello.provider,
         state=_state(member),
         state_since_s=member.activation_since,
@@ -113,8 +142,10 @@ def _worker(member: Member, measured: Sequence[Member], swap_s_max: float) -> Wo
     )
 
 
-def fleet_snapshot(board: LearnerBoard, members: Sequence[Member], now: float) -> FleetSnapshot | None:
-    """What the planner is told; None while too little is known."""
+def fleet_snapshot(
+    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
+) -> FleetSnapshot | None:
+    """What the planner is told; None while too little is known. `catalogue`: priors by GPU."""
     hello, report, train_s = board.hello, board.report, board.train_s
     living = [m for m in members if m.last_liveness is not Liveness.GONE and m.setting is not Setting.BANNED]
     measured = [member for member in living if is_measured(member)]
@@ -130,9 +161,10 @@ def fleet_snapshot(board: LearnerBoard, members: Sequence[Member], now: float) -
         full_snapshot_bytes=full,
         rollouts_per_group=hello.rollouts_per_group,
         delta_kappa=min(board.delta_kappa, 64),
+        delta_growth=board.delta_size.growth,
         encode_s=newest.published.encode_s if newest else 0.0,
     )
-    workers = tuple(_worker(member, measured, swap_s_max=train_s) for member in living)
+    workers = tuple(_worker(member, measured, catalogue, swap_s_max=train_s) for member in living)
     steps_left = max(0, hello.step_limit - report.step)
     return FleetSnapshot(now, learner, workers, usd_spent(members), steps_left)
 

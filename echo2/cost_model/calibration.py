@@ -49,16 +49,20 @@ def checked_observation(field_name: str, value: float, least: float = 0.0) -> fl
 
 @dataclass(slots=True)
 class RobustEstimator:
-    """One quantity. Observations older than `age_max_s` are forgotten while newer ones exist."""
+    """One quantity. The newest `window` observations count; those older than `age_max_s` are forgotten while newer ones
+    exist."""
 
     field_name: str
     prior: float | None = None
     age_max_s: float = math.inf
-    _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    window: int = WINDOW
+    _seen: deque[tuple[float, float]] = field(default_factory=deque)
 
     def observe(self, value: float, now: float) -> None:
         """Takes one measurement."""
         self._seen.append((now, checked_observation(self.field_name, value)))
+        while len(self._seen) > self.window:
+            self._seen.popleft()
         while len(self._seen) > 1 and now - self._seen[0][0] > self.age_max_s:
             self._seen.popleft()
 

@@ -31,7 +31,7 @@ class RunComparison:
 
 def compare_run(lines: Iterable[str], skip_rows: int = 0) -> list[RunComparison]:
     """One comparison for each of `PAIRS`; `skip_rows` leaves out the start of the run. Broken lines do not count."""
-    rows = [row for row in map(_parsed, lines) if row is not None][skip_rows:]
+    rows = parsed_rows(lines)[skip_rows:]
     found = []
     for name, (predicted_name, measured_name) in PAIRS.items():
         both = [
@@ -47,6 +47,11 @@ def compare_run(lines: Iterable[str], skip_rows: int = 0) -> list[RunComparison]
                 )
             )  # fmt: skip
     return found
+
+
+def parsed_rows(lines: Iterable[str]) -> list[dict[str, float]]:
+    """The finite numbers of each whole row."""
+    return [row for row in map(_parsed, lines) if row is not None]
 
 
 def _parsed(line: str) -> dict[str, float] | None:

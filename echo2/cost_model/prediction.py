@@ -21,7 +21,7 @@ class Predicted(enum.Enum):
 
     UTILISATION = "utilisation"
     BROADCAST_S = "broadcast_s"
-    USD = "usd"
+    USD_PER_HOUR = "usd_per_hour"
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,7 +295,7 @@ class CoordinatorDriver:
 
     def _plan_pool(self) -> None:
         members = list(self.membership.members.values())
-        snapshot = fleet_snapshot(self.board, members, self.now())
+        snapshot = fleet_snapshot(self.board, members, self.now(), {})
         choosable = [member for member in members if member.last_liveness is Liveness.ALIVE]
         if snapshot is None or not choosable:
             return

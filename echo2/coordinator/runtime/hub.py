@@ -34,6 +34,7 @@ from echo2.coordinator.membership import (
 )
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.plan_parts import PlanParts
+from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
 from echo2.coordinator.runtime.session import Session, check_hello
@@ -79,6 +80,7 @@ class Hub:
         self.keeper = Keeper(store, self.book, self.membership, self.tokens, options.limits.events_kept)
         self.workers: dict[PeerId, WorkerSession] = {}
         self.learner: LearnerSession | None = None
+        self.reckoning = Reckoning()
         self.plan: Plan | None = None
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
@@ -239,6 +241,7 @@ class Hub:
         before = self.membership.members[peer_id].link
         member = self.membership.heard(peer_id, heartbeat, self.clock.now())
         self.board.live(peer_id, heartbeat.version, self.clock.now())
+        self.reckoning.spread(self.board.newest_complete, self.clock.now())
         self._review(self.membership.change_of(member, self.clock.now()))
         self.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), self.clock.now())
         after = member.link
@@ -365,6 +368,7 @@ class Hub:
         now = self.clock.now()
         if not self.board.heard(report, now):
             return
+        self.reckoning.step_made(report, self.money.usd_spent(), now)
         self.keeper.sample(
             Sample(
                 now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
@@ -411,6 +415,7 @@ class Hub:
         """
         self.plan, self.plan_waits_for = plan, ""
         cap = min(round(plan.in_flight_cap_rollouts * self.options.over_provision), (1 << 31) - 1)
+        self.reckoning.planned(plan, is_acted_on, self.clock.now())
         pool = set(plan.pool)
         if is_acted_on:
             for member in [self.membership.members[peer_id] for peer_id in choosable]:

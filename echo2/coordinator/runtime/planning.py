@@ -17,6 +17,7 @@ from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.plan import Plan
@@ -30,10 +31,11 @@ _log = logging.getLogger("echo2.coordinator")
 
 def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
     """The planner, loaded when it is first needed: its libraries take longer to load than the daemon to start."""
+    from echo2.coordinator.tree_predictor import TreeBroadcast
     from echo2.cost_model.planner import plan
 
     with quiet_solver():
-        return plan(snapshot, config, previous)
+        return plan(snapshot, config, previous, TreeBroadcast(config.broadcast_efficiency))
 
 
 class Planning:
@@ -62,7 +64,7 @@ class Planning:
     async def _plan_pool(self) -> None:
         hub = self._hub
         members = list(hub.membership.members.values())
-        snapshot = fleet_snapshot(hub.board, members, hub.clock.now())
+        snapshot = fleet_snapshot(hub.board, members, hub.clock.now(), built_in_catalogue())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""

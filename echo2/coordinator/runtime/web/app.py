@@ -24,6 +24,7 @@ from starlette.staticfiles import StaticFiles
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.coordinator.planner_input import fleet_snapshot, plan_config
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.planning import make_plan
 from echo2.coordinator.runtime.web.metrics import exposition, registry_of
@@ -130,7 +131,8 @@ class Web:
     async def _what_if(self, request: Request) -> Response:
         """The same planner on the present snapshot with some numbers changed."""
         hub = self._commands.hub
-        snapshot = fleet_snapshot(hub.board, list(hub.membership.members.values()), hub.clock.now())
+        members = list(hub.membership.members.values())
+        snapshot = fleet_snapshot(hub.board, members, hub.clock.now(), built_in_catalogue())
         if snapshot is None:
             return JSONResponse({"error": "nothing to plan with yet: no step or no rollout has been measured"}, 409)
         what_if, config = _what_if_of(request), plan_config(hub.options, hub.board)

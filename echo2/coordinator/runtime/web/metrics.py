@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.runtime.hub import Hub
+from echo2.cost_model.prediction import Predicted
 
 METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_step": ("Completed optimiser steps.", lambda h: h.board.report.step),
@@ -36,6 +37,18 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_broadcast_seconds_predicted": (
         "Its prediction.",
         lambda h: h.board.newest_complete.predicted_s if h.board.newest_complete else 0.0,
+    ),
+    "echo2_utilisation_prediction_error": (
+        "Mean distance of measured from predicted utilisation.",
+        lambda h: h.reckoning.log.mean_absolute_error(Predicted.UTILISATION) or 0.0,
+    ),
+    "echo2_broadcast_prediction_error_seconds": (
+        "Mean distance of measured from predicted broadcast seconds.",
+        lambda h: h.reckoning.log.mean_absolute_error(Predicted.BROADCAST_S) or 0.0,
+    ),
+    "echo2_usd_per_hour_prediction_error": (
+        "Mean distance of what the pool cost from what the plan said.",
+        lambda h: h.reckoning.log.mean_absolute_error(Predicted.USD_PER_HOUR) or 0.0,
     ),
     "echo2_over_stale_tokens_trained": (
         "Tokens trained over the staleness bound; must be 0.",

@@ -15,7 +15,9 @@ from echo2.coordinator.lease_events import Phase
 from echo2.coordinator.membership import Liveness, Member
 from echo2.coordinator.provisioning import Machine
 from echo2.coordinator.runtime.commands import Commands
+from echo2.cost_model.calibration import Estimate
 from echo2.cost_model.plan import Plan
+from echo2.cost_model.prediction import Predicted, PredictionLog
 
 EVENTS_SHOWN = 200
 TREES_SHOWN_NODES_MAX = 200
@@ -41,7 +43,8 @@ class StateView:
             "learner": self._learner(),
             "money": self._money(),
             "machines": self._machines(),
-            "plan": plan_value(hub.plan, hub.options.planner_mode.value, hub.plan_waits_for),
+            "plan": plan_value(hub.plan, hub.options.planner_mode.value, hub.plan_waits_for)
+            | {"errors": errors_value(hub.reckoning.log)},
             "broadcast": self._broadcast(),
             "leases": self._leases(),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in self._commands.waits()],
@@ -75,7 +78,8 @@ class StateView:
             "rollouts_per_step": hello.rollouts_per_step, "rollouts_per_group": hello.rollouts_per_group,
             "step_limit": hello.step_limit, "full_snapshot_bytes": hello.full_snapshot_bytes,
             "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
-            "version": board.newest_version, "train_s": finite(board.train_s), "wait_s": finite(report.wait_s),
+            "version": board.newest_version, "train_s": finite(board.train_s),
+            "train_s_error": _error(board.train_time.estimate()), "wait_s": finite(report.wait_s),
             "reward": finite(report.reward_mean), "eval_reward": finite(report.eval_reward),
             "utilisation": finite(report.utilisation), "buffered": report.buffered_rollouts,
             "open": report.open_rollouts, "trained_rollouts": report.trained_rollouts,
@@ -201,6 +205,7 @@ class StateView:
             "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": version,
             "lag": None if version is None else max(0, hub.board.newest_version - version),
             "tokens_per_s": finite(beat.tokens_per_s, 1), "rollouts_per_s": finite(beat.rollouts_per_s, 3),
+            "rollouts_per_s_error": _error(member.measures.estimate("rollouts_per_s")),
             "usd_per_mtok": finite(hello.price_usd_per_hour / per_hour * 1e6, 4) if per_hour > 0 else None,
             "running": beat.running_sequences, "waiting": beat.waiting_sequences,
             "leases": len(hub.book.leases_of(member.peer_id)), "uplink": link.uplink_bytes_per_s,
@@ -242,6 +247,11 @@ def machine_value(machine: Machine, commands: Commands) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _error(estimate: Estimate | None) -> float | None:
+    """One standard error of an estimate."""
+    return None if estimate is None else finite(estimate.error, 5)
+
+
 def _version(row: VersionRow) -> dict[str, Any]:
     return {
         "version": row.published.version, "parent": row.published.parent, "bytes": row.published.artifact_bytes,
@@ -270,4 +280,15 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
             }
             for term in plan.terms
         ],
+    }  # fmt: skip
+
+
+def errors_value(log: PredictionLog) -> dict[str, Any]:
+    """How far the predictions of each kind were off: mean distance, bias, and how many were compared."""
+    return {
+        what.value: {
+            "count": len(log.comparisons(what)), "error": finite(log.mean_absolute_error(what), 4),
+            "bias": finite(log.bias(what), 4),
+        }
+        for what in Predicted
     }  # fmt: skip

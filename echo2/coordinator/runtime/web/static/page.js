@@ -53,6 +53,12 @@ function drawPlan() {
   $("apply-plan").hidden = !p.is_known || p.mode === "auto";
   if (!p.is_known) { $("terms").replaceChildren(make("div", { class: "empty" }, make("strong", {}, "No plan yet"), `The planner waits for ${p.waits_for || "measurements"}. Until then every worker is active.`)); setText($("plan-reason"), ""); return; }
   $("terms").replaceChildren(...p.terms.map(termRow)); setText($("plan-reason"), p.reason);
+  setText($("plan-errors"), errorsText(p.errors || {}));
+}
+function errorsText(e) {
+  const of = { utilisation: (x) => `utilisation by ${number(100 * x)} points`, broadcast_s: (x) => `broadcasts by ${seconds(x)}`, usd_per_hour: (x) => `cost by ${usd(x)}/h` };
+  const told = Object.entries(of).filter(([name]) => e[name]?.count).map(([name, say]) => `${say(e[name].error)} (${e[name].count} compared)`);
+  return told.length ? `Predictions were off, on average: ${told.join(", ")}.` : "No prediction has met a measurement yet.";
 }
 function drawLeases() {
   const l = state.leases, counts = { out: l.open, queued: l.queued, sampled: l.produced, granted: l.granted, continued: l.continued, "handed back": l.handed_back, moved: l.moved, expired: l.expired, refused: l.refused };

@@ -1,0 +1,54 @@
+"""What a worker's heartbeats say of it, made robust: medians of the newest, each with its uncertainty.
+
+Guarantees: bounded memory; one wild heartbeat moves nothing; what was not measured is 0. A heartbeat's rates are the
+worker's own averages over some seconds, so a short window is enough. Leaves to others: priors for workers that were not
+measured (planner_input), checking numbers where they are read (wire).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.coordinator.telemetry import Heartbeat, LinkReport
+from echo2.cost_model.calibration import Estimate, RobustEstimator
+
+WINDOW = 7
+OF_BEAT = ("rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "apply_s", "swap_s")
+OF_LINK = ("uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
+
+
+@dataclass(slots=True)
+class WorkerMeasures:
+    """Of one worker's life; a new process of it begins anew."""
+
+    _estimators: dict[str, RobustEstimator] = field(default_factory=dict)
+    _values: dict[str, float] = field(default_factory=dict)
+
+    def observe(self, beat: Heartbeat, now: float) -> None:
+        """Takes what the heartbeat knows; a number that is 0 is not known yet."""
+        for name in OF_BEAT:
+            self._take(name, getattr(beat, name), now)
+        for name in OF_LINK:
+            self._take(name, getattr(beat.link, name), now)
+
+    def _take(self, name: str, value: float, now: float) -> None:
+        if value <= 0:
+            return
+        estimator = self._estimators.get(name)
+        if estimator is None:
+            estimator = self._estimators[name] = RobustEstimator(name, window=WINDOW)
+        estimator.observe(value, now)
+        self._values[name] = estimator.value_or(value)
+
+    def value(self, name: str) -> float:
+        """The estimate of one of `OF_BEAT` or `OF_LINK`; 0 when it was not measured."""
+        return self._values.get(name, 0.0)
+
+    def estimate(self, name: str) -> Estimate | None:
+        """With its uncertainty; None when it was not measured."""
+        estimator = self._estimators.get(name)
+        return None if estimator is None else estimator.estimate()
+
+    @property
+    def link(self) -> LinkReport:
+        return LinkReport(*(self.value(name) for name in OF_LINK))

@@ -1,0 +1,47 @@
+"""What the planners predicted, next to what happened: utilisation, T_bcast, money.
+
+Guarantees: bounded memory; a broadcast is compared with the prediction made when that very version was published; money is
+compared only while plans are carried out. Leaves to others: measuring, showing (runtime).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.coordinator.board import VersionRow
+from echo2.coordinator.telemetry import LearnerReport
+from echo2.cost_model.plan import Plan
+from echo2.cost_model.prediction import Predicted, PredictionLog
+
+
+@dataclass(slots=True)
+class Reckoning:
+    """One door for each thing that happens."""
+
+    log: PredictionLog = field(default_factory=PredictionLog)
+    _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
+    _compared: VersionRow | None = None
+
+    def planned(self, plan: Plan, is_acted_on: bool, now: float) -> None:
+        """A plan was adopted."""
+        self.log.predict(Predicted.UTILISATION, plan.predicted_utilisation, now)
+        if is_acted_on:
+            self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour, now)
+
+    def step_made(self, report: LearnerReport, spent_usd: float, now: float) -> None:
+        """The learner made a step; `spent_usd` on all workers so far."""
+        if report.utilisation > 0:
+            self.log.measure(Predicted.UTILISATION, report.utilisation, now)
+        if self._spent is not None and now > self._spent[0]:
+            per_hour = max(0.0, spent_usd - self._spent[1]) / (now - self._spent[0]) * 3600
+            self.log.measure(Predicted.USD_PER_HOUR, per_hour, now)
+        self._spent = now, spent_usd
+
+    def spread(self, row: VersionRow | None, now: float) -> None:
+        """`row` is the newest version that is live on its whole pool; told again it changes nothing."""
+        if row is None or row is self._compared:
+            return
+        self._compared = row
+        if row.complete_s is not None and row.predicted_s > 0:
+            self.log.predict(Predicted.BROADCAST_S, row.predicted_s, row.published_at)
+            self.log.measure(Predicted.BROADCAST_S, row.complete_s, now)

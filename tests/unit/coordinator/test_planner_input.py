@@ -1,0 +1,128 @@
+"""What the planner is told of workers: robust measures, priors by GPU; and predictions beside what happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echo2.base.ids import PeerId, RunId, Step, Version
+from echo2.coordinator.board import LearnerBoard
+from echo2.coordinator.measures import WorkerMeasures
+from echo2.coordinator.membership import LivenessRule, Member, Membership
+from echo2.coordinator.planner_input import fleet_snapshot, is_measured, prior_speed
+from echo2.coordinator.reckoning import Reckoning
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.coordinator.telemetry import (
+    Heartbeat,
+    LearnerHello,
+    LearnerReport,
+    LinkReport,
+    PublishedVersion,
+    WorkerHello,
+)
+from echo2.coordinator.tree_predictor import NODES_MAX, TreeBroadcast
+from echo2.cost_model.prediction import Predicted
+from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
+from echo2.cost_model.transfer import FluidBroadcast
+
+RUN = RunId("run")
+BEAT = Heartbeat(Version(0), rollouts_per_s=2.0, tokens_per_s=400.0, rollout_s_mean=10.0, rollout_s_p95=20.0)
+
+
+def fleet(*gpus: str) -> Membership:
+    membership = Membership(LivenessRule(15.0, 45.0), 100)
+    for index, gpu in enumerate(gpus):
+        hello = WorkerHello(1, f"w{index}", RUN, gpu=gpu, slot_count=4, link=LinkReport(1e6, 2e6, 0.05))
+        membership.change_of(membership.came(PeerId(f"w{index}"), hello, 0.0), 0.0)
+    return membership
+
+
+def board(*train_s: float) -> LearnerBoard:
+    made = LearnerBoard()
+    hello = LearnerHello(1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0), full_snapshot_bytes=10**9)
+    made.came(PeerId("learner"), hello, "", 0.0)
+    for step, seconds in enumerate(train_s, start=1):
+        made.heard(LearnerReport(step=Step(step), train_s=seconds), float(step))
+    return made
+
+
+def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
+    membership = fleet("H100")
+    for at in range(6):
+        membership.heard(PeerId("w0"), BEAT, float(at))
+    membership.heard(PeerId("w0"), replace(BEAT, rollouts_per_s=500.0, rollout_s_mean=0.01), 7.0)
+    told = fleet_snapshot(board(10.0, 10.0, 900.0, 10.0), list(membership.members.values()), 8.0, {})
+    assert told is not None
+    assert (told.workers[0].rollouts_per_s, told.workers[0].rollout_s_mean) == (2.0, 10.0)
+    assert told.learner.train_s == 10.0
+    found = membership.members[PeerId("w0")].measures.estimate("rollouts_per_s")
+    assert found is not None and found.error == 0.0 and found.count == 7
+
+
+def test_measures_follow_a_worker_that_has_become_slower() -> None:
+    measures = WorkerMeasures()
+    for at in range(20):
+        measures.observe(replace(BEAT, rollouts_per_s=2.0 if at < 10 else 0.5), float(at))
+    assert measures.value("rollouts_per_s") == 0.5
+
+
+def measured_fleet(*gpus: str) -> list[Member]:
+    """All but the last have been measured."""
+    membership = fleet(*gpus)
+    for index in range(len(gpus) - 1):
+        membership.heard(PeerId(f"w{index}"), BEAT, 1.0)
+    return list(membership.members.values())
+
+
+def test_new_worker_starts_from_its_kind_else_from_the_catalogue() -> None:
+    catalogue = built_in_catalogue()
+    *measured, new = measured_fleet("H100", "RTX4090", "RTX4090")
+    assert not is_measured(new) and prior_speed(new, measured, catalogue).rollouts_per_s == 2.0
+    *measured, new = measured_fleet("RTX4090", "H100")
+    prior = prior_speed(new, measured, catalogue)
+    assert prior.rollouts_per_s == pytest.approx(2.0 * 64000 / 14000)
+    assert prior.rollout_s_tail == pytest.approx(20.0 * 1008 / 3350)
+    *measured, new = measured_fleet("RTX4090", "a home-made one")
+    assert prior_speed(new, measured, catalogue).rollouts_per_s == 2.0
+    told = fleet_snapshot(board(10.0), [*measured, new], 2.0, catalogue)
+    assert told is not None and [one.is_pinned for one in told.workers] == [False, True]
+
+
+def test_delta_sizes_of_several_versions_make_one_estimate() -> None:
+    made = board(10.0)
+    for version, size in ((1, 100), (2, 110), (3, 10_000), (4, 105), (5, 102)):
+        published = PublishedVersion(Version(version), Version(version - 1), size, 10**9, 0.1, "f")
+        made.published(published, 1.0, [], float(version))
+    assert made.delta_kappa == 1 and made.delta_bytes == 105
+
+
+def test_predictions_stand_next_to_what_happened() -> None:
+    from echo2.cost_model.planner import plan
+    from tests.unit.cost_model.fleets import snapshot, worker
+
+    reckoning, made = Reckoning(), board(10.0)
+    chosen = plan(snapshot(tuple(worker(f"w{i}") for i in range(8))), PlanConfig(4))
+    reckoning.planned(chosen, True, 0.0)
+    for at in (10.0, 20.0):
+        spent = chosen.usd_per_hour * at / 3600
+        reckoning.step_made(LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)
+    log = reckoning.log
+    assert log.mean_absolute_error(Predicted.UTILISATION) == pytest.approx(0.05)
+    assert log.mean_absolute_error(Predicted.USD_PER_HOUR) == pytest.approx(0.0, abs=1e-9)
+    made.published(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 3.0, [PeerId("w0")], 20.0)
+    made.live(PeerId("w0"), Version(1), 25.0)
+    for _ in range(2):
+        reckoning.spread(made.newest_complete, 25.0)
+    (compared,) = log.comparisons(Predicted.BROADCAST_S)
+    assert (compared.predicted, compared.measured) == (3.0, 5.0)
+
+
+def test_trees_are_never_predicted_faster_than_the_fluid_and_large_pools_are_left_to_it() -> None:
+    seed, slow = LinkEstimate(4e6, 1e8, 0.02), LinkEstimate(1e6, 1e8, 0.05)
+    fluid, trees = FluidBroadcast(0.8), TreeBroadcast(0.8)
+    for count in (1, 2, 7, 40, NODES_MAX):
+        links = [replace(slow, uplink_bytes_per_s=1e6 * (1 + index % 5)) for index in range(count)]
+        assert trees.predict(1e8, seed, links) >= fluid.predict(1e8, seed, links) * (1 - 1e-9)
+    many = [slow] * (NODES_MAX + 1)
+    assert trees.predict(1e8, seed, many) == fluid.predict(1e8, seed, many)
