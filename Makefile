@@ -60,7 +60,7 @@ bench: $(STAMP)
 	@for name in $$(ls benchmarks | sed -n 's/^bench_\(.*\)\.py$$/\1/p'); do $(MAKE) --no-print-directory bench-$$name || exit 1; done
 
 bench-%: $(STAMP)
-	$(BIN)/python -m benchmarks.bench_$*
+	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*)
 
 # The pages under docs/reference are made from the code first; warnings are errors.
 docs: $(STAMP)

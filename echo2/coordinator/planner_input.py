@@ -34,6 +34,7 @@ SPOT_HAZARD_PER_HOUR = 0.05
 DWELL_HEARTBEATS = 30
 BROADCAST_EFFICIENCY = 0.8
 RATE_MIN = 1e-9
+OVERDUE, OVERDUE_S_MIN = 3.0, 10.0
 
 
 def plan_config(options: CoordinatorOptions, board: LearnerBoard) -> PlanConfig:
@@ -119,7 +120,7 @@ def _brought_over(speed: Speed, of: Gpu, to: Gpu) -> Speed:
 
 
 def _worker(
-    member: Member, measured: Sequence[Member], catalogue: Mapping[str, Gpu], swap_s_max: float
+    member: Member, measured: Sequence[Member], catalogue: Mapping[str, Gpu], swap_s_max: float, spreads: bool
 ) -> WorkerEstimate:
     speed = _measured_speed(member) if is_measured(member) else prior_speed(member, measured, catalogue)
     return WorkerEstimate(
@@ -137,9 +138,18 @@ def _worker(
         provider=member.hello.provider,
         state=_state(member),
         state_since_s=member.activation_since,
+        is_relaying=spreads and _state(member) is WorkerState.ACTIVE,
         is_pinned=_state(member) is not WorkerState.UNAVAILABLE
         and (member.setting is Setting.ACTIVE or not is_measured(member)),
     )
+
+
+def is_spreading(board: LearnerBoard, now: float) -> bool:
+    """Whether a version is on its way, which all of the pool pass on; one that is far overdue holds nobody."""
+    newest = board.newest
+    if newest is None or not newest.waiting:
+        return False
+    return now - newest.published_at <= max(OVERDUE * newest.predicted_s, OVERDUE_S_MIN)
 
 
 def fleet_snapshot(
@@ -164,7 +174,8 @@ def fleet_snapshot(
         delta_growth=board.delta_size.growth,
         encode_s=newest.published.encode_s if newest else 0.0,
     )
-    workers = tuple(_worker(member, measured, catalogue, swap_s_max=train_s) for member in living)
+    spreads = is_spreading(board, now)
+    workers = tuple(_worker(member, measured, catalogue, train_s, spreads) for member in living)
     steps_left = max(0, hello.step_limit - report.step)
     return FleetSnapshot(now, learner, workers, usd_spent(members), steps_left)
 

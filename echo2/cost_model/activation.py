@@ -1,9 +1,10 @@
 """Hysteresis: when to leave a working pool alone.
 
-A pool is chosen with `add_margin` more rate than needed, and stays while it has what is needed without the margin. It
-is changed for the money only after the saving has exceeded `drain_margin` for the dwell time, and workers that relay
-a broadcast, or were activated less than the dwell (or their join) time ago, stay whatever the plan says. Guarantees:
-pure; a pool that breaks a relation is mended at once. Leaves to others: the search itself.
+A pool is chosen with `add_margin` more rate than needed, and stays while it has what is needed without the margin. A
+shortage that estimates alone tell of (nobody was lost, and it is within `NOISE_MARGINS` margins) is mended when it has
+lasted the dwell time, any other at once. A pool is changed for the money only after the saving has exceeded
+`drain_margin` for the dwell time, and workers that relay a broadcast, or were activated less than the dwell (or their
+join) time ago, stay whatever the plan says. Guarantees: pure. Leaves to others: the search itself.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from echo2.cost_model.plan import Plan
 from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
 
+NOISE_MARGINS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is to be done, and since when a much cheaper pool has been known (None: it has not)."""
+    """What is to be done, since when a much cheaper pool has been known, and since when the pool has been a little
+    short of its terms (None: it has not)."""
 
     evaluation: Evaluation
     reason: str
     over_provisioned_since_s: float | None = None
+    short_since_s: float | None = None
 
 
 def is_held(worker: WorkerEstimate, now_s: float, config: PlanConfig) -> bool:
@@ -60,6 +65,12 @@ def settled(
         if now_s - since_s < margins.dwell_s:
             return Standing(stayed, "kept: a cheaper pool is known, not yet for the dwell time", since_s)
         return Standing(fresh, f"changed: saves {_share(stayed, fresh):.0%} of the price")
+    slip = NOISE_MARGINS * margins.add_margin
+    if within_cap and _is_whole(previous, search.snapshot):
+        short_since_s = previous.short_since_s or now_s
+        is_little = _still_does(stayed, kept_rate / (1 + slip), margins.add_margin + slip)
+        if is_little and now_s - short_since_s < margins.dwell_s:
+            return Standing(stayed, "kept: a little short, not yet for the dwell time", since_s, short_since_s)
     mended = _mended(search, period(previous.kappa), stayed)
     if mended is not None and mended.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
         return Standing(mended, "mended: the pool no longer met its terms")
@@ -87,6 +98,11 @@ def _still_does(stayed: Evaluation, rate_needed: float, margin: float) -> bool:
         and point.transfer_s <= stayed.period_s * roof
         and point.staleness_use_s <= point.staleness_budget_s * roof
     )
+
+
+def _is_whole(previous: Plan, snapshot: FleetSnapshot) -> bool:
+    """Whether nobody of the pool was lost."""
+    return int(np.count_nonzero(_pool_rows(previous, snapshot))) == len(previous.pool)
 
 
 def _mended(search: Search, period: PeriodColumns, stayed: Evaluation) -> Evaluation | None:

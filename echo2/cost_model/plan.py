@@ -48,7 +48,8 @@ class Plan:
     pool: worker ids, sorted; activate and drain: what changes against the workers that are active now.
     in_flight_cap_rollouts: offered and not trained yet. broadcast_s: T_bcast, encode and apply included; transfer_s
     its part that occupies links. greedy_gap: how much dearer the greedy's pool would be, as a share; 0 when greedy
-    was the solver or found the same price. over_provisioned_since_s: since when a much cheaper pool has been known.
+    was the solver or found the same price. over_provisioned_since_s: since when a much cheaper pool has been known;
+    short_since_s: since when the pool has been a little short of its terms.
     """
 
     kappa: int
@@ -69,6 +70,7 @@ class Plan:
     solver: str
     greedy_gap: float = 0.0
     over_provisioned_since_s: float | None = None
+    short_since_s: float | None = None
 
     @property
     def binding_term(self) -> Term:

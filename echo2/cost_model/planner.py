@@ -63,7 +63,8 @@ def plan(
             solver=final.solver, greedy_gap=final.greedy_gap,
         )  # fmt: skip
     facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible)
-    return plan_of(facts, refined(snapshot, config, final), standing.over_provisioned_since_s, standing.reason)
+    made = plan_of(facts, refined(snapshot, config, final), standing.over_provisioned_since_s, standing.reason)
+    return replace(made, short_since_s=standing.short_since_s)
 
 
 def refined(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> Evaluation:

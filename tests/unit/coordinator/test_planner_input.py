@@ -97,6 +97,22 @@ def test_delta_sizes_of_several_versions_make_one_estimate() -> None:
     assert made.delta_kappa == 1 and made.delta_bytes == 105
 
 
+def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
+    made, members = board(10.0), measured_fleet("H100", "H100", "H100")
+
+    def relaying(now: float) -> list[bool]:
+        told = fleet_snapshot(made, members, now, {})
+        assert told is not None
+        return [one.is_relaying for one in told.workers]
+
+    assert relaying(5.0) == [False] * 3
+    made.published(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 8.0, [PeerId("w0")], 10.0)
+    assert relaying(20.0) == [True] * 3
+    assert relaying(10.0 + 3 * 8.0 + 1.0) == [False] * 3
+    made.live(PeerId("w0"), Version(1), 21.0)
+    assert relaying(22.0) == [False] * 3
+
+
 def test_predictions_stand_next_to_what_happened() -> None:
     from echo2.cost_model.planner import plan
     from tests.unit.cost_model.fleets import snapshot, worker

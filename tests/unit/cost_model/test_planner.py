@@ -185,6 +185,28 @@ def test_small_changes_keep_the_pool_and_a_lost_worker_is_replaced() -> None:
     assert lost not in mended.pool and mended.is_feasible
 
 
+def test_a_little_shortage_is_mended_after_the_dwell_and_a_loss_at_once() -> None:
+    config = PlanConfig(4)
+    workers = tuple(worker(f"w{i:02d}", price=0.4 + 0.01 * i) for i in range(20))
+    seat = learner(rollouts_per_step=640)
+    first = plan(snapshot(workers, learner=seat), config)
+    fleet = activated(snapshot(workers, learner=seat), first, 0.0)
+    short = first.throughput_rollouts_per_s / (seat.rollouts_per_step / seat.train_s * config.target_utilisation)
+    noisy = dataclasses.replace(seat, train_s=seat.train_s / short / 1.06)
+    little = plan(dataclasses.replace(fleet, learner=noisy, now_s=1000.0), config, first)
+    assert little.pool == first.pool and little.short_since_s == 1000.0
+    calm = plan(dataclasses.replace(fleet, now_s=1100.0), config, little)
+    assert calm.pool == first.pool and calm.short_since_s is None
+    lasting = plan(dataclasses.replace(fleet, learner=noisy, now_s=1400.0), config, little)
+    assert len(lasting.pool) > len(first.pool) and lasting.is_feasible
+    gone = tuple(
+        dataclasses.replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == first.pool[0] else one
+        for one in fleet.workers
+    )
+    mended = plan(dataclasses.replace(fleet, workers=gone, learner=noisy, now_s=1000.0), config, first)
+    assert mended.is_feasible and mended.activate
+
+
 def test_a_much_cheaper_pool_is_taken_after_the_dwell_but_relays_stay() -> None:
     dear = tuple(worker(f"d{i}", price=1.0, state=WorkerState.ACTIVE) for i in range(5))
     config = PlanConfig(4)
