@@ -16,12 +16,12 @@ from typing import TypeAlias
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta import bitstream, ranges, scan
-from echo2.broadcast.delta.bitstream import I64, U8, U16, U32, U64
+from echo2.broadcast.delta import bitstream, ranges, scan, walk
+from echo2.broadcast.delta.bitstream import U8, U16, U32, U64
 from echo2.broadcast.delta.container import Method, Setting
-from echo2.broadcast.delta.elements import Bits, ElementType
-from echo2.broadcast.delta.fingerprint import MODULUS, sum_changes
-from echo2.broadcast.delta.layout import Block
+from echo2.broadcast.delta.elements import Bits, ElementType, TensorSpec
+from echo2.broadcast.delta.fingerprint import MODULUS, coefficients
+from echo2.broadcast.delta.layout import Block, Segment
 from echo2.broadcast.delta.planes import decode_planes, encode_planes
 
 _SPARSE = struct.Struct("<BBHI")
@@ -77,7 +77,6 @@ class Packer:
     def __init__(self, element: ElementType, table: U8, class_base: int, scratch: Scratch) -> None:
         width = 8 * element.bytes
         self._width = np.uint64(width)
-        self._table = table
         self._class_base = class_base
         self._class_count = scan.PLAIN_CLASS_COUNT if table.size == 1 else scan.CLASS_COUNT
         self._scratch = scratch
@@ -85,23 +84,32 @@ class Packer:
         self._writers = np.zeros((self._class_count, 4), np.uint64)
         self._used = np.zeros(1, np.int64)
         self._coder = ranges.new_encoder()
-        self._tables = (
-            self._writers, bitstream.new_rice_states(self._class_count), scratch.pages, self._used, self._coder,
-            ranges.new_odds(table.size, width), self._counts,
-        )  # fmt: skip
+        self._ones = np.zeros(1, np.uint64)
+        shared = (self._writers, bitstream.new_rice_states(self._class_count), scratch.pages, self._used)
+        self.plain_tables = (*shared, self._ones, self._counts)
+        self.class_tables = (*shared, self._coder, ranges.new_odds(table.size, width), self._counts)
 
     def add(self, changes: Changes, count: int) -> bool:
         """Appends what a scan reported, in order of position. False: it takes more space than whole elements would."""
-        return scan.pack(changes, count, self._table, self._width, self._scratch.arena, self._tables)
+        arena = self._scratch.arena
+        if self.is_plain:
+            return scan.pack_plain(changes, count, self._width, arena, self.plain_tables)
+        lowest = np.uint64(self._class_base)
+        return scan.pack_classes(changes, count, lowest, self._width, arena, self.class_tables)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no exponent classes."""
+        return self._class_count == scan.PLAIN_CLASS_COUNT
 
     @property
     def change_count(self) -> int:
-        return int(self._counts.sum())
+        return int(self._counts[1]) if self.is_plain else int(self._counts.sum())
 
     def payload(self) -> bytes | None:
         """The payload of method SPARSE; None if it takes too much space after all."""
         arena, pages = self._scratch.arena, self._scratch.pages
-        if not ranges.finish_encoder(arena, self._writers, pages, self._used, self._coder):
+        if not self.is_plain and not ranges.finish_encoder(arena, self._writers, pages, self._used, self._coder):
             return None
         out = np.zeros(int(self._used[0]) * bitstream.PAGE_WORDS + 2 * self._class_count, np.uint64)
         lengths = np.zeros(self._class_count, np.int64)
@@ -133,14 +141,6 @@ def uses_classes(element: ElementType, setting: Setting) -> bool:
     return setting is Setting.DENSE and element.exponent_bits > 0
 
 
-def _scan_piece(
-    old: Bits, new: Bits, place: int, since: I64, tables: tuple[U8, U64], element: ElementType, scratch: Scratch
-) -> int:  # fmt: skip
-    if tables[0].size == 1:
-        return scan.scan_plain(old, new, place, since, scratch.changes)
-    return scan.scan_classes(old, new, place, since, tables, np.uint64(element.exponent_shift), scratch.changes)
-
-
 def encode_block(
     block: Block, old: list[Bits], new: list[Bits], setting: Setting, key: int, scratch: Scratch
 ) -> EncodedBlock:
@@ -151,24 +151,26 @@ def encode_block(
         i = max(range(len(old)), key=lambda i: old[i].size)
         class_base = scan.choose_class_base(old[i], new[i], element.exponent_shift, element.exponent_bits)
         table = scan.class_table(element.exponent_bits, class_base)
-    else:
-        scratch.changes[2][:] = 0
-    tables = (table, scan.class_counters(table))
     packer = Packer(element, table, class_base, scratch)
-    since = np.zeros(scan.CLASS_COUNT, np.int64)
+    octave = octaves_of(element, class_base)
+    is_full = np.zeros(1, np.uint8)
+    work = (np.zeros(scan.CLASS_COUNT, np.int64), scratch.changes, scratch.arena, is_full)
     step = 0
-    fits = True
     for segment, before, after in zip(block.segments, old, new, strict=True):
-        for at in range(0, segment.count, scratch.piece):
-            piece = slice(at, at + scratch.piece)
-            count = _scan_piece(before[piece], after[piece], segment.base + at, since, tables, element, scratch)
-            if not count:
-                continue
-            positions = scratch.changes[0][:count]
-            changed = after[positions - np.uint32(segment.base)]
-            step += sum_changes(segment.spec.name, key, segment.start, segment.base, positions, before, changed)
-            fits = fits and packer.add(scratch.changes, count)
-    return coded_block(block, packer, fits, step, lambda: new)
+        print_at = (segment.start, *coefficients(segment.spec.name, key))
+        if packer.is_plain:
+            found = scan.code_plain(before, after, segment.base, work, packer.plain_tables, print_at)
+        else:
+            found = scan.code_classes(before, after, segment.base, octave, work, packer.class_tables, print_at)
+        step += int(found)
+    return coded_block(block, packer, not is_full[0], step, lambda: new)
+
+
+def octaves_of(element: ElementType, class_base: int) -> tuple[np.uint64, np.uint64, np.uint64, U64]:
+    """Shift and mask of the exponent, the class base, and working memory: what kernels need to tell classes."""
+    mask = (1 << element.exponent_bits) - 1
+    work = np.zeros(scan.CLASS_COUNT + 2, np.uint64)
+    return np.uint64(element.exponent_shift), np.uint64(mask), np.uint64(class_base), work
 
 
 def coded_block(
@@ -181,6 +183,30 @@ def coded_block(
     if payload is None or len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
         return EncodedBlock(*encode_whole(whole(), block.element), step % MODULUS, block.element_count)
     return EncodedBlock(Method.SPARSE, payload, step % MODULUS, packer.change_count)
+
+
+def encode_changes(
+    positions: U32, moves: Bits, element: ElementType, element_count: int, share: float = WHOLE_SHARE
+) -> bytes | None:
+    """A SPARSE payload without classes, of changes that are known; None if it takes more than a share of a block."""
+    spec = TensorSpec("", element, (element_count,))
+    scratch = Scratch(Block(0, 0, element, (Segment(spec, 0, element_count, 0),)), share)
+    packer = Packer(element, scan.plain_table(), 0, scratch)
+    for start in range(0, positions.size, scratch.piece):
+        part = positions[start : start + scratch.piece]
+        before = int(positions[start - 1]) if start else -1
+        scratch.changes[1][: part.size] = np.diff(part.astype(np.int64), prepend=before) - 1
+        scratch.changes[3][: part.size] = moves[start : start + scratch.piece]
+        if not packer.add(scratch.changes, part.size):
+            return None
+    return packer.payload()
+
+
+def compact(payload: memoryview, positions: U32, moves: Bits, block: Block) -> bytes | None:
+    """The payload in the code without classes, of which nothing depends on the old weights."""
+    if payload[0] == scan.PLAIN_CLASS_COUNT:
+        return bytes(payload)
+    return encode_changes(positions, moves, block.element, block.element_count)
 
 
 def encode_whole(new: list[Bits], element: ElementType) -> tuple[Method, bytes]:
@@ -216,22 +242,25 @@ class _Streams:
                 f"expected {scan.PLAIN_CLASS_COUNT} or {scan.CLASS_COUNT} classes, got {self.class_count}, {present:#x}"
             )
         self.is_plain = self.class_count == scan.PLAIN_CLASS_COUNT
+        if base >> element.exponent_bits and not (self.is_plain and base == 0):
+            raise DeltaFormatError(f"expected a class base of {element.exponent_bits} bits, got {base}")
         if not self.is_plain and not element.exponent_bits:
             raise DeltaFormatError(f"expected no exponent classes for {element.name}")
-        self.table = scan.plain_table() if self.is_plain else scan.class_table(element.exponent_bits, base)
+        self.octave = octaves_of(element, base)
         self.width = np.uint64(8 * element.bytes)
         self.counts = np.zeros(self.class_count, np.uint64)
         self.readers = np.zeros((self.class_count, 2), np.uint64)
         self.rice = bitstream.new_rice_states(self.class_count)
         self._read_table(payload, [c for c in range(1, self.class_count) if present >> c & 1], range_bytes)
-        self.change_count = int(self.counts.sum())
+        self.change_count = int(self.counts[1] if self.is_plain else self.counts.sum())
         if not 1 <= self.change_count <= element_count:
             raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {self.change_count}")
-        if self.is_plain and self.counts[0]:
-            raise DeltaFormatError("expected no changes of class 0 without exponent classes")
+        if self.is_plain and self.counts[0] > min(4 * range_bytes, self.change_count):
+            raise DeltaFormatError(f"{self.change_count} changes: it claims {self.counts[0]} larger ones")
         self.words = _to_words(payload)
-        self.odds = ranges.new_odds(self.table.size, 8 * element.bytes)
-        ranges.start_decoder(self.words.view(np.uint8), self.coder)
+        if not self.is_plain:
+            self.odds = ranges.new_odds(1 << element.exponent_bits, 8 * element.bytes)
+            ranges.start_decoder(self.words.view(np.uint8), self.coder)
 
     def _read_table(self, payload: memoryview, classes: list[int], range_bytes: int) -> None:
         at = _SPARSE.size + _COUNT.size + _CLASS.size * len(classes)
@@ -239,6 +268,7 @@ class _Streams:
             raise DeltaFormatError(f"expected {at} bytes of class table, got {len(payload)}")
         (self.counts[0],) = _COUNT.unpack_from(payload, _SPARSE.size)
         self.coder = np.array([0, 0, at, at + range_bytes], np.uint64)
+        self.readers[0] = at * 8, (at + range_bytes) * 8
         at += range_bytes
         for i, c in enumerate(classes):
             changes, gap_bytes = _CLASS.unpack_from(payload, _SPARSE.size + _COUNT.size + i * _CLASS.size)
@@ -251,10 +281,6 @@ class _Streams:
         if at != len(payload):
             raise DeltaFormatError(f"expected {at} bytes of streams, got {len(payload)}")
 
-    @property
-    def coders(self) -> tuple[U64, U64, U64, U32]:
-        return self.readers, self.rice, self.coder, self.odds
-
 
 def _to_words(payload: memoryview) -> U64:
     words = np.zeros(-(-len(payload) // 8) + _SPARE_WORDS, np.uint64)
@@ -263,18 +289,14 @@ def _to_words(payload: memoryview) -> U64:
 
 
 def _walk(streams: _Streams, block: Block, old: list[Bits], out: tuple[U32, Bits]) -> int:
-    state = (
-        np.zeros(1, np.uint64), np.zeros(scan.CLASS_COUNT, np.uint64), streams.counts.copy(),
-        np.zeros((scan.CLASS_COUNT, 2), np.int64), np.zeros((scan.CLASS_COUNT, scan.RING), np.uint64),
-    )  # fmt: skip
+    state = (np.zeros(scan.CLASS_COUNT, np.uint64), np.zeros(scan.CLASS_COUNT, np.uint64), streams.counts.copy())
     done = np.zeros(1, np.int64)
-    if not scan.begin_walk(streams.words, streams.readers, streams.rice, state):
+    if not walk.begin_walk(streams.words, streams.readers, streams.rice, state):
         return 0
-    tables = (streams.table, scan.class_counters(streams.table))
-    shift_width = (np.uint64(block.element.exponent_shift), streams.width)
+    coders = (streams.readers, streams.rice, streams.coder, streams.odds)
     for segment, before in zip(block.segments, old, strict=True):
-        if not scan.walk_classes(
-            before, segment.base, tables, shift_width, streams.words, streams.coders, state, (*out, done)
+        if not walk.walk_classes(
+            before, segment.base, streams.octave, streams.width, streams.words, coders, state, (*out, done)
         ):
             return int(done[0])
     return int(done[0])
@@ -298,8 +320,8 @@ def decode_plain(payload: memoryview, element: ElementType, element_count: int) 
 
 def _read_plain(streams: _Streams, element: ElementType, element_count: int) -> tuple[U32, Bits]:
     out = np.empty(streams.change_count, np.uint32), np.empty(streams.change_count, element.bits_dtype)
-    ring = np.empty(scan.RING, np.uint64)
-    found = scan.read_plain(streams.words, streams.coders, streams.width, element_count, ring, out)
+    coders = (streams.readers, streams.rice, streams.counts)
+    found = walk.read_plain(streams.words, coders, streams.width, element_count, out)
     _expect_all(streams, element_count, int(found))
     return out
 

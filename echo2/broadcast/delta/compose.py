@@ -16,7 +16,14 @@ import numpy as np
 
 from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta.bitstream import U32
-from echo2.broadcast.delta.block import Packer, Scratch, decode_plain, decode_whole, encode_block, encode_whole
+from echo2.broadcast.delta.block import (
+    Scratch,
+    decode_plain,
+    decode_whole,
+    encode_block,
+    encode_changes,
+    encode_whole,
+)  # fmt: skip
 from echo2.broadcast.delta.container import (
     BlockFrame,
     DeltaHeader,
@@ -31,10 +38,9 @@ from echo2.broadcast.delta.container import (
     encode_header_of,
     parse_frame,
 )  # fmt: skip
-from echo2.broadcast.delta.elements import TYPE_BY_CODE, Bits, ElementType, TensorSpec
+from echo2.broadcast.delta.elements import TYPE_BY_CODE, Bits
 from echo2.broadcast.delta.host import HostWeights
-from echo2.broadcast.delta.layout import Block, Segment, blocks_of
-from echo2.broadcast.delta.scan import plain_table
+from echo2.broadcast.delta.layout import blocks_of
 
 COMPOSED_MAX = 1 << 12
 _SHARE_FOR_ALL = 4.0  # of a block: what its changes can take at the very most
@@ -85,27 +91,6 @@ def _merged(first: Changes, second: Changes) -> Changes:
     return positions[keep], moves[keep]
 
 
-def _packed(changes: Changes, element: ElementType, element_count: int) -> tuple[Method, bytes]:
-    """A SPARSE payload, even where whole elements would be shorter: those are not known here."""
-    positions, moves = changes
-    if not positions.size:
-        return Method.UNCHANGED, b""
-    spec = TensorSpec("", element, (element_count,))
-    scratch = Scratch(Block(0, 0, element, (Segment(spec, 0, element_count, 0),)), _SHARE_FOR_ALL)
-    packer = Packer(element, plain_table(), 0, scratch)
-    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
-    for start in range(0, positions.size, scratch.piece):
-        part = slice(start, start + scratch.piece)
-        count = positions[part].size
-        scratch.changes[1][:count] = gaps[part]
-        scratch.changes[3][:count] = moves[part]
-        fits = packer.add(scratch.changes, count)
-        assert fits, "the arena was sized for every element changing at random"
-    payload = packer.payload()
-    assert payload is not None, "the arena was sized for every element changing at random"
-    return Method.SPARSE, payload
-
-
 def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
     """One block of the merged delta. What came before a whole block does not matter."""
     element, count = TYPE_BY_CODE[frames[0].element_code], frames[0].element_count
@@ -124,7 +109,13 @@ def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
             whole[positions] += moves
         else:
             changes = _merged(changes, (positions, moves))
-    return _packed(changes, element, count) if whole is None else encode_whole([whole], element)
+    if whole is not None:
+        return encode_whole([whole], element)
+    if not changes[0].size:
+        return Method.UNCHANGED, b""
+    payload = encode_changes(*changes, element, count, _SHARE_FOR_ALL)
+    assert payload is not None, "the arena was sized for every element changing at random"
+    return Method.SPARSE, payload
 
 
 def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:

@@ -3,8 +3,8 @@
 Guarantees: a frame is decoded as soon as it is here and the header is; every error names the version, the block and
 its tensor; nothing of the base changes before `HostWeights.commit`; `finish` hands out nothing whose fingerprint
 differs. Feeding a frame twice does no harm. Memory: staged changes take 4 bytes and an element's width each; beyond
-`DecodeLimits.staging_share` of the weights, blocks are kept encoded and decoded once more when needed. Leaves to
-others: fetching, signatures, when to swap.
+`DecodeLimits.staging_share` of the weights, blocks are kept in the code without classes, about a byte a change, and
+decoded again when they are put in place or taken back. Leaves to others: fetching, signatures, when to swap.
 
 `feed` may be called from several threads, for different frames, once the header was fed.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
 from echo2.broadcast.delta.bitstream import U32
-from echo2.broadcast.delta.block import decode_sparse, decode_whole
+from echo2.broadcast.delta.block import compact, decode_plain, decode_sparse, decode_whole
 from echo2.broadcast.delta.container import (
     BlockFrame,
     DeltaHeader,
@@ -30,10 +31,10 @@ from echo2.broadcast.delta.container import (
     parse_frame,
 )  # fmt: skip
 from echo2.broadcast.delta.elements import Bits, TensorSpec
-from echo2.broadcast.delta.fingerprint import MODULUS, header_term, sum_bits, sum_changes
+from echo2.broadcast.delta.fingerprint import MODULUS, coefficients, header_term, sum_bits
 from echo2.broadcast.delta.host import HostWeights
-from echo2.broadcast.delta.layout import Block, Segment, blocks_of
-from echo2.broadcast.delta.scan import add_steps, exchange
+from echo2.broadcast.delta.layout import Block, blocks_of
+from echo2.broadcast.delta.walk import add, exchange, settle
 from echo2.broadcast.staged import TensorUpdate
 
 
@@ -49,49 +50,63 @@ class DecodeLimits:
 
 @dataclass(slots=True)
 class _StagedBlock:
-    """Changes of a block: `positions` None means all of its elements. `bits` are new before a commit, old after it.
+    """Changes of a block, in one of three forms.
 
-    Kept encoded (`payload`) instead when staging has reached its share; then both are None.
+    Decoded: `positions` (None means all elements) and `bits`, new before a commit and old after it. Compact, when
+    staging has reached its share: `payload` without classes, from which positions and steps are read each time. Whole
+    elements beyond the share: their payload, until the commit decodes it.
     """
 
     block: Block
-    positions: U32 | None
-    bits: Bits | None
-    method: Method
-    payload: bytes | None
-    digest: int
+    positions: U32 | None = None
+    bits: Bits | None = None
+    method: Method = Method.SPARSE
+    payload: bytes | None = None
+    is_in_place: bool = False
+
+    @property
+    def is_compact(self) -> bool:
+        return self.payload is not None and self.method is Method.SPARSE
+
+    def changes(self) -> tuple[U32, Bits]:
+        """Positions and steps, of a compact block."""
+        assert self.payload is not None, "only compact blocks are decoded again"
+        return decode_plain(memoryview(self.payload), self.block.element, self.block.element_count)
 
 
-def _segment_slice(positions: U32, segment: Segment) -> slice:
-    begin, end = np.searchsorted(positions, np.array([segment.base, segment.base + segment.count], np.int64))
-    return slice(int(begin), int(end))
+def _parts(positions: U32, block: Block) -> list[slice]:
+    """Which of a block's changes are of which segment."""
+    bases = np.array([segment.base for segment in block.segments], np.uint32)
+    borders = [*np.searchsorted(positions, bases).tolist(), positions.size]
+    return [slice(begin, end) for begin, end in pairwise(borders)]
 
 
-def _new_bits(block: Block, frame: tuple[Method, memoryview], old: list[Bits]) -> tuple[U32 | None, Bits]:
-    """Positions and new bits of a block's changes, from its payload and the old bits."""
-    method, payload = frame
-    if method is not Method.SPARSE:
-        bits = np.empty(block.element_count, block.element.bits_dtype)
-        decode_whole(method, payload, block.element, bits)
-        return None, bits
-    positions, moves = decode_sparse(payload, block, old)
+def _whole_parts(block: Block) -> list[slice]:
+    return [slice(segment.base, segment.base + segment.count) for segment in block.segments]
+
+
+def _whole_bits(block: Block, method: Method, payload: memoryview) -> Bits:
+    bits = np.empty(block.element_count, block.element.bits_dtype)
+    decode_whole(method, payload, block.element, bits)
+    return bits
+
+
+def _whole_step(block: Block, bits: Bits, old: list[Bits], key: int) -> int:
+    """What whole elements add to the fingerprint."""
+    step = 0
     for segment, before in zip(block.segments, old, strict=True):
-        part = _segment_slice(positions, segment)
-        add_steps(before, segment.base, positions[part], moves[part])
-    return positions, moves
+        name, after = segment.spec.name, bits[segment.base : segment.base + segment.count]
+        step += sum_bits(name, after, key, segment.start) - sum_bits(name, before, key, segment.start)
+    return step % MODULUS
 
 
-def _fingerprint_step(block: Block, positions: U32 | None, bits: Bits, old: list[Bits], key: int) -> int:
-    total = 0
-    for segment, before in zip(block.segments, old, strict=True):
-        name = segment.spec.name
-        if positions is None:
-            after = bits[segment.base : segment.base + segment.count]
-            total += sum_bits(name, after, key, segment.start) - sum_bits(name, before, key, segment.start)
-        else:
-            part = _segment_slice(positions, segment)
-            total += sum_changes(name, key, segment.start, segment.base, positions[part], before, bits[part])
-    return total % MODULUS
+def _settle(block: Block, positions: U32, moves: Bits, old: list[Bits], key: int) -> int:
+    """Turns steps into new bits, in place. Returns what they add to the fingerprint."""
+    step = 0
+    for segment, before, part in zip(block.segments, old, _parts(positions, block), strict=True):
+        print_at = (segment.start, *coefficients(segment.spec.name, key))
+        step += int(settle(before, segment.base, positions[part], moves[part], print_at))
+    return step % MODULUS
 
 
 class StagedDelta:
@@ -135,13 +150,6 @@ class StagedDelta:
     def table(self) -> TensorTable:
         return self._table
 
-    @property
-    def changed_elements(self) -> int | None:
-        """How many elements change; None while some blocks are kept encoded."""
-        if self._whole is not None or any(staged.bits is None for staged in self._blocks.values()):
-            return None
-        return sum(staged.bits.size for staged in self._blocks.values() if staged.bits is not None)
-
     def whole(self) -> dict[str, Bits] | None:
         return self._whole
 
@@ -155,16 +163,19 @@ class StagedDelta:
             yield from self._block_updates(staged)
 
     def _block_updates(self, staged: _StagedBlock) -> Iterator[TensorUpdate]:
-        live = self._live(staged.block)
+        block, live = staged.block, self._live(staged.block)
         positions, bits = staged.positions, staged.bits
-        if not self._is_committed and bits is None:
-            positions, bits = self._decoded_again(staged, live)
-        for segment, held in zip(staged.block.segments, live, strict=True):
+        if staged.is_compact:
+            positions, bits = staged.changes()
+            if not self._is_committed:
+                _settle(block, positions, bits, live, self.key)
+        elif staged.payload is not None and not self._is_committed:
+            bits = _whole_bits(block, staged.method, memoryview(staged.payload))
+        parts = _whole_parts(block) if positions is None else _parts(positions, block)
+        for segment, held, part in zip(block.segments, live, parts, strict=True):
             if positions is None:
                 indices = np.arange(segment.start, segment.start + segment.count)
-                part = slice(segment.base, segment.base + segment.count)
             else:
-                part = _segment_slice(positions, segment)
                 indices = positions[part].astype(np.int64) + (segment.start - segment.base)
             if not indices.size:
                 continue
@@ -181,38 +192,35 @@ class StagedDelta:
             )
         return self._host.segments(block)
 
-    def _decoded_again(self, staged: _StagedBlock, live: list[Bits]) -> tuple[U32 | None, Bits]:
-        assert staged.payload is not None, "a block is staged decoded or encoded"
-        return _new_bits(staged.block, (staged.method, memoryview(staged.payload)), live)
-
     def exchange_parts(self) -> Iterable[int]:
         return list(self._blocks)
 
     def exchange(self, part: int, live: HostWeights) -> None:
-        """Swaps a block's bits with the host's. A block kept encoded is decoded here, and its old bits then kept."""
+        """Swaps a block's bits with the host's, or adds its steps; a second call undoes it."""
         staged = self._blocks[part]
-        held = live.segments(staged.block)
-        positions, bits = staged.positions, staged.bits
-        if bits is None:
-            positions, bits = self._decoded_again(staged, held)
-        for segment, target in zip(staged.block.segments, held, strict=True):
-            if positions is None:
-                mine = bits[segment.base : segment.base + segment.count]
+        block, held = staged.block, live.segments(staged.block)
+        if staged.is_compact:
+            positions, moves = staged.changes()
+            for segment, target, inside in zip(block.segments, held, _parts(positions, block), strict=True):
+                add(target, segment.base, positions[inside], moves[inside], staged.is_in_place)
+        elif staged.positions is not None and staged.bits is not None:
+            for segment, target, inside in zip(block.segments, held, _parts(staged.positions, block), strict=True):
+                exchange(target, segment.base, staged.positions[inside], staged.bits[inside])
+        else:
+            if staged.bits is None and staged.payload is not None:
+                staged.bits, staged.payload = _whole_bits(block, staged.method, memoryview(staged.payload)), None
+            assert staged.bits is not None, "whole elements are staged decoded or encoded"
+            for target, inside in zip(held, _whole_parts(block), strict=True):
                 before = target.copy()
-                target[:] = mine
-                mine[:] = before
-            else:
-                inside = _segment_slice(positions, segment)
-                exchange(target, segment.base, positions[inside], bits[inside])
-        staged.positions, staged.bits = positions, bits
+                target[:] = staged.bits[inside]
+                staged.bits[inside] = before
+        staged.is_in_place = not staged.is_in_place
 
     def committed(self, host: HostWeights) -> None:
         self._host = host
         self._is_committed = True
         for staged in self._blocks.values():
             staged.bits = None
-            if staged.payload is not None:  # over its share of memory: the whole block is read from the host instead
-                staged.positions, staged.payload = None, None
 
 
 class Decoder:
@@ -231,6 +239,7 @@ class Decoder:
         self._steps: dict[int, int] = {}
         self._staged: dict[int, _StagedBlock] = {}
         self._staged_bytes = 0
+        self._staging_limit = max(self._limits.staging_bytes_min, int(base.total_bytes * self._limits.staging_share))
         self._whole: dict[str, Bits] | None = None
 
     @property
@@ -304,6 +313,8 @@ class Decoder:
 
     def _check_base(self, head: HeaderFrame) -> None:
         header = head.header
+        if header.set_name != self._base.set_name:
+            raise DeltaFormatError(f"{header.describe()}: expected a version of set {self._base.set_name or 'base'!r}")
         if header.parent_version is None:
             return
         if header.parent_version != self._base.version:
@@ -347,17 +358,31 @@ class Decoder:
             if len(frame.payload):
                 raise DeltaFormatError(f"expected no payload for an unchanged block, got {len(frame.payload)} bytes")
             return
-        old = self._base.segments(block)
-        positions, bits = _new_bits(block, (frame.method, frame.payload), old)
-        self._steps[block.index] = _fingerprint_step(block, positions, bits, old, self._head.header.fingerprint_key)
-        size = bits.nbytes + (0 if positions is None else positions.nbytes)
-        limit = max(self._limits.staging_bytes_min, int(self._base.total_bytes * self._limits.staging_share))
-        if self._staged_bytes + size <= limit:
-            self._staged_bytes += size
-            staged = _StagedBlock(block, positions, bits, frame.method, None, frame.digest)
+        old, key = self._base.segments(block), self._head.header.fingerprint_key
+        if frame.method is Method.SPARSE:
+            positions, moves = decode_sparse(frame.payload, block, old)
+            payload = None
+            if not self._has_room(positions.nbytes + moves.nbytes):
+                payload = compact(frame.payload, positions, moves, block)
+            self._steps[block.index] = _settle(block, positions, moves, old, key)
+            if payload is None:
+                self._staged[block.index] = _StagedBlock(block, positions, moves)
+            else:
+                self._staged[block.index] = _StagedBlock(block, payload=payload)
+            return
+        bits = _whole_bits(block, frame.method, frame.payload)
+        self._steps[block.index] = _whole_step(block, bits, old, key)
+        if self._has_room(bits.nbytes):
+            self._staged[block.index] = _StagedBlock(block, None, bits, frame.method)
         else:
-            staged = _StagedBlock(block, None, None, frame.method, bytes(frame.payload), frame.digest)
-        self._staged[block.index] = staged
+            self._staged[block.index] = _StagedBlock(block, None, None, frame.method, bytes(frame.payload))
+
+    def _has_room(self, size: int) -> bool:
+        """Takes so many bytes of the staging share, if they are left."""
+        if self._staged_bytes + size > self._staging_limit:
+            return False
+        self._staged_bytes += size
+        return True
 
     def _place(self, block: Block, frame: BlockFrame, whole: dict[str, Bits]) -> None:
         assert self._head is not None, "blocks wait for the header"

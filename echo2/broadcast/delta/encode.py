@@ -10,7 +10,7 @@ With an executor, blocks are coded on its threads, at most `ahead` of them in fr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ from echo2.broadcast.delta.device import encode_block_on_device
 from echo2.broadcast.delta.elements import Bits, WeightSet, bits_of, flat_bits
 from echo2.broadcast.delta.fingerprint import MODULUS, header_term, sum_bits
 from echo2.broadcast.delta.host import HostWeights, table_of
-from echo2.broadcast.delta.layout import Block, blocks_of
+from echo2.broadcast.delta.layout import Block, Segment, blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,16 @@ class EncodingStats:
     changed_elements: int
     encoded_bytes: int
     whole_blocks: int
+
+
+def check_claim(header: DeltaHeader, found: int) -> None:
+    """Refuses a target's fingerprint that the changes do not lead to, if the header claims one."""
+    claimed = header.target_fingerprint
+    if claimed is not None and claimed != found:
+        raise FingerprintMismatch(
+            f"{header.describe()}: expected the target's fingerprint {claimed:016x}, the changes lead to {found:016x}: "
+            "the parent handed in is not the version it claims, or it changed meanwhile"
+        )
 
 
 class Encoding(Iterator[bytes]):
@@ -85,16 +95,11 @@ class Encoding(Iterator[bytes]):
             yield encode_block_frame(
                 self._container_id, block.index, block.element_count, block.element.code, coded.method, coded.payload
             )
-        claimed = self.header.target_fingerprint
-        if claimed is not None and claimed != self.fingerprint:
-            raise FingerprintMismatch(
-                f"{self.header.describe()}: expected the target's fingerprint {claimed:016x}, the changes lead to "
-                f"{self.fingerprint:016x}: the parent handed in is not the version it claims, or it changed meanwhile"
-            )
+        check_claim(self.header, self.fingerprint)
         yield encode_end(self._container_id, self.block_count, self.fingerprint)
 
 
-def _in_order(
+def in_order(
     blocks: tuple[Block, ...], code: Callable[[Block], EncodedBlock], executor: Executor | None, ahead: int
 ) -> Iterator[tuple[Block, EncodedBlock]]:
     """Codes blocks, on the executor's threads if there is one, and yields them in order."""
@@ -117,39 +122,88 @@ def _in_order(
             future.cancel()
 
 
-class _Source:
-    """Segments of a weight set, as raw bits. Contiguous tensors are not copied, and tensors on a device stay there."""
+class Source:
+    """Segments of a weight set, as raw bits. Contiguous tensors are not copied, and tensors on a device stay there.
 
-    def __init__(self, weights: WeightSet | HostWeights) -> None:
+    `parts` are flat runs of elements by name, each with the place of its first element in its tensor: whole tensors
+    begin at 0, a rank's rows of a sharded one further on.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[torch.Tensor | Bits, int]]) -> None:
         self._on_device: dict[str, torch.Tensor] = {}
+        self._bits: dict[str, Bits] = {}
+        self._origins = {name: origin for name, (_, origin) in parts.items()}
+        for name, (part, _) in parts.items():
+            if not isinstance(part, torch.Tensor):
+                self._bits[name] = part
+            elif part.device.type == "cpu":
+                self._bits[name] = bits_of(part)
+            else:
+                self._on_device[name] = flat_bits(part)
+
+    @classmethod
+    def of(cls, weights: WeightSet | HostWeights, table: TensorTable) -> Source:
+        """All of a set."""
         if isinstance(weights, HostWeights):
-            self.table = weights.table
-            self._bits = {spec.name: weights.bits(spec.name) for spec in self.table.specs}
-        else:
-            self.table = table_of(weights)
-            self._bits = {}
-            for spec in self.table.specs:
-                tensor = weights[spec.name]
-                if tensor.device.type == "cpu":
-                    self._bits[spec.name] = bits_of(tensor)
-                else:
-                    self._on_device[spec.name] = flat_bits(tensor)
+            return cls({spec.name: (weights.bits(spec.name), 0) for spec in table.specs})
+        return cls({spec.name: (weights[spec.name], 0) for spec in table.specs})
 
     def is_on_device(self, block: Block) -> bool:
         """Whether all of a block lies on a device."""
         return all(s.spec.name in self._on_device for s in block.segments)
 
+    def _place(self, segment: Segment) -> slice:
+        begin = segment.start - self._origins[segment.spec.name]
+        return slice(begin, begin + segment.count)
+
     def device_segments(self, block: Block) -> list[torch.Tensor]:
-        return [self._on_device[s.spec.name][s.start : s.start + s.count] for s in block.segments]
+        return [self._on_device[s.spec.name][self._place(s)] for s in block.segments]
 
     def segments(self, block: Block) -> list[Bits]:
         """Bits on the host; what lies on a device is copied, a segment at a time."""
         out: list[Bits] = []
         for s in block.segments:
-            part = slice(s.start, s.start + s.count)
             on_device = self._on_device.get(s.spec.name)
+            part = self._place(s)
             out.append(self._bits[s.spec.name][part] if on_device is None else bits_of(on_device[part].cpu()))
         return out
+
+
+def delta_coder(old: Source, new: Source, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
+    """Codes a block's changes; on as many threads as one likes."""
+    pool = ScratchPool()
+
+    def code(block: Block) -> EncodedBlock:
+        scratch = pool.take(block)
+        how = (header.setting, header.fingerprint_key, scratch)
+        if old.is_on_device(block) and new.is_on_device(block):
+            coded = encode_block_on_device(block, old.device_segments(block), new.device_segments(block), *how)
+        else:
+            coded = encode_block(block, old.segments(block), new.segments(block), *how)
+        pool.give(scratch)
+        return coded
+
+    return code
+
+
+def keyframe_coder(source: Source, key: int) -> Callable[[Block], EncodedBlock]:
+    """Codes a block's elements whole."""
+
+    def code(block: Block) -> EncodedBlock:
+        segments = source.segments(block)
+        step = sum(sum_bits(s.spec.name, bits, key, s.start) for s, bits in zip(block.segments, segments, strict=True))
+        return EncodedBlock(*encode_whole(segments, block.element), step % MODULUS, block.element_count)
+
+    return code
+
+
+def _table_of(weights: WeightSet | HostWeights) -> TensorTable:
+    return weights.table if isinstance(weights, HostWeights) else table_of(weights)
+
+
+def _check_set(weights: WeightSet | HostWeights, header: DeltaHeader) -> None:
+    if isinstance(weights, HostWeights) and weights.set_name != header.set_name:
+        raise DeltaFormatError(f"{header.describe()}: got weights of set {weights.set_name or 'base'!r}")
 
 
 def _check_same_tensors(parent: TensorTable, target: TensorTable, header: DeltaHeader) -> None:
@@ -180,23 +234,13 @@ def encode_delta(
     if header.parent_version is None or start is None:
         raise DeltaFormatError(f"{header.describe()}: expected the parent's version and fingerprint")
     header = header if setting is None else replace(header, setting=setting)
-    old, new = _Source(parent), _Source(target)
-    _check_same_tensors(old.table, new.table, header)
-    blocks = blocks_of(new.table.specs, header.block_elements, header.shard_count)
-    pool = ScratchPool()
-
-    def code(block: Block) -> EncodedBlock:
-        scratch = pool.take(block)
-        how = (header.setting, header.fingerprint_key, scratch)
-        if old.is_on_device(block) and new.is_on_device(block):
-            coded = encode_block_on_device(block, old.device_segments(block), new.device_segments(block), *how)
-        else:
-            coded = encode_block(block, old.segments(block), new.segments(block), *how)
-        pool.give(scratch)
-        return coded
-
-    encoding = Encoding(header, new.table, blocks, start)
-    return encoding.run(_in_order(blocks, code, executor, ahead))
+    _check_set(parent, header)
+    _check_set(target, header)
+    table = _table_of(target)
+    _check_same_tensors(_table_of(parent), table, header)
+    blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
+    code = delta_coder(Source.of(parent, table), Source.of(target, table), header)
+    return Encoding(header, table, blocks, start).run(in_order(blocks, code, executor, ahead))
 
 
 def encode_keyframe(
@@ -205,14 +249,9 @@ def encode_keyframe(
     """The frames of a whole snapshot; the header must name no parent."""
     if header.parent_version is not None:
         raise DeltaFormatError(f"{header.describe()}: expected no parent for a keyframe")
-    source = _Source(target)
-    key = header.fingerprint_key
-    blocks = blocks_of(source.table.specs, header.block_elements, header.shard_count)
-
-    def code(block: Block) -> EncodedBlock:
-        segments = source.segments(block)
-        step = sum(sum_bits(s.spec.name, bits, key, s.start) for s, bits in zip(block.segments, segments, strict=True))
-        return EncodedBlock(*encode_whole(segments, block.element), step % MODULUS, block.element_count)
-
-    start = sum(header_term(key, spec) for spec in source.table.specs) % MODULUS
-    return Encoding(header, source.table, blocks, start).run(_in_order(blocks, code, executor, ahead))
+    _check_set(target, header)
+    table, key = _table_of(target), header.fingerprint_key
+    blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
+    start = sum(header_term(key, spec) for spec in table.specs) % MODULUS
+    code = keyframe_coder(Source.of(target, table), key)
+    return Encoding(header, table, blocks, start).run(in_order(blocks, code, executor, ahead))

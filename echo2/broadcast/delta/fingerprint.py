@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from echo2.broadcast.delta.bitstream import U32, U64
+from echo2.broadcast.delta.bitstream import U64
 from echo2.broadcast.delta.elements import (
     Bits,
     ElementType,
@@ -32,6 +32,8 @@ from echo2.broadcast.delta.elements import (
 from echo2.broadcast.delta.jit import compiled, inlined
 
 ROW_ELEMENTS = 4096
+ROW_SHIFT = 12
+ROW_MASK = ROW_ELEMENTS - 1
 MODULUS = 1 << 64
 _DEVICE_ROWS = 1024  # rows at a time on a device: 4M elements, 64 MB of products
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -66,7 +68,7 @@ def header_term(key: int, spec: TensorSpec) -> int:
 
 
 @inlined
-def _row_coefficient(seed: np.uint64, row: np.uint64) -> np.uint64:
+def row_coefficient(seed: np.uint64, row: np.uint64) -> np.uint64:
     """M[row]: splitmix64, made odd."""
     z = seed + (row + _1) * _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
@@ -84,31 +86,8 @@ def _sum_bits(bits: Bits, offset: int, seed: np.uint64, columns: U64) -> np.uint
         row_sum = _0
         for i in range(length):
             row_sum += columns[column + i] * np.uint64(bits[at + i])
-        total += row_sum * _row_coefficient(seed, np.uint64((offset + at) // ROW_ELEMENTS))
+        total += row_sum * row_coefficient(seed, np.uint64((offset + at) // ROW_ELEMENTS))
         at += length
-    return total
-
-
-@compiled
-def _sum_changes(
-    positions: U32, base: int, offset: int, old: Bits, new: Bits, tables: tuple[np.uint64, U64]
-) -> np.uint64:
-    """What the changes add; `old` is the whole segment, `new` the changed elements' bits, element 0 at `offset`."""
-    seed, columns = tables
-    total = _0
-    row_sum = _0
-    row = np.int64(-1)
-    for i in range(positions.size):
-        within = np.int64(positions[i]) - base
-        element = offset + within
-        if element // ROW_ELEMENTS != row:
-            if row >= 0:
-                total += row_sum * _row_coefficient(seed, np.uint64(row))
-            row = element // ROW_ELEMENTS
-            row_sum = _0
-        row_sum += columns[element % ROW_ELEMENTS] * (np.uint64(new[i]) - np.uint64(old[within]))
-    if row >= 0:
-        total += row_sum * _row_coefficient(seed, np.uint64(row))
     return total
 
 
@@ -117,14 +96,9 @@ def sum_bits(name: str, bits: Bits, key: int, offset: int = 0) -> int:
     return int(_sum_bits(bits, offset, np.uint64(row_seed(key, name)), column_coefficients(key)))
 
 
-def sum_changes(name: str, key: int, offset: int, base: int, positions: U32, old: Bits, new: Bits) -> int:
-    """What changed elements add to the fingerprint, modulo 2^64.
-
-    `old`: a segment of the tensor from its flat element `offset` on; `positions` - `base`: places in it, rising;
-    `new`: the new bits there.
-    """
-    tables = (np.uint64(row_seed(key, name)), column_coefficients(key))
-    return int(_sum_changes(positions, base, offset, old, new, tables))
+def coefficients(name: str, key: int) -> tuple[np.uint64, U64]:
+    """What kernels need to sum over a tensor: its seed of M, and T."""
+    return np.uint64(row_seed(key, name)), column_coefficients(key)
 
 
 def fingerprint_update(
@@ -148,8 +122,8 @@ def row_coefficients(key: int, name: str, rows: U64) -> U64:
         return (z ^ (z >> _31)) | _1
 
 
-def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int) -> int:
-    """`sum_bits` in torch, where the tensor lies; int64 arithmetic wraps as uint64 does."""
+def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int, first_row: int = 0) -> int:
+    """`sum_bits` in torch, where the tensor lies, from a row on; int64 arithmetic wraps as uint64 does."""
     columns = torch.from_numpy(column_coefficients(key).view(np.int64)).to(bits.device)
     mask = (1 << (8 * element.bytes)) - 1 if element.bytes < 8 else -1
     total = 0
@@ -157,13 +131,23 @@ def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int
     for start in range(0, bits.numel(), step):
         part = bits[start : start + step].to(torch.int64) & mask
         whole = part.numel() // ROW_ELEMENTS
-        rows = np.arange(start // ROW_ELEMENTS, start // ROW_ELEMENTS + whole + 1, dtype=np.uint64)
+        row = first_row + start // ROW_ELEMENTS
+        rows = np.arange(row, row + whole + 1, dtype=np.uint64)
         scale = torch.from_numpy(row_coefficients(key, name, rows).view(np.int64)).to(bits.device)
         sums = (part[: whole * ROW_ELEMENTS].reshape(-1, ROW_ELEMENTS) * columns).sum(1)
         total += int((sums * scale[:whole]).sum())
         rest = part[whole * ROW_ELEMENTS :]
         total += int((rest * columns[: rest.numel()]).sum()) * int(scale[whole])
     return total % MODULUS
+
+
+def fingerprint_part(name: str, part: torch.Tensor, element: ElementType, key: int, offset: int) -> int:
+    """`sum_bits` of flat bits from a tensor's element `offset` on, on host or device."""
+    if part.device.type == "cpu":
+        return sum_bits(name, bits_of(part), key, offset)
+    head = min(-offset % ROW_ELEMENTS, part.numel())  # the device sums whole rows
+    before = sum_bits(name, bits_of(part[:head].cpu()), key, offset)
+    return before + _sum_on_device(name, part[head:], element, key, (offset + head) // ROW_ELEMENTS)
 
 
 def fingerprint_tensor(name: str, tensor: torch.Tensor, key: int) -> int:

@@ -63,25 +63,33 @@ class Exchange(Protocol):
 
 
 class HostWeights:
-    """Exact bits by name, with their version and fingerprint."""
+    """Exact bits by name, with their version and fingerprint.
 
-    def __init__(self, table: TensorTable, bits: dict[str, Bits], version: Version | None, key: int) -> None:
+    `set_name` says which set this is: the base weights (empty) or an adapter; versions of another set are refused.
+    """
+
+    def __init__(
+        self, table: TensorTable, bits: dict[str, Bits], version: Version | None, key: int, set_name: str = ""
+    ) -> None:
         self._adopt(table, bits)
+        self.set_name = set_name
         self.version = version
         self.key = key
         self._fingerprint: int | None = None
 
     @classmethod
-    def empty(cls, key: int = 0) -> HostWeights:
+    def empty(cls, key: int = 0, set_name: str = "") -> HostWeights:
         """A holder without weights: its first version must come as a keyframe."""
-        return cls(TensorTable((), ()), {}, None, key)
+        return cls(TensorTable((), ()), {}, None, key, set_name)
 
     @classmethod
-    def from_tensors(cls, weights: WeightSet, version: Version, key: int = 0, *, copy: bool = True) -> HostWeights:
+    def from_tensors(
+        cls, weights: WeightSet, version: Version, key: int = 0, set_name: str = "", *, copy: bool = True
+    ) -> HostWeights:
         """Holds CPU tensors. `copy=False` shares their memory: then nothing else may write to them."""
         table = table_of(weights)
         bits = {spec.name: bits_of(weights[spec.name]) for spec in table.specs}
-        return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key)
+        return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key, set_name)
 
     def _adopt(self, table: TensorTable, bits: dict[str, Bits]) -> None:
         self.table = table

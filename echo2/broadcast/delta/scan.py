@@ -1,12 +1,13 @@
-"""Finding changes and putting them back: the passes over whole blocks, compiled.
+"""Finding changes and coding them: the passes of the encoder over whole blocks, compiled.
 
-Guarantees: every index written is within the block. Leaves to others: the codes (bitstream.py, ranges.py).
+Guarantees: what is found is every element that changed, in order. Leaves to others: the codes (bitstream.py, ranges.py),
+the way back (walk.py).
 
 Classes: the probability that a weight changes doubles with every octave that it is smaller, and both sides know the
 old weights. An element's class is its old exponent, cut off at eight consecutive octaves. Class 0, the smallest
 weights, change so often that each of them is coded by a decision; in the others the gaps between changes are coded.
-Eight byte-wide counters, one a class, live in one machine word, so that counting costs a table look-up and an addition
-an element. The `fast` setting has class 1 alone.
+Elements are compared 64 at a time: one word says which of them changed and eight say which are of which class, so that
+an element that did not change costs a fraction of an instruction. The `fast` setting has class 1 alone.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ from __future__ import annotations
 import numpy as np
 
 from echo2.broadcast.delta import ranges
-from echo2.broadcast.delta.bitstream import I64, U8, U16, U32, U64, Int, put_gap, unpack
+from echo2.broadcast.delta.bitstream import (
+    I64,
+    U8,
+    U16,
+    U32,
+    U64,
+    Int,
+    adapted,
+    gap_code,
+    put_gap,
+    put_larger,
+    put_word,
+)  # fmt: skip
 from echo2.broadcast.delta.elements import Bits
-from echo2.broadcast.delta.jit import compiled, load_word, trailing_zeros
+from echo2.broadcast.delta.fingerprint import ROW_MASK, ROW_SHIFT, row_coefficient
+from echo2.broadcast.delta.jit import LANES, compiled, count_ones, differing, inlined, octaves, trailing_zeros
 
 CLASS_COUNT = 8
 PLAIN_CLASS_COUNT = 2
-RING = 1024  # gaps of a class that are unpacked at a time
 PIECE = 1 << 15  # elements scanned at a time
 SAMPLE = 1 << 15  # elements from which the classes are chosen
-SPILL = 240  # elements counted before the byte-wide counters are emptied
 OFTEN = 0.25  # elements that change more often than this are coded by a decision each
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
-_3 = np.uint64(3)
-_8 = np.uint64(8)
-_127 = np.uint64(127)
-_128 = np.uint64(128)
-_255 = np.uint64(255)
-_GUARDS = np.uint64(0x8080808080808080)
-_FOREVER = np.uint64(1 << 62)
+_2 = np.uint64(2)
+_7 = np.uint64(7)
+_64 = np.uint64(64)
 _PLAIN_TABLE = np.ones(1, np.uint8)
 
 
@@ -71,92 +79,162 @@ def choose_class_base_of_sample(old: Bits, new: Bits, exponent_shift: int, expon
     return min(255, max(0, top - CLASS_COUNT + 1, highest_often))
 
 
-@compiled
-def scan_plain(old: Bits, new: Bits, base: int, since: I64, out: tuple[U32, U32, U16, U64]) -> int:
-    """Changes of one piece, all of class 1. `since[1]`: elements since the last change. Returns how many.
+@inlined
+def _differing_tail(old: Bits, new: Bits, start: int) -> np.uint64:
+    """As `differing`, for fewer than 64 elements."""
+    mask = _0
+    for i in range(start, old.size):
+        if old[i] != new[i]:
+            mask |= _1 << np.uint64(i - start)
+    return mask
 
-    `out` = positions in the block (`base` + index), gaps, contexts (left as they are: 0), steps mod 2^64.
+
+@inlined
+def class_of(exponent: np.uint64, base: np.uint64) -> np.int64:
+    """The class of an exponent."""
+    return np.int64(0) if exponent <= base else np.int64(min(exponent - base, _7))
+
+
+@compiled
+def octaves_tail(bits: Bits, start: int, shift: np.uint64, mask: np.uint64, base: np.uint64, masks: U64) -> None:
+    """As `octaves`, for fewer than 64 elements."""
+    for c in range(CLASS_COUNT):
+        masks[c] = _0
+    for i in range(start, bits.size):
+        masks[class_of((np.uint64(bits[i]) >> shift) & mask, base)] |= _1 << np.uint64(i - start)
+
+
+@compiled
+def find_plain(
+    old: Bits, new: Bits, base: int, since: I64, changes: tuple[U32, U32, U16, U64], print_at: tuple[int, np.uint64, U64]
+) -> tuple[int, np.uint64]:  # fmt: skip
+    """Changes of one piece, all of class 1. `since[1]`: elements since the last change.
+
+    `changes` = positions in the block (`base` + index), gaps, contexts (left as they are: 0), steps mod 2^64.
+    `print_at` = place of the piece in its tensor, the tensor's coefficients. Returns how many, and what they add to the
+    fingerprint.
     """
-    positions, gaps, _, steps = out
-    lanes = 8 // old.itemsize
-    lane_shift = trailing_zeros(np.uint64(8 * old.itemsize))
-    lane_mask = ~_0 >> np.uint64(64 - 8 * old.itemsize)
+    positions, gaps, _, steps = changes
+    offset, seed, columns = print_at
     count = 0
     last = -since[1] - 1
-    size = old.size
-    whole = size - size % lanes
-    for start in range(0, whole, lanes):
-        differs = load_word(old, start) ^ load_word(new, start)
-        while differs:
-            lane = trailing_zeros(differs) >> lane_shift
-            differs &= ~(lane_mask << (lane << lane_shift))
-            i = start + np.int64(lane)
+    total, row_sum = _0, _0
+    row: Int = -1
+    for start in range(0, old.size, LANES):
+        mask = differing(old, new, start) if start + LANES <= old.size else _differing_tail(old, new, start)
+        while mask:
+            i = start + np.int64(trailing_zeros(mask))
+            mask &= mask - _1
+            step = np.uint64(new[i]) - np.uint64(old[i])
             positions[count] = base + i
             gaps[count] = i - last - 1
-            steps[count] = np.uint64(new[i]) - np.uint64(old[i])
+            steps[count] = step
+            element = offset + i
+            if element >> ROW_SHIFT != row:
+                total += row_sum * row_coefficient(seed, np.uint64(row))
+                row, row_sum = element >> ROW_SHIFT, _0
+            row_sum += columns[element & ROW_MASK] * step
             last = i
             count += 1
-    for j in range(whole, size):
-        if old[j] != new[j]:
-            positions[count] = base + j
-            gaps[count] = j - last - 1
-            steps[count] = np.uint64(new[j]) - np.uint64(old[j])
-            last = np.int64(j)
-            count += 1
-    since[1] = size - last - 1
-    return count
-
-
-def class_counters(table: U8) -> U64:
-    """What an element of each exponent adds to the packed counters: one in its class's byte."""
-    return np.uint64(1) << (table.astype(np.uint64) << np.uint64(3))
+    since[1] = old.size - last - 1
+    return count, total + row_sum * row_coefficient(seed, np.uint64(row))
 
 
 @compiled
-def scan_classes(
-    old: Bits,
-    new: Bits,
-    base: int,
-    since: I64,
-    tables: tuple[U8, U64],
-    shift: np.uint64,
-    out: tuple[U32, U32, U16, U64],
-) -> int:
-    """As `scan_plain`, by exponent class; of class 0 every element is reported, changed or not.
+def find_classes(
+    old: Bits, new: Bits, base: int, since: I64, octave: tuple[np.uint64, np.uint64, np.uint64, U64],
+    changes: tuple[U32, U32, U16, U64], print_at: tuple[int, np.uint64, U64],
+) -> tuple[int, np.uint64]:  # fmt: skip
+    """As `find_plain`, by exponent class; of class 0 every element is reported, changed or not.
 
-    `since[c]`: elements of class c since its last change. Contexts are the old exponents. `tables` = class_table and
-    class_counters of it.
+    `since[c]`: elements of class c since its last change. Contexts are the old exponents. `octave` = shift and mask of
+    the exponent, class base, eight words of working memory.
     """
-    positions, gaps, contexts, steps = out
-    table, ones = tables
-    emask = np.uint64(table.size - 1)
+    positions, gaps, contexts, steps = changes
+    offset, seed, columns = print_at
+    shift, emask, lowest, masks = octave
     count = 0
-    for start in range(0, old.size, SPILL):
-        before = old[start : start + SPILL]
-        after = new[start : start + SPILL]
-        passed = _0
-        for i in range(before.size):
-            e = (np.uint64(before[i]) >> shift) & emask
-            one = ones[e]
-            if before[i] != after[i] or one == _1:
-                c = np.int64(table[e])
-                field = np.int64((passed >> (np.uint64(c) << _3)) & _255)
-                positions[count] = base + start + i
-                gaps[count] = since[c] + field
-                contexts[count] = e
-                steps[count] = np.uint64(after[i]) - np.uint64(before[i])
-                count += 1
-                since[c] = -field - 1
-            passed += one
-        for k in range(CLASS_COUNT):
-            since[k] += np.int64(passed & _255)
-            passed >>= _8
-    return count
+    total, row_sum = _0, _0
+    row: Int = -1
+    for start in range(0, old.size, LANES):
+        if start + LANES <= old.size:
+            events = differing(old, new, start)
+            octaves(old, start, shift, emask, lowest, masks)
+        else:
+            events = _differing_tail(old, new, start)
+            octaves_tail(old, start, shift, emask, lowest, masks)
+        events |= masks[0]
+        while events:
+            lane = trailing_zeros(events)
+            events &= events - _1
+            i = start + np.int64(lane)
+            step = np.uint64(new[i]) - np.uint64(old[i])
+            exponent = (np.uint64(old[i]) >> shift) & emask
+            c: Int = class_of(exponent, lowest)
+            passed = np.int64(count_ones(masks[c] & ((_1 << lane) - _1)))
+            positions[count] = base + i
+            gaps[count] = since[c] + passed
+            since[c] = -passed - 1
+            contexts[count] = exponent
+            steps[count] = step
+            element = offset + i
+            if element >> ROW_SHIFT != row:
+                total += row_sum * row_coefficient(seed, np.uint64(row))
+                row, row_sum = element >> ROW_SHIFT, _0
+            row_sum += columns[element & ROW_MASK] * step
+            count += 1
+        for c in range(CLASS_COUNT):
+            since[c] += np.int64(count_ones(masks[c]))
+    return count, total + row_sum * row_coefficient(seed, np.uint64(row))
 
 
 @compiled
-def pack(
-    changes: tuple[U32, U32, U16, U64], count: int, table: U8, width: np.uint64,
+def pack_plain(
+    changes: tuple[U32, U32, U16, U64], count: int, width: np.uint64, arena: U64, tables: tuple[U64, U64, U8, I64, U64, U64]
+) -> bool:  # fmt: skip
+    """Codes `count` changes of class 1. False: the arena is full.
+
+    `tables` = writers, rice, pages, used, magnitudes of one since the last larger one, larger magnitudes and changes
+    (counted here).
+    """
+    _, gaps, _, steps = changes
+    writers, rice, pages, used, ones, counts = tables
+    half = _1 << (width - _1)
+    mask = half + (half - _1)
+    word, filled, mean, k = writers[1, 0], writers[1, 1], rice[1, 0], rice[1, 1]
+    run = ones[0]
+    for i in range(count):
+        gap = np.uint64(gaps[i])
+        step = steps[i] & mask
+        sign = _1 if step >= half else _0
+        code, size = gap_code(gap, k)
+        mean, k = adapted(mean, k, gap)
+        code |= sign << size
+        size += _1
+        word |= code << filled
+        filled += size
+        if filled >= _64:
+            if not put_word(arena, writers, pages, used, 1, word):
+                return False
+            filled -= _64
+            word = code >> (size - filled)
+        magnitude = (_0 - step) & mask if sign else step
+        if magnitude == _1:
+            run += _1
+            continue
+        if not put_larger(arena, writers, pages, used, rice, run, magnitude):
+            return False
+        run = _0
+        counts[0] += _1
+    writers[1, 0], writers[1, 1], rice[1, 0], rice[1, 1] = word, filled, mean, k
+    ones[0] = run
+    counts[1] += np.uint64(count)
+    return True
+
+
+@compiled
+def pack_classes(
+    changes: tuple[U32, U32, U16, U64], count: int, lowest: np.uint64, width: np.uint64,
     arena: U64, tables: tuple[U64, U64, U8, I64, U64, U32, U64],
 ) -> bool:  # fmt: skip
     """Codes `count` elements that a scan reported. False: the arena is full.
@@ -170,7 +248,7 @@ def pack(
     change_node = width << np.uint64(2)
     for i in range(count):
         context = np.uint64(contexts[i])
-        c = np.int64(table[context])
+        c = class_of(context, lowest)
         step = steps[i] & mask
         sign = _1 if step >= half else _0
         if c:
@@ -192,138 +270,44 @@ def pack(
 
 
 @compiled
-def read_plain(
-    words: U64, coders: tuple[U64, U64, U64, U32], width: np.uint64, size: int, ring: U64, out: tuple[U32, Bits]
-) -> Int:
-    """All changes of a block of `size` elements of class 1. Returns how many were found before anything was wrong.
+def code_plain(
+    old: Bits, new: Bits, base: int, work: tuple[I64, tuple[U32, U32, U16, U64], U64, U8],
+    tables: tuple[U64, U64, U8, I64, U64, U64], print_at: tuple[int, np.uint64, U64],
+) -> np.uint64:  # fmt: skip
+    """Finds and codes a segment's changes. Returns what they add to the fingerprint.
 
-    `coders` = readers, rice, range coder, odds. `out` = positions, steps.
+    `work` = elements since the last change by class, room for a piece's changes, the arena, whether that is full.
     """
-    readers, rice, coder, odds = coders
-    positions, moves = out
-    data = words.view(np.uint8)
-    at = np.int64(0)
-    done = 0
-    while done < positions.size:
-        count = min(ring.size, positions.size - done)
-        if not unpack(words, readers, rice, 1, ring, count):
-            return done
-        for i in range(count):
-            at += np.int64(ring[i] >> _1)
-            if at >= size:
-                return done
-            positions[done] = at
-            magnitude = ranges.get_magnitude(data, coder, odds, _0, width)
-            moves[done] = _0 - magnitude if ring[i] & _1 else magnitude
-            at += 1
-            done += 1
-    return done
+    since, changes, arena, is_full = work
+    offset, seed, columns = print_at
+    width = np.uint64(8 * old.itemsize)
+    piece = changes[0].size
+    total = _0
+    for at in range(0, old.size, piece):
+        part = (offset + at, seed, columns)
+        count, step = find_plain(old[at : at + piece], new[at : at + piece], base + at, since, changes, part)
+        total += step
+        if is_full[0] == 0 and not pack_plain(changes, count, width, arena, tables):
+            is_full[0] = 1
+    return total
 
 
 @compiled
-def walk_classes(
-    old: Bits, base: int, tables: tuple[U8, U64], shift_width: tuple[np.uint64, np.uint64],
-    words: U64, coders: tuple[U64, U64, U64, U32], state: tuple[U64, U64, U64, I64, U64], out: tuple[U32, Bits, I64],
-) -> bool:  # fmt: skip
-    """Finds the changed elements of one segment by counting its elements by class. False: a stream is wrong.
-
-    `state` = packed countdowns (1), what exceeds a countdown (a class), the changes not yet unpacked (a class), ring
-    fill and place (class, 2), ring of gaps and signs. `out` = positions, steps, how many so far (1).
-    A countdown holds its guard bit and up to 127 elements to pass; it fires when it falls below the guard. That of
-    class 0 has nothing to pass and fires at each of its elements.
-    """
-    table, ones = tables
-    shift, width = shift_width
-    readers, rice, coder, odds = coders
-    packed, beyond, _, ring, ring_gaps = state
-    positions, moves, done = out
-    data = words.view(np.uint8)
-    emask = np.uint64(table.size - 1)
-    change_node = width << np.uint64(2)
-    countdown = packed[0]
-    count = done[0]
-    for i in range(old.size):
-        e = (np.uint64(old[i]) >> shift) & emask
-        countdown -= ones[e]
-        if (countdown & _GUARDS) == _GUARDS:
-            continue
-        c = np.int64(table[e])
-        if c:
-            changed = beyond[c] == _0
-            sign = ring_gaps[c, ring[c, 1]] & _1
-            if not changed:
-                beyond[c] -= _1
-            else:
-                ring[c, 1] += 1
-                if not _next_gap(words, readers, rice, c, state):
-                    return False
-            ahead = min(beyond[c], _127)
-            beyond[c] -= ahead
-            field = np.uint64(c) << _3
-            countdown = (countdown & ~(_255 << field)) | ((ahead | _128) << field)
-            if not changed:
-                continue
-        else:
-            countdown += _1
-            if not ranges.get_bit(data, coder, odds, e, change_node):
-                continue
-            sign = ranges.get_plain(data, coder, _1)
-        if count >= positions.size:
-            return False
-        magnitude = ranges.get_magnitude(data, coder, odds, e, width)
-        positions[count] = base + i
-        moves[count] = _0 - magnitude if sign else magnitude
-        count += 1
-    packed[0] = countdown
-    done[0] = count
-    return True
-
-
-@compiled
-def _next_gap(words: U64, readers: U64, rice: U64, c: Int, state: tuple[U64, U64, U64, I64, U64]) -> bool:
-    """Puts the gap before class `c`'s next change into `beyond[c]`, unpacking more gaps as needed."""
-    _, beyond, waiting, ring, ring_gaps = state
-    if ring[c, 1] == ring[c, 0]:
-        more = min(waiting[c], np.uint64(ring_gaps.shape[1]))
-        ring[c, 1] = 0
-        if more == _0:
-            beyond[c] = _FOREVER
-            return True
-        if not unpack(words, readers, rice, c, ring_gaps[c], np.int64(more)):
-            return False
-        waiting[c] -= more
-        ring[c, 0] = np.int64(more)
-    beyond[c] = ring_gaps[c, ring[c, 1]] >> _1
-    return True
-
-
-@compiled
-def begin_walk(words: U64, readers: U64, rice: U64, state: tuple[U64, U64, U64, I64, U64]) -> bool:
-    """Sets each class's first countdown."""
-    packed, beyond, _, _, _ = state
-    countdown = _128
-    for c in range(1, 8):
-        if not _next_gap(words, readers, rice, c, state):
-            return False
-        ahead = min(beyond[c], _127)
-        beyond[c] -= ahead
-        countdown |= (ahead | _128) << (np.uint64(c) << _3)
-    packed[0] = countdown
-    return True
-
-
-@compiled
-def add_steps(old: Bits, base: int, positions: U32, moves: Bits) -> None:
-    """Turns steps into new bits, in place: `moves[i] += old[positions[i] - base]`, modulo the element's width."""
-    for i in range(positions.size):
-        moves[i] += old[np.int64(positions[i]) - base]
-
-
-@compiled
-def exchange(live: Bits, base: int, positions: U32, bits: Bits) -> None:
-    """Swaps `bits` with `live` at the positions: what was live ends up in `bits` (so a second call undoes it)."""
-    for i in range(positions.size):
-        at = np.int64(positions[i]) - base
-        before = live[at]
-        live[at] = bits[i]
-        bits[i] = before
+def code_classes(
+    old: Bits, new: Bits, base: int, octave: tuple[np.uint64, np.uint64, np.uint64, U64],
+    work: tuple[I64, tuple[U32, U32, U16, U64], U64, U8], tables: tuple[U64, U64, U8, I64, U64, U32, U64],
+    print_at: tuple[int, np.uint64, U64],
+) -> np.uint64:  # fmt: skip
+    """As `code_plain`, by exponent class."""
+    since, changes, arena, is_full = work
+    offset, seed, columns = print_at
+    width = np.uint64(8 * old.itemsize)
+    piece = changes[0].size
+    total = _0
+    for at in range(0, old.size, piece):
+        part = (offset + at, seed, columns)
+        count, step = find_classes(old[at : at + piece], new[at : at + piece], base + at, since, octave, changes, part)
+        total += step
+        if is_full[0] == 0 and not pack_classes(changes, count, octave[2], width, arena, tables):
+            is_full[0] = 1
+    return total

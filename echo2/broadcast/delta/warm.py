@@ -11,7 +11,7 @@ import torch
 
 from echo2.base.ids import Version
 from echo2.broadcast.delta.container import DeltaHeader, Setting
-from echo2.broadcast.delta.decode import Decoder
+from echo2.broadcast.delta.decode import DecodeLimits, Decoder
 from echo2.broadcast.delta.encode import encode_delta, encode_keyframe
 from echo2.broadcast.delta.host import HostWeights
 
@@ -35,11 +35,13 @@ def warm_up(*types: torch.dtype) -> None:
             setting=setting,
         )
         source, target = (old, new) if number % 2 == 0 else (new, old)
-        _pass_on(host, list(encode_delta(source, target, header)))
+        # Staged compactly and decoded: each is the way of some versions.
+        limits = DecodeLimits(staging_share=0.0, staging_bytes_min=0) if setting is Setting.FAST else DecodeLimits()
+        _pass_on(host, list(encode_delta(source, target, header)), limits)
 
 
-def _pass_on(host: HostWeights, frames: list[bytes]) -> None:
-    decoder = Decoder(host)
+def _pass_on(host: HostWeights, frames: list[bytes], limits: DecodeLimits | None = None) -> None:
+    decoder = Decoder(host, limits)
     for frame in frames:
         decoder.feed(frame)
     host.commit(decoder.finish())

@@ -179,5 +179,5 @@ def test_an_unknown_format_version_is_told() -> None:
     frame = bytearray(encode_end(1, 0, 0))
     frame[4] = 9
     frame[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(frame[:-8])))
-    with pytest.raises(DeltaFormatError, match="format version 1, got 9"):
+    with pytest.raises(DeltaFormatError, match="format version 2, got 9"):
         parse_frame(bytes(frame))
