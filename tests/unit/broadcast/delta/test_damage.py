@@ -162,6 +162,19 @@ def test_more_changes_than_bytes_could_hold_are_refused() -> None:
         decoder.feed(bomb)
 
 
+def test_claims_about_classes_are_checked_against_what_can_be() -> None:
+    host, _ = EXAMPLES[Setting.FAST]
+    block = blocks_of(host.table.specs, 2000)[0]
+    larger = struct.pack("<BBHIIII", 2, 0, 2, 0, 5, 3, 4) + bytes(4)
+    with pytest.raises(DeltaFormatError, match="3 changes: it claims 5 larger ones"):
+        decode_sparse(memoryview(larger), block, host.segments(block))
+    fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
+    block = blocks_of(fp8.table.specs, 2000)[0]
+    base = struct.pack("<BBHIIII", 8, 250, 2, 5, 0, 3, 4) + bytes(9)
+    with pytest.raises(DeltaFormatError, match="expected a class base of 4 bits, got 250"):
+        decode_sparse(memoryview(base), block, fp8.segments(block))
+
+
 def test_a_frame_that_claims_too_much_is_refused_while_it_is_read() -> None:
     frame = bytearray(encode_block_frame(1, 0, 1, 1, Method.RAW, b"ab"))
     frame[24:28] = struct.pack("<I", 0xFFFFFFFF)

@@ -186,10 +186,31 @@ def test_a_wrong_parent_is_refused_on_both_sides() -> None:
         list(encode_delta(old, new, wrong))
 
 
-def test_a_failed_commit_leaves_the_old_version() -> None:
+def test_a_chunk_is_staged_as_soon_as_its_block_is_whole() -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
-    staged = decoded(host, list(encode_delta(old, new, delta_header(host, 1, block_elements=1000), Setting.DENSE)))
+    data = join_frames(encode_delta(old, new, delta_header(host, 1, block_elements=1000)))
+    reader, decoder = FrameReader(), Decoder(host)
+    staged = []
+    for at in range(0, len(data), 100):
+        for frame in reader.feed(data[at : at + 100]):
+            decoder.feed(frame)
+        staged.append(decoder.staged_block_count)
+    assert len(set(staged)) > 5
+    assert fingerprint(host.tensors(), KEY) == fingerprint(old, KEY)
+    host.commit(decoder.finish())
+    assert fingerprint(host.tensors(), KEY) == fingerprint(new, KEY)
+
+
+@pytest.mark.parametrize("limits", [DecodeLimits(), DecodeLimits(staging_bytes_min=0, staging_share=0.0)])
+@pytest.mark.parametrize("setting", Setting)
+def test_a_failed_commit_leaves_the_old_version(setting: Setting, limits: DecodeLimits) -> None:
+    old, new = gaussian_pair()
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    decoder = Decoder(host, limits)
+    for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
+        decoder.feed(frame)
+    staged = decoder.finish()
 
     class FailsHalfway:
         """The staged version, of which one part cannot be put in place."""
