@@ -11,19 +11,23 @@ import argparse
 import asyncio
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from benchmarks.coordinator_history import History
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.runtime import tls
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.worker.backoff import Backoff
 
 GROUP_SIZE = 8
+FOREIGN = "the lease has gone to another worker or its group is closed"
 GPUS = (("RTX 4090", 0.34, 1.0), ("A100 80GB", 1.19, 2.2), ("H100", 2.49, 4.1), ("RTX 3090", 0.19, 0.6))
 
 
@@ -47,111 +51,142 @@ class Issuer:
 
 @dataclass
 class Ledger:
-    """What the simulated parts know together, for judging afterwards."""
+    """What the simulated parts know together. `grant_s`: from each lease request to its grant."""
 
     grant_s: list[float] = field(default_factory=list)
-    granted: dict[tuple[str, int], PeerId] = field(default_factory=dict)
-    finished: dict[str, int] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    connected: set[PeerId] = field(default_factory=set)
     version: int = 0
     step: int = 0
     closable: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
 
 class SimWorker:
-    """Takes leases one at a time and finishes each after about `work_s`."""
+    """Takes leases one at a time and finishes each after about `work_s`; goes on working while it has no stream."""
 
     def __init__(self, index: int, credentials: tls.Credentials, ledger: Ledger, work_s: float, beat_s: float) -> None:
         self.index, self.credentials, self.ledger, self.work_s, self.beat_s = index, credentials, ledger, work_s, beat_s
         self.rng = random.Random(index)
         self.gpu, self.price, self.speed = GPUS[index % len(GPUS)]
         self.name = f"{self.gpu.split()[-1].lower()}-{index:04d}"
+        self.peer_id = credentials.peer_id
         self.held: dict[str, rollout_pb2.LeaseTicket] = {}
         self.asked_at: float | None = None
-        self.is_active = True
+        self.is_active = self.is_first = True
         self.tokens = self.finished = 0
         self._call: Any = None
         self._writing = asyncio.Lock()
+        self._work_tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Keeps a stream until cancelled."""
-        while True:
-            channel = tls.open_channel(
-                self.credentials.coordinator_address, self.credentials.coordinator_peer_id, self.credentials
-            )
-            try:
-                async with channel:
-                    await self._talk(channel)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                pass
-            self.asked_at = None
-            await asyncio.sleep(self.rng.uniform(0.1, 0.6))
+        backoff = Backoff(self.rng)
+        try:
+            while True:
+                channel = tls.open_channel(
+                    self.credentials.coordinator_address, self.credentials.coordinator_peer_id, self.credentials
+                )
+                try:
+                    async with channel:
+                        await self._talk(channel, backoff)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    pass
+                finally:
+                    self._call, self.asked_at = None, None
+                    self.ledger.connected.discard(self.peer_id)
+                await asyncio.sleep(backoff.next_pause_s())
+        finally:
+            for task in self._work_tasks.values():
+                task.cancel()
 
     async def _write(self, message: pb.WorkerMessage) -> None:
+        """Says it if there is a stream; what is lost with one, the coordinator must find out."""
+        call = self._call
         async with self._writing:  # gRPC takes one write at a time
-            await self._call.write(message)
+            if call is None or call is not self._call:
+                return
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(message)
 
-    async def _talk(self, channel: grpc.aio.Channel) -> None:
+    async def _talk(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
         self._call, self._writing = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(), asyncio.Lock()
-        held = [pb.HeldLease(lease_id=t.lease_id, group_id=t.group_id, attempt=t.attempt) for t in self.held.values()]
-        up = 12.5e6 * self.rng.uniform(0.4, 4)
-        hello = pb.WorkerHello(
-            protocol_version=1, name=self.name, run_id=self.credentials.run_id, slot_count=GROUP_SIZE, gpu=self.gpu,
-            engine="simulated", provider=("vast", "runpod", "own")[self.index % 3], price_usd_per_hour=self.price,
-            is_spot=self.index % 3 == 0, addresses=[f"10.0.{self.index // 250}.{self.index % 250}:7000"],
-            link=pb.Link(uplink_bytes_per_s=up, downlink_bytes_per_s=4 * up, rtt_s=self.rng.uniform(0.01, 0.12)),
-            held_leases=held,
-        )  # fmt: skip
-        await self._write(pb.WorkerMessage(hello=hello))
-        tasks = [asyncio.create_task(self._beat())]
+        await self._call.write(pb.WorkerMessage(hello=self._hello()))
+        beats = asyncio.create_task(self._beat())
         try:
             while (order := await self._call.read()) is not grpc.aio.EOF:
                 match order.WhichOneof("kind"):
+                    case "welcome":
+                        backoff.succeeded()
+                        self.ledger.history.is_welcomed(self.peer_id)
+                        self.ledger.connected.add(self.peer_id)
                     case "activation":
                         self.is_active = order.activation.is_active
                         await self._ask()
                     case "lease_grant":
-                        tasks = [task for task in tasks if not task.done()]
-                        tasks += self._granted(order.lease_grant)
+                        self._granted(order.lease_grant)
                     case "lease_revoke":
-                        self.held.pop(order.lease_revoke.lease_id, None)
-                        await self._ask()
+                        await self._revoked(order.lease_revoke)
                     case "refusal":
                         raise SystemExit(f"{self.name} was refused: {order.refusal.code}: {order.refusal.message}")
         finally:
-            for task in tasks:
-                task.cancel()
+            beats.cancel()
 
-    def _granted(self, grant: pb.LeaseGrant) -> list[asyncio.Task[None]]:
+    def _hello(self) -> pb.WorkerHello:
+        held = [pb.HeldLease(lease_id=t.lease_id, group_id=t.group_id, attempt=t.attempt) for t in self.held.values()]
+        rng = random.Random(self.index)
+        up = 12.5e6 * rng.uniform(0.4, 4)
+        return pb.WorkerHello(
+            protocol_version=1, name=self.name, run_id=self.credentials.run_id, slot_count=GROUP_SIZE, gpu=self.gpu,
+            engine="simulated", provider=("vast", "runpod", "own")[self.index % 3], price_usd_per_hour=self.price,
+            is_spot=self.index % 3 == 0, addresses=[f"10.0.{self.index // 250}.{self.index % 250}:7000"],
+            link=pb.Link(uplink_bytes_per_s=up, downlink_bytes_per_s=4 * up, rtt_s=rng.uniform(0.01, 0.12)),
+            held_leases=held,
+        )  # fmt: skip
+
+    def _granted(self, grant: pb.LeaseGrant) -> None:
         ticket = grant.ticket
-        if ticket.lease_id in self.held:
-            return []
+        is_news = self.ledger.history.is_granted(
+            ticket.lease_id, ticket.group_id, self.peer_id, ticket.attempt, ticket.deadline_unix_s
+        )
+        if not is_news:
+            return
         if self.asked_at is not None:
             self.ledger.grant_s.append(time.monotonic() - self.asked_at)
             self.asked_at = None
-        key = (ticket.group_id, ticket.attempt)
-        holder = self.ledger.granted.setdefault(key, self.credentials.peer_id)
-        assert holder == self.credentials.peer_id, f"attempt {key} was granted to two workers"
         self.held[ticket.lease_id] = ticket
-        return [asyncio.create_task(self._work(ticket))]
+        self._work_tasks[ticket.lease_id] = asyncio.create_task(self._work(ticket))
+
+    async def _revoked(self, revoke: pb.LeaseRevoke) -> None:
+        """Hands it back with all its tokens, as a worker does whatever the reason."""
+        self.ledger.history.is_revoked(revoke.lease_id, is_foreign=revoke.reason.startswith(FOREIGN))
+        if self.held.pop(revoke.lease_id, None) is not None:
+            self._work_tasks.pop(revoke.lease_id).cancel()
+            ended = pb.LeaseEnded(lease_id=revoke.lease_id, reason=pb.LeaseEnded.REASON_HANDED_BACK)
+            await self._write(pb.WorkerMessage(lease_ended=ended))
+        await self._ask()
 
     async def _work(self, ticket: rollout_pb2.LeaseTicket) -> None:
         parts = 3
+        share = self.rng.random() if self.is_first else self.rng.uniform(0.7, 1.3)  # not all at the same time
+        self.is_first = False
         for part in range(parts):
-            await asyncio.sleep(self.rng.uniform(0.7, 1.3) * self.work_s / parts / self.speed)
+            await asyncio.sleep(share * self.work_s / parts / self.speed)
             self.tokens += 1200 // parts
             progress = pb.LeaseProgress(lease_id=ticket.lease_id, finished_rollouts=part, tokens=400 * (part + 1))
             await self._write(pb.WorkerMessage(lease_progress=progress))
         if self.held.pop(ticket.lease_id, None) is None:
             return
+        self._work_tasks.pop(ticket.lease_id, None)
         self.finished += GROUP_SIZE
-        self.ledger.finished[ticket.group_id] = self.ledger.finished.get(ticket.group_id, 0) + 1
-        self.ledger.closable.put_nowait(ticket.group_id)
+        self.ledger.history.has_ended(ticket.lease_id)
+        if self.ledger.history.is_admitted(ticket.group_id, ticket.attempt):  # straight to the learner
+            self.ledger.closable.put_nowait(ticket.group_id)
         ended = pb.LeaseEnded(lease_id=ticket.lease_id, reason=pb.LeaseEnded.REASON_FINISHED)
         await self._write(pb.WorkerMessage(lease_ended=ended))
         await self._ask()
 
     async def _ask(self) -> None:
-        if self.is_active and not self.held and self.asked_at is None:
+        if self.is_active and not self.held and self.asked_at is None and self._call is not None:
             self.asked_at = time.monotonic()
             request = pb.LeaseRequest(free_rollouts=GROUP_SIZE, version=self.ledger.version)
             await self._write(pb.WorkerMessage(lease_request=request))
@@ -209,7 +244,8 @@ class SimLearner:
             protocol_version=1, run_id=self.credentials.run_id, address="10.1.0.1:7000",
             model_name="Qwen3-8B (simulated)",
             model_digest="5" * 64, staleness_bound=4, rollouts_per_step=24 * GROUP_SIZE, rollouts_per_group=GROUP_SIZE,
-            step=self.ledger.step, newest_version=self.ledger.version, open_groups=list(self.open.values()),
+            step=self.ledger.step, newest_version=self.ledger.version,
+            open_groups=[group for name, group in self.open.items() if name not in self.ledger.history.admitted],
             full_snapshot_bytes=16_400_000_000, step_limit=400,
             link=pb.Link(uplink_bytes_per_s=125e6, downlink_bytes_per_s=125e6, rtt_s=0.02),
         )  # fmt: skip
@@ -232,10 +268,12 @@ class SimLearner:
             for group_id in closed:
                 self.open.pop(group_id, None)
             if closed:
+                self.ledger.history.is_closed(closed)
                 await self._write(pb.LearnerMessage(close=pb.CloseGroups(group_ids=closed, reason="complete")))
-            room = min(self.open_groups - len(self.open), max(1, int(self.groups_per_s * pause_s)))
+            room = min(self.open_groups - len(self.open), max(1, int(2 * self.groups_per_s * pause_s)))
             fresh = [self._group() for _ in range(max(0, room))]
             if fresh:
+                self.ledger.history.is_offered(group.group_id for group in fresh)
                 await self._write(pb.LearnerMessage(offer=pb.OfferGroups(groups=fresh)))
             await asyncio.sleep(pause_s)
 
@@ -297,7 +335,6 @@ async def run_load(folder: Path, run_id: RunId, address: str, shape: Shape, seco
         tasks.append(asyncio.create_task(worker.run()))
         if index % 20 == 19:
             await asyncio.sleep(20 / shape.joins_per_s)
-    ledger.grant_s.clear()
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
