@@ -434,6 +434,9 @@ class LeaseBook:
         first = self.groups[self._queue[0][3]].spec.consume_step if self._queue else None
         return first is not None and may_begin(newest, first, self.rules.staleness_bound)
 
+    def lease_count(self, worker_id: PeerId) -> int:
+        return len(self._of_worker.get(worker_id, ()))
+
     def waits(self, now: float) -> list[tuple[str, float]]:
         """What waits, why, and since when: for the stall panel."""
         found: list[tuple[str, float]] = []

@@ -132,7 +132,7 @@ def test_kubernetes_scales_one_deployment_and_takes_away_the_pod_that_was_meant(
         for machine_id in ("m-1", "m-2", "m-3"):
             await provider.rent(machine_id, LINK)
         assert cluster.deployment["spec"]["replicas"] == 3
-        assert cluster.secrets["fleet-join"]["stringData"] == {"join.link": LINK}
+        assert cluster.secrets["fleet-join"]["stringData"] == {"worker.link": LINK}
         with pytest.raises(LimitExceeded, match="3 machines at most"):
             await provider.rent("m-4", LINK)
         await provider.observe()

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.coordinator_load import Ledger, Shape, run_load
+from echo2.coordinator.membership import Setting
+from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from tests.unit.coordinator.test_daemon import RUN, options, running
 
@@ -54,8 +56,8 @@ async def page_of(chromium: Any, daemon: CoordinatorDaemon, width: int, scheme: 
 
 
 @asynccontextmanager
-async def fleet(daemon: CoordinatorDaemon, count: int) -> AsyncIterator[None]:
-    shape = Shape(count, groups_per_s=48, work_s=0.6, beat_s=0.2, open_groups=3 * count)
+async def fleet(daemon: CoordinatorDaemon, count: int, work_s: float = 0.6, beat_s: float = 0.2) -> AsyncIterator[None]:
+    shape = Shape(count, groups_per_s=48, work_s=work_s, beat_s=beat_s, open_groups=3 * count)
     folder, address = daemon.options.folder, daemon.services_address
     task = asyncio.create_task(run_load(folder, RUN, address, shape, 600, Ledger()))
     try:
@@ -130,6 +132,88 @@ async def _makes_a_token(page: Any, daemon: CoordinatorDaemon) -> None:
     await page.get_by_role("button", name="Revoke from the page").click()
     await page.locator("#confirm-go").click()
     await page.locator("#token-list").get_by_text("revoked").wait_for(timeout=WAIT_MS)
+
+
+async def _rents_and_approves(page: Any, daemon: CoordinatorDaemon) -> None:
+    """The operator's way to a machine: rent by hand, then the planner's advice, then give it back."""
+    await page.get_by_role("button", name="Rent by-hand").click()
+    await page.locator("#confirm-form input").fill("for Ann")
+    await page.locator("#confirm-go").click()
+    command = await page.locator("#link-command").text_content(timeout=WAIT_MS)
+    assert command.startswith("echo-worker join 'echo2://")
+    await page.get_by_role("button", name="Done").click()
+    await page.locator("#journal").get_by_text("for Ann").first.wait_for(timeout=WAIT_MS)
+    await page.locator("#approve").wait_for(timeout=WAIT_MS)
+    assert await page.locator("#approve").text_content() == "Approve"
+    await shoot(page, "machines-1440-light")
+    await page.locator("#approve").click()
+    await page.locator("#journal").get_by_text("approved by the operator").first.wait_for(timeout=WAIT_MS)
+    await page.locator("#machines-body").get_by_role("button", name="Release").first.click()
+    await page.locator("#confirm-go").click()
+    await page.locator("#machines-body").get_by_text("gone").first.wait_for(timeout=WAIT_MS)
+
+
+OFFERS = """
+[[offer]]
+name = "by-hand"
+provider = "manual"
+gpu = "RTX 4090"
+usd_per_hour = 0.34
+machines_max = 3
+[[offer]]
+name = "big-by-hand"
+provider = "manual"
+gpu = "H100"
+usd_per_hour = 2.49
+"""
+
+
+def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path) -> None:
+    offers = tmp_path / "offers.toml"
+    offers.write_text(OFFERS)
+
+    async def scene() -> None:
+        chosen = options(
+            tmp_path / "run", plan_interval_s=0.5, offers_file=offers, planner_mode=PlannerMode.APPROVE,
+            lease_timeout_s=60.0,
+        )  # fmt: skip
+        async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 3):
+            async with page_of(chromium, daemon, 1440, "light") as page:
+                await _rents_and_approves(page, daemon)
+            async with page_of(chromium, daemon, 390, "dark") as page:
+                await page.locator("#machines-body tr").first.wait_for(timeout=WAIT_MS)
+                assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+                await page.locator("#machines").scroll_into_view_if_needed()
+                await page.screenshot(path=SCREENSHOTS / "machines-390-dark.png")
+
+    asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> None:
+    """How long it takes is measured by `make bench-dashboard`."""
+
+    async def scene() -> None:
+        chosen = options(
+            tmp_path, heartbeat_interval_s=5.0, suspect_after_s=30.0, gone_after_s=60.0,
+            planner_mode=PlannerMode.ADVISE,
+        )  # fmt: skip
+        async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 500, work_s=15.0, beat_s=5.0):
+            for width, scheme in ((1440, "dark"), (390, "light")):
+                async with page_of(chromium, daemon, width, scheme) as page:
+                    listed = "document.querySelectorAll('#fleet-body tr').length === 500"
+                    await page.wait_for_function(listed, timeout=6 * WAIT_MS)
+                    assert daemon.hub is not None
+                    member = next(m for m in daemon.hub.membership.members.values() if m.name == "h100-0242")
+                    daemon.hub.set_worker(member.peer_id, Setting.STANDBY, f"seen at {width}")
+                    shown = (
+                        "[...document.querySelectorAll('#fleet-body tr')].some((tr) => "
+                        f"tr.textContent.includes('h100-0242') && tr.querySelector('[title=\"seen at {width}\"]'))"
+                    )
+                    await page.wait_for_function(shown, timeout=WAIT_MS)
+                    await page.screenshot(path=SCREENSHOTS / f"large-{width}-{scheme}.png")
+
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    asyncio.run(asyncio.wait_for(scene(), 240))
 
 
 def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from itertools import islice
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, NotAllowed, VersionMismatch
@@ -51,7 +52,8 @@ from echo2.wire.ticket import Ticket, sign_ticket
 
 WorkerSession = Session[pb.WorkerOrder]
 LearnerSession = Session[pb.LearnerOrder]
-MEMBERS_KEPT_EVERY_S = 5.0
+MEMBERS_KEPT_TICKS = 10
+"""Telemetry of a tenth of the workers is kept at each tick: all at once would hold up leases."""
 LINK_CHANGE = 0.2
 PREEMPTION_WORD = "preemption"
 """A worker that leaves for this reason was told by its cloud."""
@@ -92,7 +94,7 @@ class Hub:
         self.broadcast_needed = asyncio.Event()
         self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
         self._is_flushing = self._is_closed = False
-        self._members_kept_at = 0.0
+        self._ticks = 0
         self._restore(store)
 
     def _restore(self, store: StateStore) -> None:
@@ -475,11 +477,12 @@ class Hub:
             self._review(change)
         self._handle(le.Tick())
         accounts.meter(self.membership.members.values(), now)
-        if now - self._members_kept_at >= MEMBERS_KEPT_EVERY_S:
-            self._members_kept_at = now
-            for member in self.membership.living():
-                self.keeper.member(member.peer_id)
-            self.flush_soon()
+        self._ticks += 1
+        members = self.membership.members
+        for peer_id in islice(members, self._ticks % MEMBERS_KEPT_TICKS, None, MEMBERS_KEPT_TICKS):
+            if members[peer_id].last_liveness is not Liveness.GONE:
+                self.keeper.member(peer_id)
+        self.flush_soon()
 
     def close(self) -> None:
         """Ends all streams and keeps what is left; after this nothing is kept."""

@@ -156,13 +156,23 @@ class Provisioner:
     async def run(self) -> None:
         """Looks at the providers and acts where the operator lets the planner act, until cancelled."""
         while True:
-            await self.look()
-            if self._hub.options.planner_mode is PlannerMode.AUTO and (self.advice.rent or self.advice.release):
-                try:
-                    await self.carry_out("the planner", only_automatic=True)
-                except EchoError as error:
-                    self.problems["the planner's wish"] = str(error)
+            try:
+                await self.look()
+                await self._act()
+            except Exception as error:  # noqa: BLE001 - a cloud's library must not end the run: told, and tried again
+                _log.exception("machines: %s", error)
+                self.problems["machines"] = f"{type(error).__name__}: {error}"
             await asyncio.sleep(LOOK_S)
+
+    async def _act(self) -> None:
+        """In mode auto: what may be done without asking."""
+        may_rent = any(wish.is_automatic for wish in self.advice.rent)
+        if self._hub.options.planner_mode is not PlannerMode.AUTO or not (may_rent or self.advice.release):
+            return
+        try:
+            await self.carry_out("the planner", only_automatic=True)
+        except EchoError as error:
+            self.problems["the planner's wish"] = str(error)
 
     async def look(self) -> None:
         """What all providers say, and what to make of it."""

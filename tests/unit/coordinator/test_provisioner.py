@@ -273,3 +273,23 @@ def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -
         assert run.provisioner.machines[first].state is MachineState.GONE
 
     play(scene)
+
+
+def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        monkeypatch.setattr("echo2.coordinator.runtime.provisioner.LOOK_S", 0.0)
+        run = Scene(tmp_path, Cloud())
+        run.cloud.problem = RuntimeError("a bug in a cloud's library")
+        loop = asyncio.create_task(run.provisioner.run())
+        while "machines" not in run.provisioner.problems:
+            await asyncio.sleep(0)
+        run.cloud.problem = None
+        machine = await run.provisioner.rent("gpu", "", "because")
+        while machine.state is not MachineState.RUNNING:
+            await asyncio.sleep(0)
+        assert not loop.done()
+        loop.cancel()
+
+    play(scene)

@@ -10,9 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from echo2.broadcast.identity import Role
+from echo2.broadcast.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
+from echo2.broadcast.runtime import tls
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import enrolment_pb2
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
 
 METHODS = ("WorkerSession", "LearnerSession")
@@ -119,3 +121,104 @@ async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Nod
     assert (await worker.until("lease_revoke")).lease_id == "l-of-another"
     assert fingerprint(daemon) == before
     await worker.close()
+
+
+UNARY = ("GetStatus", "SetWorkerState", "CreateToken", "ListTokens", "RevokeToken")
+
+
+async def raw_call(channel: grpc.aio.Channel, path: str, data: bytes) -> str:
+    """Sends bytes as one request; returns the status."""
+    try:
+        await channel.unary_unary(path)(data, timeout=10)
+        return "OK"
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+
+
+def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_path: Path) -> None:
+    async def scene() -> None:
+        rng = random.Random(21)
+        async with running(options(tmp_path)) as daemon:
+            worker, operator = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.OPERATOR)
+            before = fingerprint(daemon)
+            assert daemon.hub is not None
+            good = [
+                pb.SetWorkerStateRequest(peer_id=worker.credentials.peer_id, activation="banned").SerializeToString(),
+                pb.CreateTokenRequest(role="worker", lifetime_s=60, label="x").SerializeToString(),
+                pb.RevokeTokenRequest(token_id=next(iter(daemon.hub.tokens.tokens))).SerializeToString(),
+            ]
+            for _ in range(TRIES):  # a worker's certificate, whatever it says: replayed, mutated, on any method
+                path = f"/echo2.v1.Operator/{rng.choice(UNARY)}"
+                data = rng.choice(good) if rng.random() < 0.3 else mutated(rng.choice(good), rng)
+                refused = ("PERMISSION_DENIED", "UNKNOWN", "INTERNAL")  # the last two: gRPC cannot parse it
+                assert await raw_call(worker.channel, path, data) in refused
+            bad = [
+                ("SetWorkerState", pb.SetWorkerStateRequest(peer_id="nobody", activation="banned")),
+                ("SetWorkerState", pb.SetWorkerStateRequest(peer_id=worker.credentials.peer_id, activation="asleep")),
+                ("CreateToken", pb.CreateTokenRequest(role="king", lifetime_s=60)),
+                ("CreateToken", pb.CreateTokenRequest(role="worker", lifetime_s=float("nan"))),
+                ("CreateToken", pb.CreateTokenRequest(role="worker", lifetime_s=-1)),
+                ("CreateToken", pb.CreateTokenRequest(role="worker", lifetime_s=60, label="x" * 5000)),
+                ("CreateToken", pb.CreateTokenRequest(role="worker", lifetime_s=60, use_limit=1 << 30)),
+                ("RevokeToken", pb.RevokeTokenRequest(token_id="none")),
+            ]
+            for method, request in bad:
+                status = await raw_call(operator.channel, f"/echo2.v1.Operator/{method}", request.SerializeToString())
+                assert status in ("INVALID_ARGUMENT", "PERMISSION_DENIED"), (method, request, status)
+            for method in UNARY[1:3]:
+                huge = b"\x0a" + b"\xff\xff\xff\x07" + b"x" * (5 << 20)
+                assert await raw_call(operator.channel, f"/echo2.v1.Operator/{method}", huge) != "OK"
+            assert await raw_call(operator.channel, "/echo2.v1.Operator/Reboot", b"") == "UNIMPLEMENTED"
+            assert fingerprint(daemon) == before
+            assert await raw_call(operator.channel, "/echo2.v1.Operator/GetStatus", b"") == "OK"
+            for node in (worker, operator):
+                await node.close()
+
+    play(scene)
+
+
+async def enrolment_channel(link: JoinLink) -> grpc.aio.Channel:
+    """As a newcomer opens it."""
+    shown = NodeCertificate.parse(await asyncio.to_thread(tls._fetch_certificate, link, 10), "the coordinator")
+    credentials = grpc.ssl_channel_credentials(shown.pem)
+    return grpc.aio.secure_channel(link.address, credentials, tls._channel_options(link.peer_id, ()))
+
+
+def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None:
+    async def scene() -> None:
+        rng = random.Random(22)
+        async with running(options(tmp_path)) as daemon:
+            link = JoinLink.parse(daemon.links["worker"])
+            request = enrolment_pb2.EnrolRequest(
+                protocol_version=1, token=link.token, role="worker",
+                certificate_request_der=certificate_request(Identity.generate(), TlsKey.generate()),
+            )  # fmt: skip
+            before = fingerprint(daemon)
+            bad = []
+            for change in (
+                {"token": "x" * 43}, {"token": "x" * 9000}, {"role": "king"}, {"role": "learner"},
+                {"protocol_version": 9}, {"certificate_request_der": b""}, {"certificate_request_der": b"x" * 20_000},
+            ):  # fmt: skip
+                spoilt = enrolment_pb2.EnrolRequest()
+                spoilt.CopyFrom(request)
+                for name, value in change.items():
+                    setattr(spoilt, name, value)
+                bad.append(spoilt.SerializeToString())
+            der = request.certificate_request_der
+            for _ in range(20):  # no certificate request with a flipped bit is vouched for by its identity
+                spoilt = enrolment_pb2.EnrolRequest()
+                spoilt.CopyFrom(request)
+                at = rng.randrange(len(der))
+                spoilt.certificate_request_der = der[:at] + bytes([der[at] ^ 1 << rng.randrange(8)]) + der[at + 1 :]
+                bad.append(spoilt.SerializeToString())
+            channel = await enrolment_channel(link)
+            async with channel:
+                statuses = [await raw_call(channel, "/echo2.v1.Enrolment/Enrol", data) for data in bad]
+                assert "OK" not in statuses, statuses
+                assert fingerprint(daemon) == before
+                for _ in range(40):
+                    statuses.append(await raw_call(channel, "/echo2.v1.Enrolment/Enrol", bad[0]))
+                assert "RESOURCE_EXHAUSTED" in statuses, "who tries too often is slowed down"
+            assert fingerprint(daemon) == before
+
+    play(scene)

@@ -1,7 +1,7 @@
 """Machines as replicas of a Deployment that the cluster's owner has made; the official client does the talking.
 
 The Deployment says what a worker is (image, GPUs, node selector); it mounts the Secret that this provider keeps, and
-runs `echo-worker join @/etc/echo2/join.link`. Renting adds a replica, releasing takes the very one away. Guarantees:
+runs `echo-worker join @…/worker.link`. Renting adds a replica, releasing takes the very one away. Guarantees:
 which machines are wanted is kept in the Deployment itself, one annotation each, changed together with `replicas` under
 the object's resource version, so that two writers cannot lose each other's change and a coordinator that died in between
 finds what it did. A pod that is evicted is told as ENDING; the cluster starts another in its place, so a join link must
@@ -23,7 +23,7 @@ from echo2.coordinator.provisioning import MachineState, Offer, Sighting
 MACHINE_LABEL = "echo2/machine"
 WANTED_PREFIX = "machines.echo2/"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-LINK_KEY = "join.link"
+LINK_KEY = "worker.link"
 TRIES = 8
 ANSWER_S = 15.0
 Answer = TypeVar("Answer")

@@ -84,7 +84,7 @@ WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {
         "Newest version minus the worker's.",
         lambda h, m: h.board.newest_version - (m.heartbeat.version or 0),
     ),
-    "echo2_worker_leases": ("Leases it holds.", lambda h, m: len(h.book.leases_of(m.peer_id))),
+    "echo2_worker_leases": ("Leases it holds.", lambda h, m: h.book.lease_count(m.peer_id)),
     "echo2_worker_usd_spent": ("What it has cost.", lambda h, m: m.usd_spent),
 }
 
@@ -93,26 +93,31 @@ def _count(hub: Hub, state: Liveness) -> int:
     return sum(member.last_liveness is state for member in hub.membership.members.values())
 
 
-class HubCollector(Collector):
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (text, read) in METRICS.items():
-            yield GaugeMetricFamily(name, text, value=float(read(self._hub)))
-        for name, (text, read_worker) in WORKER_METRICS.items():
-            family = GaugeMetricFamily(name, text, labels=["worker"])
-            for member in self._hub.membership.living():
-                family.add_metric([f"{member.name}/{member.peer_id[-6:]}"], float(read_worker(self._hub, member)))
-            yield family
+def families_of(hub: Hub) -> list[Metric]:
+    """All values as they are now."""
+    return list(_collect(hub))
 
 
-def registry_of(hub: Hub) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(HubCollector(hub))
-    return registry
+def _collect(hub: Hub) -> Iterator[Metric]:
+    for name, (text, read) in METRICS.items():
+        yield GaugeMetricFamily(name, text, value=float(read(hub)))
+    for name, (text, read_worker) in WORKER_METRICS.items():
+        family = GaugeMetricFamily(name, text, labels=["worker"])
+        for member in hub.membership.living():
+            family.add_metric([f"{member.name}/{member.peer_id[-6:]}"], float(read_worker(hub, member)))
+        yield family
 
 
-def exposition(registry: CollectorRegistry) -> bytes:
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def exposition(families: list[Metric]) -> bytes:
     """The text that Prometheus reads."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(families))
     return generate_latest(registry)

@@ -7,6 +7,8 @@ section of the page, so that a stream of changes sends only the sections that ch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from heapq import nsmallest
 from typing import Any
 
 from echo2.base.ids import PeerId
@@ -58,6 +60,16 @@ class StateView:
     def workers(self) -> dict[str, dict[str, Any]]:
         """One row per worker, by its peer id."""
         return {peer_id: self._worker(member) for peer_id, member in self._commands.hub.membership.members.items()}
+
+    def worker(self, peer_id: PeerId) -> dict[str, Any]:
+        return self._worker(self._commands.hub.membership.members[peer_id])
+
+    def worker_keys(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
+        """For each worker what its row hangs on: the same key, the same row but for what grows with time."""
+        book = self._commands.hub.book
+        for peer_id, member in self._commands.hub.membership.members.items():
+            state = (member.last_liveness, member.activation, member.setting, member.activation_reason)
+            yield peer_id, (member.heartbeat_at, member.hello, book.lease_count(peer_id), *state)
 
     def _run(self) -> dict[str, Any]:
         hub, options = self._commands.hub, self._commands.hub.options
@@ -163,7 +175,7 @@ class StateView:
 
     def _leases(self) -> dict[str, Any]:
         book, members = self._commands.hub.book, self._commands.hub.membership.members
-        oldest = sorted(book.leases.values(), key=lambda lease: lease.progress_at)[:8]
+        oldest = nsmallest(8, book.leases.values(), key=lambda lease: lease.progress_at)
         counts = book.counts
         return {
             "open": len(book.leases), "queued": book.queued,
@@ -208,7 +220,7 @@ class StateView:
             "rollouts_per_s_error": _error(member.measures.estimate("rollouts_per_s")),
             "usd_per_mtok": finite(hello.price_usd_per_hour / per_hour * 1e6, 4) if per_hour > 0 else None,
             "running": beat.running_sequences, "waiting": beat.waiting_sequences,
-            "leases": len(hub.book.leases_of(member.peer_id)), "uplink": link.uplink_bytes_per_s,
+            "leases": hub.book.lease_count(member.peer_id), "uplink": link.uplink_bytes_per_s,
             "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
             "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,

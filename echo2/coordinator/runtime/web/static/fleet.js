@@ -2,7 +2,8 @@
 import { $, act, ask, make, setText, toast } from "./dom.js";
 import { dash, number, percent, rate, seconds, usd, whole } from "./format.js";
 const rows = new Map();
-let sortBy = "name", descending = false, filter = "";
+let sortBy = "name", descending = false, filter = "", newest = null;
+const lagText = (w) => { if (w.version == null || newest == null) return ""; const lag = Math.max(0, newest - w.version); return lag === 0 ? "newest" : `${lag} behind`; };
 const good = { alive: "good", suspect: "warn", gone: "bad" };
 const works = { active: "good", standby: "", draining: "warn", banned: "bad" };
 const COLUMNS = [
@@ -11,8 +12,8 @@ const COLUMNS = [
   { key: "activation", label: "Work", chip: (w) => [w.activation, works[w.activation]], title: (w) => w.reason },
   { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
-  { key: "usd_per_mtok", label: "$ / M tokens", text: (w) => usd(w.usd_per_mtok), n: true },
-  { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: (w) => w.lag == null ? "" : w.lag === 0 ? "newest" : `${w.lag} behind`, n: true },
+  { key: "usd_per_mtok", label: "$ / M useful", title: () => "price of a million tokens of rollouts that are trained on", text: (w) => usd(w.usd_per_mtok), n: true },
+  { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: lagText, n: true },
   { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots`, n: true },
   { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
   { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => w.in_flight ? "v" + w.in_flight : "", n: true },
@@ -63,7 +64,8 @@ export function updateFleet(changes, now) {
   }
   order();
 }
-export function ageFleet(now) { const at = COLUMNS.length - 1; for (const row of rows.values()) setText(row.cells[at].main, COLUMNS[at].text(row.worker, now)); }
+const HEARD = COLUMNS.length - 1, VERSION = COLUMNS.findIndex((column) => column.key === "version");
+export function ageFleet(now, version) { newest = version ?? newest; for (const row of rows.values()) { setText(row.cells[HEARD].main, COLUMNS[HEARD].text(row.worker, now)); setText(row.cells[VERSION].sub, lagText(row.worker)); } }
 function order() {
   for (const th of $("fleet-head").children) { if (th.dataset.key === sortBy) th.setAttribute("aria-sort", descending ? "descending" : "ascending"); else th.removeAttribute("aria-sort"); }
   const all = [...rows.values()];

@@ -163,5 +163,5 @@ function connect() {
   stream.onmessage = (event) => { $("banner").hidden = true; take(JSON.parse(event.data)); };
   stream.onerror = () => { $("banner").hidden = false; setText($("banner"), "The coordinator does not answer. Workers and learner go on by themselves; the page tries again."); setText($("status"), "coordinator away"); $("status").className = "pill bad"; if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000); };
 }
-setInterval(() => { ageFleet(now()); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
+setInterval(() => { ageFleet(now(), state.learner.version); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
 connect();
