@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import random
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ class SimWorker:
         self.is_active = self.is_first = True
         self.tokens = self.finished = 0
         self._call: Any = None
-        self._writing = asyncio.Lock()
+        self._said: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._work_tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -99,19 +98,20 @@ class SimWorker:
             for task in self._work_tasks.values():
                 task.cancel()
 
-    async def _write(self, message: pb.WorkerMessage) -> None:
+    def _write(self, message: pb.WorkerMessage) -> None:
         """Says it if there is a stream; what is lost with one, the coordinator must find out."""
-        call = self._call
-        async with self._writing:  # gRPC takes one write at a time
-            if call is None or call is not self._call:
-                return
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await call.write(message)
+        if self._call is not None:
+            self._said.put_nowait(message)
+
+    async def _writes(self) -> None:
+        """One task writes: a write that is cancelled would end the stream."""
+        while True:
+            await self._call.write(await self._said.get())
 
     async def _talk(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
-        self._call, self._writing = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(), asyncio.Lock()
+        self._call, self._said = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(), asyncio.Queue()
         await self._call.write(pb.WorkerMessage(hello=self._hello()))
-        beats = asyncio.create_task(self._beat())
+        tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._writes())]
         try:
             while (order := await self._call.read()) is not grpc.aio.EOF:
                 match order.WhichOneof("kind"):
@@ -121,15 +121,17 @@ class SimWorker:
                         self.ledger.connected.add(self.peer_id)
                     case "activation":
                         self.is_active = order.activation.is_active
-                        await self._ask()
+                        self._ask()
                     case "lease_grant":
                         self._granted(order.lease_grant)
                     case "lease_revoke":
-                        await self._revoked(order.lease_revoke)
+                        self._revoked(order.lease_revoke)
                     case "refusal":
                         raise SystemExit(f"{self.name} was refused: {order.refusal.code}: {order.refusal.message}")
         finally:
-            beats.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _hello(self) -> pb.WorkerHello:
         held = [pb.HeldLease(lease_id=t.lease_id, group_id=t.group_id, attempt=t.attempt) for t in self.held.values()]
@@ -156,14 +158,14 @@ class SimWorker:
         self.held[ticket.lease_id] = ticket
         self._work_tasks[ticket.lease_id] = asyncio.create_task(self._work(ticket))
 
-    async def _revoked(self, revoke: pb.LeaseRevoke) -> None:
+    def _revoked(self, revoke: pb.LeaseRevoke) -> None:
         """Hands it back with all its tokens, as a worker does whatever the reason."""
         self.ledger.history.is_revoked(revoke.lease_id, is_foreign=revoke.reason.startswith(FOREIGN))
         if self.held.pop(revoke.lease_id, None) is not None:
             self._work_tasks.pop(revoke.lease_id).cancel()
             ended = pb.LeaseEnded(lease_id=revoke.lease_id, reason=pb.LeaseEnded.REASON_HANDED_BACK)
-            await self._write(pb.WorkerMessage(lease_ended=ended))
-        await self._ask()
+            self._write(pb.WorkerMessage(lease_ended=ended))
+        self._ask()
 
     async def _work(self, ticket: rollout_pb2.LeaseTicket) -> None:
         parts = 3
@@ -173,7 +175,7 @@ class SimWorker:
             await asyncio.sleep(share * self.work_s / parts / self.speed)
             self.tokens += 1200 // parts
             progress = pb.LeaseProgress(lease_id=ticket.lease_id, finished_rollouts=part, tokens=400 * (part + 1))
-            await self._write(pb.WorkerMessage(lease_progress=progress))
+            self._write(pb.WorkerMessage(lease_progress=progress))
         if self.held.pop(ticket.lease_id, None) is None:
             return
         self._work_tasks.pop(ticket.lease_id, None)
@@ -182,14 +184,17 @@ class SimWorker:
         if self.ledger.history.is_admitted(ticket.group_id, ticket.attempt):  # straight to the learner
             self.ledger.closable.put_nowait(ticket.group_id)
         ended = pb.LeaseEnded(lease_id=ticket.lease_id, reason=pb.LeaseEnded.REASON_FINISHED)
-        await self._write(pb.WorkerMessage(lease_ended=ended))
-        await self._ask()
+        self._write(pb.WorkerMessage(lease_ended=ended))
+        self._ask()
 
-    async def _ask(self) -> None:
-        if self.is_active and not self.held and self.asked_at is None and self._call is not None:
-            self.asked_at = time.monotonic()
-            request = pb.LeaseRequest(free_rollouts=GROUP_SIZE, version=self.ledger.version)
-            await self._write(pb.WorkerMessage(lease_request=request))
+    def _ask(self, again: bool = False) -> None:
+        """A request, and `again` at each heartbeat with the version of then while nothing has come."""
+        if not self.is_active or self.held or self._call is None or (self.asked_at is not None and not again):
+            return
+        self.asked_at = self.asked_at or time.monotonic()
+        self._write(
+            pb.WorkerMessage(lease_request=pb.LeaseRequest(free_rollouts=GROUP_SIZE, version=self.ledger.version))
+        )
 
     async def _beat(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, self.beat_s))
@@ -205,8 +210,8 @@ class SimWorker:
                 apply_s=0.05, newest_chunk_count=40, newest_chunks_held=40 if self.index % 4 else held,
                 newest_version_in_flight=self.ledger.version,
             )  # fmt: skip
-            await self._write(pb.WorkerMessage(heartbeat=beat))
-            await self._ask()
+            self._write(pb.WorkerMessage(heartbeat=beat))
+            self._ask()
             await asyncio.sleep(self.beat_s * self.rng.uniform(0.95, 1.05))
 
 

@@ -107,6 +107,7 @@ class LeaseBook:
     counts: LeaseCounts = field(default_factory=LeaseCounts)
     seekers: OrderedDict[PeerId, Seeker] = field(default_factory=OrderedDict)
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
+    offered_at: float = 0.0
     _queue: list[_QueueKey] = field(default_factory=list)
     _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
     _rates: dict[PeerId, float] = field(default_factory=dict)
@@ -176,6 +177,7 @@ class LeaseBook:
                 raise LimitExceeded(f"open groups: expected {self.rules.groups_max} at most, the learner offers more")
             opened = OpenGroup(spec, Phase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
             self.groups[spec.group_id] = opened
+            self.offered_at = now
             self._enqueue(opened)
             yield SaveGroup(spec.group_id)
 

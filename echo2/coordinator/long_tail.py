@@ -2,7 +2,8 @@
 
 The model. A lease's rollouts have `left` tokens to go: what is expected of them less what they have, and for one that is
 past its expectation half of what it has (who has lasted long lasts longer), never beyond its limit. Where it is, the lease
-makes `v` tokens a second and sequence, measured on this very lease; elsewhere the worker's own mean counts. Moving costs
+makes `v` tokens a second and sequence, as this very lease has until its last word; elsewhere, and before it is measured,
+the worker's own mean counts. (A lease that stands still altogether is the lease timeout's business.) Moving costs
 the hand-over (tokens are reported, the lease travels, the prompt and the tokens held are prefilled again):
 
     stay = left / v_here        move = hand_over_s + held / (PREFILL * v_there) + left / v_there
@@ -29,8 +30,10 @@ PREFILL = 20.0
 GAIN_SHARE = 0.3
 GAIN_S_MIN = 2.0
 MOVES_PER_GROUP_MAX = 2
-AGE_S_MIN = 3.0
-"""Before that a lease's own speed says nothing."""
+QUIET_S = 2.0
+"""Offers come in bursts; in the middle of one nothing is near its end."""
+MEASURED_S_MIN = 1.0
+"""Before that a lease's own speed says nothing, and its worker's mean counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +62,22 @@ def speed_of(member: Member) -> float:
     return beat.tokens_per_s / beat.rollouts_per_s / beat.rollout_s_mean
 
 
+def is_quiet(book: LeaseBook, now: float) -> bool:
+    """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use it."""
+    idle = book.open_seekers()
+    is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
+    return is_over and not book.has_work_for(idle)
+
+
 def moves(
-    book: LeaseBook, speeds: Mapping[PeerId, float], step: Step, rule: TailRule, names: Mapping[PeerId, str], now: float
+    book: LeaseBook, speeds: Mapping[PeerId, float], step: Step, rule: TailRule, names: Mapping[PeerId, str]
 ) -> list[Move]:
     """The moves that pay, the slowest stragglers first, each to the fastest worker that has room for it."""
     room = {worker: seeker.free_rollouts for worker, seeker in book.open_seekers().items() if speeds.get(worker, 0) > 0}
     if not room or book.has_work_for(room):
         return []
     found: list[Move] = []
-    waits = [
-        (_left_s(book, lease, speeds, now), lease) for lease in book.leases.values() if _may_move(book, lease, now)
-    ]
+    waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
     for (stay_s, left, held), lease in sorted(waits, key=lambda one: -one[0][0]):
         spec = book.groups[lease.group_id].spec
         fit = [
@@ -95,21 +103,18 @@ def moves(
     return found
 
 
-def _may_move(book: LeaseBook, lease: Lease, now: float) -> bool:
-    moved = book.groups[lease.group_id].moves
-    return not lease.is_recalled and moved < MOVES_PER_GROUP_MAX and now - lease.granted_at >= AGE_S_MIN
+def _may_move(book: LeaseBook, lease: Lease) -> bool:
+    return not lease.is_recalled and book.groups[lease.group_id].moves < MOVES_PER_GROUP_MAX
 
 
-def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float], now: float) -> tuple[float, float, float]:
+def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tuple[float, float, float]:
     """Seconds to the end where it is, tokens to go of its longest rollout, and tokens held by each."""
     spec = book.groups[lease.group_id].spec
     held = lease.tokens / spec.rollout_count
     expected = book.lengths.guess(spec) / spec.rollout_count
     left = expected - held if held < expected else held / 2
     left = min(left, spec.sampling.max_new_tokens - held)
-    made = (lease.tokens - lease.tokens_before) / spec.rollout_count
-    own = made / max(
-        1e-6, now - (lease.measured_from or lease.granted_at)
-    )  # with the time since its last word: a stall is slow, too
-    speed = own or speeds.get(lease.worker_id, 0.0) / 4  # nothing made yet: slow, but nobody knows how slow
+    made, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
+    is_measured = made > 0 and for_s >= MEASURED_S_MIN
+    speed = made / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
     return (max(0.0, left) / speed if speed > 0 else 0.0, max(0.0, left), held)

@@ -62,6 +62,8 @@ class Heartbeat:
     waits_for: str = ""
     waits_since_s: float = 0.0
     fingerprint: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ _HEARTBEAT_NAMES = (
     "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "sent_chunk_bytes",
     "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "rollout_s_mean",
     "rollout_s_p95", "swap_s", "apply_s", "rollouts_per_s", "tokens_per_s", "waits_for", "waits_since_s", "fingerprint",
+    "memory_used_bytes", "memory_total_bytes",
 )  # fmt: skip
 
 
@@ -146,6 +147,8 @@ def heartbeat_from_message(message: pb.Heartbeat, whose: str) -> Heartbeat:
         waits_for=text_of(message.waits_for, f"waits_for of {whose}"),
         waits_since_s=_number(message.waits_since_s, f"waits_since_s of {whose}", 1e12),
         fingerprint=text_of(message.fingerprint, f"fingerprint of {whose}", 128),
+        memory_used_bytes=_count(message.memory_used_bytes, f"memory_used_bytes of {whose}"),
+        memory_total_bytes=_count(message.memory_total_bytes, f"memory_total_bytes of {whose}"),
     )
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.long_tail import TailRule, moves, speed_of
+from echo2.coordinator.long_tail import TailRule, is_quiet, moves, speed_of
 from echo2.coordinator.runtime.hub import Hub
 
 
 def consolidate(hub: Hub) -> int:
     """Recalls the leases that go on faster elsewhere; returns how many."""
-    idle = hub.book.open_seekers()
-    if not hub.book.leases or not idle or hub.book.has_work_for(idle):
+    if not is_quiet(hub.book, hub.clock.now()):
         return 0
     rule = TailRule(hub.options.report_interval_s + 1.0, recycles=hub.options.over_provision > 1)
     members = hub.membership.members
     speeds = {peer_id: speed_of(members[peer_id]) for peer_id in members}
     names = {peer_id: member.name for peer_id, member in members.items()}
-    found = moves(hub.book, speeds, hub.board.report.step, rule, names, hub.clock.now())
+    found = moves(hub.book, speeds, hub.board.report.step, rule, names)
     for move in found:
         lease = hub.book.leases[move.lease_id]
         hub.note("lease", f"group {lease.group_id} is moved: {move.reason}")

@@ -78,14 +78,30 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def look(folder: Path) -> Machine:
     """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         gpus=_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory_total_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,
         has_vllm=importlib.util.find_spec("vllm") is not None,
     )
+
+
+def memory_used_bytes() -> int:
+    """Resident memory of this process and of those that it has started, an engine of its own process among them."""
+    page, own, found = os.sysconf("SC_PAGE_SIZE"), os.getpid(), 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if own in (int(path.parent.name), int(fields[1])):
+            found += int(fields[21]) * page
+    return found
+
+
+def memory_total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:

@@ -14,6 +14,7 @@ from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.control import Answer
 from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.machine import memory_total_bytes, memory_used_bytes
 from echo2.worker.runtime.make_engine import slots_of
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.waits import Waits
@@ -105,6 +106,8 @@ class Telling:
             waits_for=waits_for or (node.waits_for if live is None else ""),
             waits_since_s=waits_s,
             fingerprint=keeper.live_fingerprint if keeper else "",
+            memory_used_bytes=memory_used_bytes(),
+            memory_total_bytes=memory_total_bytes(),
         )
 
     def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> Answer:

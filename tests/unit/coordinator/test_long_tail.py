@@ -6,7 +6,7 @@ from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules, Seeker
-from echo2.coordinator.long_tail import MOVES_PER_GROUP_MAX, TailRule, moves
+from echo2.coordinator.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, TailRule, is_quiet, moves
 
 SLOW, FAST = PeerId("slow"), PeerId("fast")
 RULE = TailRule(hand_over_s=3.0)
@@ -38,20 +38,20 @@ def straggler(tokens: int, now: float, step: int = 0) -> LeaseBook:
     return book
 
 
-def found(book: LeaseBook, now: float, rule: TailRule = RULE, step: int = 0) -> list[PeerId]:
-    return [move.to for move in moves(book, SPEEDS, Step(step), rule, {SLOW: "slow"}, now)]
+def found(book: LeaseBook, rule: TailRule = RULE, step: int = 0) -> list[PeerId]:
+    return [move.to for move in moves(book, SPEEDS, Step(step), rule, {SLOW: "slow"})]
 
 
 def test_a_straggler_moves_when_that_ends_it_sooner() -> None:
     book = straggler(tokens=100, now=20.0)
-    (move,) = moves(book, SPEEDS, Step(0), RULE, {SLOW: "berlin"}, 20.0)
+    (move,) = moves(book, SPEEDS, Step(0), RULE, {SLOW: "berlin"})
     assert (move.to, round(move.gain_s)) == (FAST, round(700 / 5 - (3 + 100 / 1000 + 700 / 50)))
     assert "140.0 s more on berlin, 17.1 s on fast" in move.reason
 
 
 def test_what_is_nearly_done_or_not_slower_stays() -> None:
-    assert found(straggler(tokens=780, now=156.0), 156.0) == [], "20 tokens to go: the hand-over costs more"
-    assert found(straggler(tokens=700, now=14.0), 14.0) == [], "it is as fast where it is"
+    assert found(straggler(tokens=780, now=156.0)) == [], "20 tokens to go: the hand-over costs more"
+    assert found(straggler(tokens=700, now=14.0)) == [], "it is as fast where it is"
 
 
 def test_nothing_moves_while_a_queued_group_could_use_the_room() -> None:
@@ -59,13 +59,24 @@ def test_nothing_moves_while_a_queued_group_could_use_the_room() -> None:
     book.handle(le.Wanted(FAST, 0, Version(0)), 20.0)
     book.handle(le.GroupsOffered((spec("h"),)), 20.0)
     book.seekers[FAST] = Seeker(SIZE, Version(0), 20.0)  # as between the word of its room and the next match
-    assert found(book, 20.0) == []
+    assert found(book) == []
 
 
-def test_a_stall_makes_a_lease_slow_even_where_it_was_fast() -> None:
-    book = straggler(tokens=700, now=14.0)
-    assert found(book, 14.0) == []
-    assert found(book, 120.0) == [FAST]
+def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:
+    book = straggler(tokens=100, now=20.0)
+    book.handle(le.WorkerAllowed(FAST, False), 20.0)
+    assert not is_quiet(book, 20.0), "nobody has room"
+    book.handle(le.WorkerAllowed(FAST, True), 20.0)
+    assert is_quiet(book, 20.0)
+    book.handle(le.GroupsOffered((spec("later", step=99),)), 21.0)
+    assert not is_quiet(book, 21.0)
+    assert is_quiet(book, 21.0 + QUIET_S), "what waits is for a version that nobody has yet"
+
+
+def test_a_lease_that_has_not_reported_yet_is_judged_by_its_workers_mean() -> None:
+    book = straggler(tokens=0, now=20.0)
+    assert found(book) == [FAST]
+    assert moves(book, {SLOW: 50.0, FAST: 50.0}, Step(0), RULE, {}) == []
 
 
 def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever() -> None:
@@ -75,19 +86,20 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
     now, workers = 20.0, []
     for _ in range(MOVES_PER_GROUP_MAX + 1):
         speeds = {SLOW: 5.0, FAST: 50.0, PeerId("third"): 40.0}
-        planned = moves(book, speeds, Step(0), RULE, {}, now)
+        planned = moves(book, speeds, Step(0), RULE, {})
         if not planned:
             break
         (lease,) = book.leases.values()
         revoked = book.handle(le.Recall(planned[0].lease_id, planned[0].reason, planned[0].to), now)
         assert [type(one) for one in revoked] == [le.SaveLease, le.Revoke]
-        assert moves(book, speeds, Step(0), RULE, {}, now) == [], "it is on its way already"
+        assert moves(book, speeds, Step(0), RULE, {}) == [], "it is on its way already"
         actions = book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.HANDED_BACK, ""), now + 1)
         (grant,) = [one for one in actions if isinstance(one, le.Grant)]
         assert (grant.worker_id, grant.is_continuation) == (planned[0].to, True)
         workers.append(grant.worker_id)
         now += 60.0
-        book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers)), now)
+        book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers)), now - 50)
+        book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 110), now)  # slow here, too
         book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), now)
     assert workers == [FAST, PeerId("third")]
     assert book.counts.moved == MOVES_PER_GROUP_MAX
@@ -104,15 +116,15 @@ def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
     assert lease.tokens_before == SIZE * 120
     book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), 24.0)
     book.handle(le.WorkerAllowed(PeerId("third"), True), 24.0)
-    assert moves(book, {**SPEEDS, PeerId("third"): 60.0}, Step(0), RULE, {}, 24.0) == []
+    assert moves(book, {**SPEEDS, PeerId("third"): 60.0}, Step(0), RULE, {}) == []
 
 
 def test_over_provisioning_stops_what_its_step_went_without_for_the_least_gain() -> None:
     eager = TailRule(3.0, recycles=True)
     slow = straggler(tokens=770, now=154.0, step=3)
-    assert found(slow, 154.0, eager, step=3) == []
-    assert found(slow, 154.0, eager, step=4) == [FAST], "6 s here, 4.4 s there"
-    assert found(slow, 154.0, RULE, step=4) == []
+    assert found(slow, eager, step=3) == []
+    assert found(slow, eager, step=4) == [FAST], "6 s here, 4.4 s there"
+    assert found(slow, RULE, step=4) == []
 
 
 def finish_s(consolidates: bool) -> float:
@@ -139,7 +151,7 @@ def finish_s(consolidates: bool) -> float:
             if made[lease.group_id] >= 500:
                 book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.FINISHED, ""), now)
         if consolidates:
-            for move in moves(book, speeds, Step(0), RULE, {}, now):
+            for move in moves(book, speeds, Step(0), RULE, {}):
                 back_at[move.lease_id] = now + 2.0
                 book.handle(le.Recall(move.lease_id, move.reason, move.to), now)
     return now

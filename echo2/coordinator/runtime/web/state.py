@@ -220,6 +220,7 @@ class StateView:
             "rollouts_per_s_error": _error(member.measures.estimate("rollouts_per_s")),
             "usd_per_mtok": finite(hello.price_usd_per_hour / per_hour * 1e6, 4) if per_hour > 0 else None,
             "running": beat.running_sequences, "waiting": beat.waiting_sequences,
+            "memory_used": beat.memory_used_bytes, "memory_total": beat.memory_total_bytes,
             "leases": hub.book.lease_count(member.peer_id), "uplink": link.uplink_bytes_per_s,
             "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
             "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),

@@ -1,6 +1,6 @@
 // The fleet table: rows are kept and changed in place, so that 500 workers cost little.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { dash, number, percent, rate, seconds, usd, whole } from "./format.js";
+import { bytes, dash, number, percent, rate, seconds, usd, whole } from "./format.js";
 const rows = new Map();
 let sortBy = "name", descending = false, filter = "", newest = null;
 const lagText = (w) => { if (w.version == null || newest == null) return ""; const lag = Math.max(0, newest - w.version); return lag === 0 ? "newest" : `${lag} behind`; };
@@ -14,7 +14,7 @@ const COLUMNS = [
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
   { key: "usd_per_mtok", label: "$ / M useful", title: () => "price of a million tokens of rollouts that are trained on", text: (w) => usd(w.usd_per_mtok), n: true },
   { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: lagText, n: true },
-  { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots`, n: true },
+  { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots` + (w.memory_used ? ` · ${bytes(w.memory_used)}` : ""), title: (w) => w.memory_used ? `memory: ${bytes(w.memory_used)} of ${bytes(w.memory_total)}` : "", n: true },
   { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
   { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => w.in_flight ? "v" + w.in_flight : "", n: true },
   { key: "heard", label: "Heard", text: (w, now) => seconds(Math.max(0, now - w.heard)) + " ago", n: true },

@@ -76,7 +76,7 @@ class Link(_message.Message):
     def __init__(self, uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("version", "has_version", "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "swap_s", "apply_s", "link", "sent_chunk_bytes", "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "waits_for", "waits_since_s", "fingerprint")
+    __slots__ = ("version", "has_version", "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "swap_s", "apply_s", "link", "sent_chunk_bytes", "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "waits_for", "waits_since_s", "fingerprint", "memory_used_bytes", "memory_total_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class Heartbeat(_message.Message):
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     WAITS_SINCE_S_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: int
     has_version: bool
     running_sequences: int
@@ -119,7 +121,9 @@ class Heartbeat(_message.Message):
     waits_for: str
     waits_since_s: float
     fingerprint: str
-    def __init__(self, version: _Optional[int] = ..., has_version: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., finished_rollouts: _Optional[int] = ..., rollouts_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., rollout_s_mean: _Optional[float] = ..., rollout_s_p95: _Optional[float] = ..., swap_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., sent_chunk_bytes: _Optional[int] = ..., received_chunk_bytes: _Optional[int] = ..., newest_chunk_count: _Optional[int] = ..., newest_chunks_held: _Optional[int] = ..., newest_version_in_flight: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    memory_used_bytes: int
+    memory_total_bytes: int
+    def __init__(self, version: _Optional[int] = ..., has_version: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., finished_rollouts: _Optional[int] = ..., rollouts_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., rollout_s_mean: _Optional[float] = ..., rollout_s_p95: _Optional[float] = ..., swap_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., sent_chunk_bytes: _Optional[int] = ..., received_chunk_bytes: _Optional[int] = ..., newest_chunk_count: _Optional[int] = ..., newest_chunks_held: _Optional[int] = ..., newest_version_in_flight: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("free_rollouts", "version")
