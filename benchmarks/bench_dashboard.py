@@ -52,7 +52,7 @@ async def measure(workers: int, changes: int) -> tuple[list[float], float]:
                 await page.goto(daemon.dashboard_url)
                 await page.wait_for_selector("body[data-ready]")
                 first_s = time.monotonic() - began
-                every = f"document.querySelectorAll('#fleet-body tr').length === {workers}"
+                every = f"() => document.querySelectorAll('#fleet-body tr').length === {workers}"
                 await page.wait_for_function(every, timeout=120_000)
                 found = await _changes(page, daemon, changes)
                 await chromium.close()

@@ -44,3 +44,11 @@ class ExpectedLength:
         """Tokens of the whole group; the limit bounds it."""
         each = self._by_prompt.get(prompt_key(spec), self._overall)
         return min(each, float(spec.sampling.max_new_tokens)) * spec.rollout_count
+
+    def rest(self, spec: GroupSpec, tokens: int, finished_rollouts: int) -> float:
+        """Tokens still to come of a group that holds `tokens`: its unfinished siblings go on to the expectation, and
+        past it to half of what they have; the limit bounds it."""
+        unfinished = max(0, spec.rollout_count - finished_rollouts)
+        held, each = tokens / spec.rollout_count, self.guess(spec) / spec.rollout_count
+        left = each - held if held < each else held / 2
+        return unfinished * max(0.0, min(left, spec.sampling.max_new_tokens - held))

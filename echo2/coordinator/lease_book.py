@@ -408,6 +408,7 @@ class LeaseBook:
         """The lease ends and its group waits for another worker; this one is avoided for `avoid_s`."""
         yield from self._drop_lease(lease)
         group = self.groups[lease.group_id]
+        group.expected_tokens = self.lengths.rest(group.spec, lease.tokens, lease.finished_rollouts)
         if avoid_s > 0:
             group.avoid[lease.worker_id] = now + avoid_s
         yield from self._requeue(group, now)

@@ -111,9 +111,7 @@ def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tu
     """Seconds to the end where it is, tokens to go of its longest rollout, and tokens held by each."""
     spec = book.groups[lease.group_id].spec
     held = lease.tokens / spec.rollout_count
-    expected = book.lengths.guess(spec) / spec.rollout_count
-    left = expected - held if held < expected else held / 2
-    left = min(left, spec.sampling.max_new_tokens - held)
+    left = book.lengths.rest(spec, lease.tokens, spec.rollout_count - 1)
     made, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
     is_measured = made > 0 and for_s >= MEASURED_S_MIN
     speed = made / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)

@@ -87,7 +87,7 @@ async def _empty(chromium: Any, daemon: CoordinatorDaemon) -> None:
 
 async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
     async with page_of(chromium, daemon, 1440, "light") as page:
-        await page.wait_for_function("document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
+        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
         await page.locator("#terms .term.binding").wait_for(timeout=WAIT_MS)
         await page.locator("svg.tree").wait_for(timeout=WAIT_MS)
         await page.locator("#what-if-answer .answer").wait_for(timeout=WAIT_MS)
@@ -96,7 +96,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await _drains_by_keyboard(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
-        await page.wait_for_function("document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
+        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "the page is wider than 390 px"
@@ -126,8 +126,7 @@ async def _makes_a_token(page: Any, daemon: CoordinatorDaemon) -> None:
     await page.get_by_role("button", name="New token").click()
     await page.get_by_label("Label").fill("from the page")
     await page.get_by_role("button", name="Create").click()
-    command = await page.locator("#link-command").text_content(timeout=WAIT_MS)
-    assert command.startswith("echo-worker join 'echo2://")
+    await page.locator("#link-command").filter(has_text="echo-worker join 'echo2://").wait_for(timeout=WAIT_MS)
     await page.get_by_role("button", name="Done").click()
     await page.get_by_role("button", name="Revoke from the page").click()
     await page.locator("#confirm-go").click()
@@ -139,8 +138,7 @@ async def _rents_and_approves(page: Any, daemon: CoordinatorDaemon) -> None:
     await page.get_by_role("button", name="Rent by-hand").click()
     await page.locator("#confirm-form input").fill("for Ann")
     await page.locator("#confirm-go").click()
-    command = await page.locator("#link-command").text_content(timeout=WAIT_MS)
-    assert command.startswith("echo-worker join 'echo2://")
+    await page.locator("#link-command").filter(has_text="echo-worker join 'echo2://").wait_for(timeout=WAIT_MS)
     await page.get_by_role("button", name="Done").click()
     await page.locator("#journal").get_by_text("for Ann").first.wait_for(timeout=WAIT_MS)
     await page.locator("#approve").wait_for(timeout=WAIT_MS)
@@ -200,13 +198,13 @@ def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> No
         async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 500, work_s=15.0, beat_s=5.0):
             for width, scheme in ((1440, "dark"), (390, "light")):
                 async with page_of(chromium, daemon, width, scheme) as page:
-                    listed = "document.querySelectorAll('#fleet-body tr').length === 500"
+                    listed = "() => document.querySelectorAll('#fleet-body tr').length === 500"
                     await page.wait_for_function(listed, timeout=6 * WAIT_MS)
                     assert daemon.hub is not None
                     member = next(m for m in daemon.hub.membership.members.values() if m.name == "h100-0242")
                     daemon.hub.set_worker(member.peer_id, Setting.STANDBY, f"seen at {width}")
                     shown = (
-                        "[...document.querySelectorAll('#fleet-body tr')].some((tr) => "
+                        "() => [...document.querySelectorAll('#fleet-body tr')].some((tr) => "
                         f"tr.textContent.includes('h100-0242') && tr.querySelector('[title=\"seen at {width}\"]'))"
                     )
                     await page.wait_for_function(shown, timeout=WAIT_MS)

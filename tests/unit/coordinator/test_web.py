@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
 import httpx
 from starlette.routing import Route
 
+from echo2.broadcast.identity import Role
 from echo2.coordinator.runtime.web.app import Web
 from echo2.coordinator.runtime.web.guard import Guard
 from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
 from echo2.coordinator.runtime.web.openapi import document
-from tests.unit.coordinator.test_daemon import options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, play, running
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"
 
@@ -81,3 +83,26 @@ def test_every_route_is_in_the_openapi_document_and_every_metric_in_the_docs(tmp
     web = Web(None, "", None)  # type: ignore[arg-type]  # routes alone are asked for
     routes = {route.path for route in web.application().routes if isinstance(route, Route)}
     assert routes - {"/", "/favicon.ico"} == set(document()["paths"])
+
+
+def test_the_stream_sends_all_at_first_and_then_what_has_changed(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+            worker = await Node.join(daemon, Role.WORKER)
+            await worker.hello(name="berlin")
+            async with web.stream("GET", "/api/stream") as stream:
+                messages = (json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: "))
+                first = await anext(messages)
+                whole = (await web.get("/api/state")).json()
+                assert set(first) == set(whole) | {"now", "samples_changed"}
+                assert first["workers"][worker.credentials.peer_id]["name"] == "berlin"
+                csrf = (await web.get("/api/session")).json()["csrf"]
+                body = {"peer_id": worker.credentials.peer_id, "activation": "standby", "reason": "later"}
+                await web.post("/api/workers/state", json=body, headers={"x-echo2-csrf": csrf})
+                while "workers" not in (message := await anext(messages)):
+                    assert "tokens" not in message, "what has not changed is not sent"
+                assert message["workers"][worker.credentials.peer_id]["activation"] == "standby"
+                assert "tokens" not in message
+            await worker.close()
+
+    play(scene)

@@ -47,7 +47,7 @@ class Web:
     def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
         self._commands, self._csrf, self._stopping = commands, csrf, stopping
         self._view = StateView(commands)
-        self._feed = Feed(self._view, commands.hub.clock)
+        self._feed = Feed(self._view)
         self._streams = 0
         self._what_ifs = asyncio.Semaphore(WHAT_IFS_AT_ONCE)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from echo2.base.clock import Clock
 from echo2.coordinator.runtime.web.state import StateView
 
 FRESH_S = 0.2
@@ -19,8 +18,8 @@ FRESH_S = 0.2
 class Feed:
     """`serial` grows with each change; a page remembers the one that it has seen."""
 
-    def __init__(self, view: StateView, clock: Clock) -> None:
-        self._view, self._clock = view, clock
+    def __init__(self, view: StateView) -> None:
+        self._view = view
         self._at = float("-inf")
         self._sections: dict[str, tuple[int, str]] = {}
         self._rows: dict[str, tuple[int, str, tuple[Any, ...]]] = {}
@@ -36,7 +35,7 @@ class Feed:
         return found
 
     def _refresh(self) -> None:
-        now = self._clock.now()
+        now = self._view.now()
         if now - self._at < FRESH_S:
             return
         self._at = now

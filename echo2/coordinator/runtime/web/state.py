@@ -37,6 +37,9 @@ class StateView:
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
 
+    def now(self) -> float:
+        return self._commands.hub.clock.now()
+
     def sections(self) -> dict[str, Any]:
         """Everything but the workers, which `workers` gives one by one."""
         hub, now = self._commands.hub, self._commands.hub.clock.now()
