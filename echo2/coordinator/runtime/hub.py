@@ -261,7 +261,7 @@ class Hub:
         member = self.membership.members[peer_id]
         self.note("worker", f"{member.name} leaves: {reason or 'no reason given'}")
         if PREEMPTION_WORD in reason:
-            self._journal_worker("preempted", member, reason)
+            self.journal_worker("preempted", member, reason)
         self._review(self.membership.change_of(member, self.clock.now()))
 
     def worker_cut(self, peer_id: PeerId, session: WorkerSession) -> None:
@@ -307,7 +307,7 @@ class Hub:
         is_active = change.activation is Activation.ACTIVE
         text = f"{member.name} is {change.activation.value} now: {member.activation_reason}"
         self.note("activation", text)
-        self._journal_worker(change.activation.value, member, member.activation_reason)
+        self.journal_worker(change.activation.value, member, member.activation_reason)
         if change.activation is Activation.BANNED:
             session = self.workers.get(member.peer_id)
             if session is not None:
@@ -448,23 +448,8 @@ class Hub:
         part = self._plan_parts.part_of(session.peer_id)
         session.send(pb.WorkerOrder(broadcast_plan=plan_to_message(part)))
 
-    # ---- machines that end
-
-    def send_home(self, peer_id: PeerId, reason: str) -> None:
-        """No new leases for a worker, and those that it has are handed back now, with all their tokens."""
-        if self.membership.members[peer_id].setting is not Setting.BANNED:
-            self.set_worker(peer_id, Setting.DRAINING, reason)
-        for lease in self.book.leases_of(peer_id):
-            self._handle(le.Recall(lease.lease_id, reason))
-
-    def preempted(self, peer_id: PeerId, notice: str) -> None:
-        """Its machine will be taken away: what it holds moves while it can still be handed over."""
-        member = self.membership.members[peer_id]
-        self.note("worker", f"{member.name} will lose its machine: {notice}")
-        self._journal_worker("preemption notice", member, notice)
-        self.send_home(peer_id, f"preemption: {notice}")
-
-    def _journal_worker(self, action: str, member: Member, reason: str) -> None:
+    def journal_worker(self, action: str, member: Member, reason: str) -> None:
+        """What a worker's work costs has changed, or will."""
         price, spent = member.hello.price_usd_per_hour, member.usd_spent
         self.keeper.paid_action(PaidAction(self.clock.now(), action, member.peer_id, reason, price, spent))
 

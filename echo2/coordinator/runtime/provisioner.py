@@ -22,6 +22,7 @@ from echo2.coordinator.membership import Member
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.provisioning import Machine, MachineState, Offer, Provider, Sighting, machine_prefix
 from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.preemption import preempted, send_home
 from echo2.coordinator.saved import PaidAction
 from echo2.coordinator.tokens import Token
 
@@ -94,7 +95,7 @@ class Provisioner:
         machine.state = MachineState.RELEASING
         self._journal(machine, "release", reason)
         for worker in self.workers_of(machine):
-            self._hub.send_home(worker.peer_id, f"its machine is given back: {reason}")
+            send_home(self._hub, worker.peer_id, f"its machine is given back: {reason}")
         await self._in_time(machine, self._release(machine, reason))
 
     async def _release(self, machine: Machine, reason: str) -> None:
@@ -121,7 +122,7 @@ class Provisioner:
         if machine is not None:
             self._on_notice(machine, notice)
         elif PeerId(whom) in self._hub.membership.members:
-            self._hub.preempted(PeerId(whom), notice)
+            preempted(self._hub, PeerId(whom), notice)
             self._hub.flush_now()
         else:
             raise MalformedMessage(f"preemption notice: expected a machine or a worker of this run, got {whom[:80]!r}")
@@ -241,7 +242,7 @@ class Provisioner:
             return
         machine.state, machine.notice = MachineState.ENDING, notice
         for worker in self.workers_of(machine):
-            self._hub.preempted(worker.peer_id, notice)
+            preempted(self._hub, worker.peer_id, notice)
         self._journal(machine, "preemption notice", notice)
 
     def _think(self) -> None:

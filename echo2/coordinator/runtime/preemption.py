@@ -1,0 +1,24 @@
+"""Workers that will lose their machine: no new leases, and those that they have go to others while they still can."""
+
+from __future__ import annotations
+
+from echo2.base.ids import PeerId
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.membership import Setting
+from echo2.coordinator.runtime.hub import Hub
+
+
+def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
+    """The worker drains and is asked for its leases now, with all their tokens."""
+    if hub.membership.members[peer_id].setting is not Setting.BANNED:
+        hub.set_worker(peer_id, Setting.DRAINING, reason)
+    for lease in hub.book.leases_of(peer_id):
+        hub.apply(hub.book.handle(le.Recall(lease.lease_id, reason), hub.clock.now()))
+
+
+def preempted(hub: Hub, peer_id: PeerId, notice: str) -> None:
+    """Somebody else than the worker says that its machine will be taken away."""
+    member = hub.membership.members[peer_id]
+    hub.note("worker", f"{member.name} will lose its machine: {notice}")
+    hub.journal_worker("preemption notice", member, notice)
+    send_home(hub, peer_id, f"preemption: {notice}")
