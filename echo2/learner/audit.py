@@ -1,170 +1,112 @@
-"""Exact behaviour log-probabilities from kept snapshots, and what they say about the worker that claimed others.
+"""Which tokens to score under which version, for an audit: exact log-probabilities beside those that a worker claimed.
 
-Guarantees: every token is scored under the very version that its span names, each version's weights being needed once;
-the verdict is a pure function of claimed and exact numbers. Leaves to others: keeping the snapshots and running the
-forward pass (`ScoreUnderVersion`), quarantine.
+Guarantees: every token is scored under the very version that its span names, and under the one published before it;
+each version's weights are needed once. Leaves to others: keeping the snapshots and running the forward pass
+(`ScoreUnderVersion`, learner/runtime/snapshots), what the numbers say about the worker (suspicion).
 
-Two questions are asked. Are the log-probabilities those of the claimed version (an old or altered model fails)? And are
-the tokens a likely draw from it (greedy, cold or forged tokens with honest log-probabilities fail)? A sequence that
-kept its KV cache across a swap matches no version exactly after it: under `keep_kv` audit first spans only.
+A sequence that kept its KV cache across a swap matches no version exactly after it: under `keep_kv` audit first spans
+only.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from echo2.base.errors import ConfigError
-from echo2.base.ids import Version
+from echo2.base.ids import PeerId, Version
 from echo2.base.rollout import Rollout
 
-
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """Tokens `start` to `stop - 1` of rollout number `rollout` in a list of them."""
-
-    rollout: int
-    start: int
-    stop: int
+FLOOR_NATS = -12.0
+"""Log-probabilities below this count as this where a token's likelihood is judged, so that the judgement is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of consecutive tokens, under one version: log-probability, and mean and variance of the log-probability of a
-    token drawn there (minus the entropy, and the varentropy).
-    """
+    """Of consecutive tokens, under one version: the log-probability of each (nats), the mean of max(log-probability,
+    FLOOR_NATS) of a token drawn there, the probability that the sequence ends there, and whether it did."""
 
     logprobs: tuple[float, ...]
     expected: tuple[float, ...]
-    variance: tuple[float, ...]
+    stop_chances: tuple[float, ...]
+    stopped: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.logprobs) == len(self.expected) == len(self.variance), "three numbers a token"
+        lengths = {len(self.logprobs), len(self.expected), len(self.stop_chances), len(self.stopped)}
+        assert len(lengths) == 1, "four numbers a token"
 
 
 class ScoreUnderVersion(Protocol):
     """The forward pass under a kept snapshot: scores of `token_ids[start:stop]` after the prompt and what precedes.
 
-    Under the sampling temperature, without filters; learner/runtime/snapshots has the real one.
+    Under the sampling temperature, without filters.
     """
 
     def __call__(self, version: Version, rollout: Rollout, start: int, stop: int) -> TokenScores: ...
 
 
 @dataclass(frozen=True, slots=True)
-class AuditTolerance:
-    """How far honest numbers may differ: two engines, or two precisions, never agree to the bit.
+class Piece:
+    """Tokens `start` to `stop - 1` of `rollout`: sampled under `version`, as `worker` says who reported them."""
 
-    Defaults suit bf16 on both sides; float32 engines agree a hundred times better. `surprise_max`: standard deviations
-    by which the sum of log-probabilities may differ from its expectation.
-    """
-
-    mean_difference_max: float = 0.05
-    outlier_nats: float = 1.0
-    outlier_fraction_max: float = 0.02
-    surprise_max: float = 6.0
-
-    def __post_init__(self) -> None:
-        if min(self.mean_difference_max, self.outlier_nats, self.surprise_max) <= 0 or self.outlier_fraction_max < 0:
-            raise ConfigError(f"audit tolerance: expected limits above 0, got {self}")
+    worker: PeerId
+    rollout: Rollout
+    version: Version
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
-class AuditFinding:
-    """`problem` is empty for an honest rollout. `surprise` is in standard deviations, positive: likelier than drawn."""
+class Evidence:
+    """What was claimed of a piece and what is so. `previous`: log-probabilities under the version before; empty where
+    that is not kept."""
 
-    token_count: int
-    mean_difference: float
-    max_difference: float
-    outlier_fraction: float
-    surprise: float
-    problem: str
+    piece: Piece
+    exact: TokenScores
+    previous: tuple[float, ...]
 
     @property
-    def is_honest(self) -> bool:
-        return not self.problem
+    def claimed(self) -> tuple[float, ...]:
+        return self.piece.rollout.logprobs[self.piece.start : self.piece.stop]
 
 
-def ranges_by_version(
-    rollouts: Sequence[Rollout], first_span_only: bool = False
-) -> Mapping[Version, tuple[TokenRange, ...]]:
-    """Which tokens to score under which version, oldest version first, so that each snapshot is loaded once."""
-    ranges: dict[Version, list[TokenRange]] = {}
-    for number, rollout in enumerate(rollouts):
-        start = 0
-        for span in rollout.version_spans[: 1 if first_span_only else None]:
-            ranges.setdefault(span.version, []).append(TokenRange(number, start, start + span.count))
-            start += span.count
-    return {version: tuple(ranges[version]) for version in sorted(ranges)}
+def pieces_of(rollout: Rollout, senders: Sequence[tuple[PeerId, int]], first_span_only: bool = False) -> list[Piece]:
+    """The rollout cut where its version or its sender changes. `senders`: who reported how many tokens, in order."""
+    spans = rollout.version_spans[: 1 if first_span_only else None]
+    cuts = {0}
+    for counts in ([span.count for span in spans], [count for _, count in senders]):
+        cuts |= {sum(counts[: n + 1]) for n in range(len(counts))}
+    end = min(sum(span.count for span in spans), sum(count for _, count in senders))
+    edges = sorted(cut for cut in cuts if cut <= end)
+    versions = [span.version for span in spans for _ in range(span.count)]
+    peers = [peer for peer, count in senders for _ in range(count)]
+    return [Piece(peers[start], rollout, versions[start], start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-def exact_scores(
-    rollouts: Sequence[Rollout], score: ScoreUnderVersion, first_span_only: bool = False
-) -> tuple[TokenScores, ...]:
-    """Scores of each rollout's tokens, each under the version that sampled it."""
-    pieces: list[dict[int, TokenScores]] = [{} for _ in rollouts]
-    for version, ranges in ranges_by_version(rollouts, first_span_only).items():
-        for place in ranges:
-            scores = score(version, rollouts[place.rollout], place.start, place.stop)
-            assert len(scores.logprobs) == place.stop - place.start, "one score a token asked for"
-            pieces[place.rollout][place.start] = scores
-    return tuple(_joined([by_start[start] for start in sorted(by_start)]) for by_start in pieces)
+def examined(pieces: Sequence[Piece], kept: Sequence[Version], score: ScoreUnderVersion) -> list[Evidence]:
+    """Scores of the pieces whose version is among the `kept` ones (ascending), each version loaded once."""
+    exact: dict[int, TokenScores] = {}
+    previous: dict[int, tuple[float, ...]] = {}
+    for place, version in enumerate(kept):
+        after = kept[place + 1] if place + 1 < len(kept) else None
+        for number, piece in enumerate(pieces):
+            if piece.version == version:
+                exact[number] = score(version, piece.rollout, piece.start, piece.stop)
+            elif piece.version == after:
+                previous[number] = score(version, piece.rollout, piece.start, piece.stop).logprobs
+    return [Evidence(pieces[number], exact[number], previous.get(number, ())) for number in sorted(exact)]
 
 
-def audited(
-    claimed: Sequence[float], exact: TokenScores, tolerance: AuditTolerance, is_filtered: bool = False
-) -> AuditFinding:
-    """Compares the log-probabilities that a worker claimed with the exact ones of the same tokens.
+def copies(rollouts: Sequence[Rollout], logprobs: Sequence[Sequence[float]]) -> float:
+    """How much likelier equal siblings are than by chance: the mean over pairs of [equal] / P(the completion).
 
-    `is_filtered`: sampled with top-p or top-k. Such tokens are likelier than draws from the whole distribution, so only
-    the first question is asked, of the raw log-probabilities.
+    Its expectation is at most 1 for completions drawn independently. `logprobs`: exact, per token.
     """
-    count = len(exact.logprobs)
-    differences = [abs(c - e) for c, e in zip(claimed[:count], exact.logprobs, strict=True)]
-    mean = sum(differences) / max(1, count)
-    outliers = sum(difference > tolerance.outlier_nats for difference in differences) / max(1, count)
-    surprise = 0.0 if is_filtered else _surprise(exact)
-    return AuditFinding(
-        token_count=count,
-        mean_difference=mean,
-        max_difference=max(differences, default=0.0),
-        outlier_fraction=outliers,
-        surprise=surprise,
-        problem=_problem(mean, outliers, surprise, tolerance),
-    )
-
-
-def _problem(mean: float, outliers: float, surprise: float, tolerance: AuditTolerance) -> str:
-    if not mean <= tolerance.mean_difference_max:
-        return (
-            f"log-probabilities are not those of the version claimed: expected a mean difference of at most "
-            f"{tolerance.mean_difference_max} nats, got {mean:.4f}"
-        )
-    if outliers > tolerance.outlier_fraction_max:
-        return (
-            f"log-probabilities are not those of the version claimed: expected at most "
-            f"{tolerance.outlier_fraction_max:.1%} of tokens off by more than {tolerance.outlier_nats} nats, "
-            f"got {outliers:.1%}"
-        )
-    if not abs(surprise) <= tolerance.surprise_max:
-        return (
-            f"tokens are no draw from the version claimed: expected a likelihood within {tolerance.surprise_max} "
-            f"standard deviations, got {surprise:+.1f}"
-        )
-    return ""
-
-
-def _surprise(exact: TokenScores) -> float:
-    excess = math.fsum(exact.logprobs) - math.fsum(exact.expected)
-    # One hundredth of a nat squared a token: a model that is sure of everything has no variance to divide by.
-    return excess / math.sqrt(math.fsum(exact.variance) + 1e-4 * max(1, len(exact.logprobs)))
-
-
-def _joined(pieces: Sequence[TokenScores]) -> TokenScores:
-    return TokenScores(
-        tuple(x for piece in pieces for x in piece.logprobs),
-        tuple(x for piece in pieces for x in piece.expected),
-        tuple(x for piece in pieces for x in piece.variance),
-    )
+    pairs = [(i, j) for i in range(len(rollouts)) for j in range(i)]
+    if not pairs:
+        return 1.0
+    chance = [math.exp(-min(600.0, -math.fsum(row))) for row in logprobs]
+    equal = [1.0 / chance[i] for i, j in pairs if rollouts[i].token_ids == rollouts[j].token_ids]
+    return math.fsum(equal) / len(pairs)

@@ -1,7 +1,7 @@
 """Published versions kept in host memory, and the forward pass under them: what an audit compares claims with.
 
 Guarantees: at most `versions_max` snapshots are held, the newest; scores are of the very bits that were published.
-Leaves to others: which rollouts to audit and what follows (learner/audit gives the verdict). Costs one more copy of the
+Leaves to others: which rollouts to audit (auditor), what the numbers say (learner/suspicion). Costs one more copy of the
 model, on the device it is made on; not for the trainer's thread while a step runs.
 
 Shapes: L tokens of prompt and completion, V vocabulary.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import Rollout
-from echo2.learner.audit import TokenScores
+from echo2.learner.audit import FLOOR_NATS, TokenScores
 
 CHUNK_TOKENS = 512
 """Log-probabilities of the whole vocabulary are held for this many positions at a time."""
@@ -43,6 +43,11 @@ class KeptSnapshots:
     def __contains__(self, version: Version) -> bool:
         return version in self._kept
 
+    @property
+    def versions(self) -> list[Version]:
+        """Ascending."""
+        return sorted(self._kept)
+
     def of(self, version: Version) -> Mapping[str, Tensor]:
         if version not in self._kept:
             raise StateError(f"version {version}: expected a kept snapshot among {', '.join(map(str, self._kept))}")
@@ -52,10 +57,11 @@ class KeptSnapshots:
 class SnapshotScorer:
     """Scores tokens under kept versions; what `audit.exact_scores` calls. Groups' prompts are told before."""
 
-    def __init__(self, hf_model: Any, snapshots: KeptSnapshots, temperature: float):
+    def __init__(self, hf_model: Any, snapshots: KeptSnapshots, temperature: float, stop_token_ids: Sequence[int]):
         self._model = copy.deepcopy(hf_model).eval()
         self._snapshots = snapshots
         self._temperature = temperature
+        self._stop_token_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.long)
         self._loaded: Version | None = None
         self.prompts: dict[GroupId, tuple[int, ...]] = {}
 
@@ -69,9 +75,10 @@ class SnapshotScorer:
             logits_LV = self._model(input_ids=tokens_L[None], use_cache=False, logits_to_keep=kept).logits[0, :-1]
             logits = torch.split(logits_LV / self._temperature, CHUNK_TOKENS)
             targets = torch.split(tokens_L[len(prompt) + start :], CHUNK_TOKENS)
-            pieces = [_scores(one, other) for one, other in zip(logits, targets, strict=True)]
-        logprobs, expected, variance = (torch.cat(column).tolist() for column in zip(*pieces, strict=True))
-        return TokenScores(tuple(logprobs), tuple(expected), tuple(variance))
+            stops = self._stop_token_ids.to(device)
+            pieces = [_scores(one, other, stops) for one, other in zip(logits, targets, strict=True)]
+        columns = (tuple(torch.cat(column).tolist()) for column in zip(*pieces, strict=True))
+        return TokenScores(*columns)
 
     def _load(self, version: Version) -> None:
         if version == self._loaded:
@@ -84,10 +91,10 @@ class SnapshotScorer:
         self._loaded = version
 
 
-def _scores(logits_LV: Tensor, target_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target; mean and variance of the log-probability of a token drawn there."""
+def _scores(logits_LV: Tensor, target_L: Tensor, stops: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four columns of `TokenScores`."""
     logprobs_LV = logits_LV.float().log_softmax(-1)
     probabilities_LV = logprobs_LV.exp()
-    expected_L = (probabilities_LV * logprobs_LV).sum(-1)
-    variance_L = (probabilities_LV * (logprobs_LV - expected_L[:, None]).square()).sum(-1)
-    return logprobs_LV.gather(-1, target_L[:, None])[:, 0], expected_L, variance_L
+    expected_L = (probabilities_LV * logprobs_LV.clamp(min=FLOOR_NATS)).sum(-1)
+    chosen_L = logprobs_LV.gather(-1, target_L[:, None])[:, 0]
+    return chosen_L, expected_L, probabilities_LV[:, stops].sum(-1), torch.isin(target_L, stops)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from echo2.base.errors import StateError
-from echo2.base.ids import GroupId, Version
+from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, Rollout, VersionSpan
-from echo2.learner.audit import AuditTolerance, audited, exact_scores
+from echo2.learner.audit import examined, pieces_of
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.snapshots import KeptSnapshots, SnapshotScorer
 from tests.unit.learner.tiny import make_tiny_model
@@ -54,21 +54,20 @@ def sampled(model: PolicyModel, snapshots: KeptSnapshots, spans: list[tuple[int,
     return Rollout(GroupId("g"), 0, tuple(token_ids), numbers, numbers, claimed, FinishReason.LENGTH)
 
 
-def test_tokens_are_scored_under_their_own_versions_and_a_worker_on_another_is_found_out(tmp_path: Path) -> None:
+def test_tokens_are_scored_under_their_own_versions(tmp_path: Path) -> None:
     model, snapshots = model_with_history(tmp_path)
     rollouts = [sampled(model, snapshots, [(2, TOKENS // 2), (4, TOKENS // 2)], seed) for seed in range(2)]
-    scorer = SnapshotScorer(model.hf_model, snapshots, TEMPERATURE)
+    scorer = SnapshotScorer(model.hf_model, snapshots, TEMPERATURE, [1])
     scorer.prompts[GroupId("g")] = PROMPT
-    for rollout, exact in zip(rollouts, exact_scores(rollouts, scorer), strict=True):
-        assert exact.logprobs == pytest.approx(rollout.logprobs, abs=1e-5)
-        assert audited(rollout.logprobs, exact, AuditTolerance()).problem == ""
-    liar = sampled(model, snapshots, [(4, TOKENS)], seed=9)
-    lie = Rollout(
-        liar.group_id, 0, liar.token_ids, liar.logprobs, liar.raw_logprobs, (VersionSpan(Version(2), TOKENS),),
-        FinishReason.LENGTH,
-    )  # fmt: skip
-    (exact,) = exact_scores([lie], scorer)
-    assert "not those of the version claimed" in audited(lie.logprobs, exact, AuditTolerance()).problem
+    pieces = [piece for rollout in rollouts for piece in pieces_of(rollout, [(PeerId("w"), TOKENS)])]
+    found = examined(pieces, snapshots.versions, scorer)
+    assert [(e.piece.version, bool(e.previous)) for e in found] == [(2, False), (4, True)] * 2
+    for evidence in found:
+        assert evidence.exact.logprobs == pytest.approx(evidence.claimed, abs=1e-5)
+        assert all(0 < chance < 1 for chance in evidence.exact.stop_chances)
+        tokens = evidence.piece.rollout.token_ids[evidence.piece.start : evidence.piece.stop]
+        assert evidence.exact.stopped == tuple(token == 1 for token in tokens)
+    assert max(abs(a - b) for a, b in zip(found[1].previous, found[1].claimed, strict=True)) > 0.01
 
 
 def test_only_the_newest_versions_are_kept_and_an_older_one_is_named(tmp_path: Path) -> None:
@@ -76,25 +75,3 @@ def test_only_the_newest_versions_are_kept_and_an_older_one_is_named(tmp_path: P
     assert [version in snapshots for version in (Version(0), Version(2), Version(4))] == [False, True, True]
     with pytest.raises(StateError, match="version 0: expected a kept snapshot among 2, 4"):
         snapshots.of(Version(0))
-
-
-def test_filtered_sampling_is_not_taken_for_cold_sampling(tmp_path: Path) -> None:
-    model, snapshots = model_with_history(tmp_path)
-    scorer = SnapshotScorer(model.hf_model, snapshots, TEMPERATURE)
-    scorer.prompts[GroupId("g")] = PROMPT
-    greedy = sampled(model, snapshots, [(2, 1)], 0)
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    for _ in range(TOKENS):
-        with torch.no_grad():
-            logits = model.hf_model(input_ids=torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, -1]
-        logprobs_V = (logits / TEMPERATURE).log_softmax(-1)
-        tokens.append(int(logprobs_V.argmax()))
-        logprobs.append(float(logprobs_V.max()))
-    cold = Rollout(
-        greedy.group_id, 0, tuple(tokens), tuple(logprobs), tuple(logprobs), (VersionSpan(Version(2), TOKENS),),
-        FinishReason.LENGTH,
-    )  # fmt: skip
-    (exact,) = exact_scores([cold], scorer)
-    assert "no draw" in audited(cold.logprobs, exact, AuditTolerance()).problem
-    assert audited(cold.logprobs, exact, AuditTolerance(), is_filtered=True).is_honest

@@ -1,0 +1,194 @@
+"""A sequential test for each worker: are its rollouts what it says they are?
+
+Guarantees: an honest worker is accused with probability at most `false_alarms_per_day` a day, however often one looks
+and whatever is sampled when; a cheat is found after a number of tokens that falls with the square of what it changed.
+Leaves to others: the numbers (audit), what is done to an accused worker.
+
+The test bets against honesty (Ville's inequality; Wald 1945 for the ratio of likelihoods, Waudby-Smith and Ramdas 2024
+for bounded means). Each bet starts with 1 and, while the worker is honest, grows on average never; so the mean of all
+bets reaches 1/alpha with probability at most alpha. Five bets, each with what it takes for granted of honest workers:
+
+- *noise*: the mean square of claimed minus exact log-probability is at most `noise_nats` squared. Catches fabricated
+  numbers, altered and coarsely quantised models.
+- *version*: noise does not lean towards the version before by more than chance (correlation below 0.1). The claims are
+  projected on the difference between the two versions; catches a worker that stayed on the old one, also where that
+  difference is below its noise, down to `SHIFT_MIN` of it.
+- *draw*: tokens are drawn from the version named: the sum of log-probabilities has a known mean. Catches greedy, cold,
+  repeated and forged tokens with honest numbers.
+- *length*: completions end as often as the version named says. Catches truncation, and ends that are put off.
+- *copies*: siblings are drawn independently. Catches completions handed in twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from echo2.base.errors import ConfigError
+from echo2.learner.audit import FLOOR_NATS, Evidence
+
+DAY_S = 86_400.0
+NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)
+DRAW_STAKES = (0.02, 0.1, 0.4, 0.9, -0.02, -0.1, -0.4, -0.9)
+STOP_FACTORS = (3.0, 20.0, 0.3)
+"""How much more often than it should a cheat ends its sequences: the alternatives that are bet on."""
+STOP_CHANCE_MAX = 0.9
+COPY_STAKE = 0.01
+NOISE_CAP = 8.0
+"""Differences beyond this many `noise_nats` count as this many."""
+LEARN_TOKENS = 200
+"""Before so many, a worker's own noise is not known well enough to bet on its version."""
+SIGMA_MIN = 1e-7
+SHIFT_MIN = 0.2
+"""Two versions closer than this share of a worker's noise are not told apart: the noise of another precision is a fixed
+function of the tokens, and may by chance lean a little towards the version before."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspicionConfig:
+    """`noise_nats`: root mean square by which honest engines may differ from the learner, of any precision and batch size."""
+
+    noise_nats: float = 0.05
+    false_alarms_per_day: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.noise_nats < 10:
+            raise ConfigError(f"audit: expected noise between 0 and 10 nats, got {self.noise_nats}")
+        if not 0 < self.false_alarms_per_day < 1:
+            raise ConfigError(f"audit: expected false alarms between 0 and 1 a day, got {self.false_alarms_per_day}")
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """`bet`: the one that grew most: noise, version, draw, length or copies. `evidence`: natural logarithm of the mean bet."""
+
+    bet: str
+    evidence: float
+    tokens: int
+    text: str
+
+
+class _Mixture:
+    """The mean of bets on one bounded quantity with several stakes; `log_wealth` of it."""
+
+    def __init__(self, stakes: Sequence[float]) -> None:
+        self._stakes = stakes
+        self._logs = [0.0] * len(stakes)
+
+    def bet(self, excess: float) -> None:
+        """`excess`: at most 0 on average for an honest worker; every stake times it is above -1."""
+        for number, stake in enumerate(self._stakes):
+            self._logs[number] += math.log1p(stake * excess)
+
+    @property
+    def log_wealth(self) -> float:
+        return _log_mean(self._logs)
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """What is held against one worker since `since` (seconds); it starts anew every day."""
+
+    config: SuspicionConfig
+    since: float
+    tokens: int = 0
+    _noise: _Mixture = field(default_factory=lambda: _Mixture(NOISE_STAKES))
+    _draw: _Mixture = field(default_factory=lambda: _Mixture(DRAW_STAKES))
+    _stops: list[float] = field(default_factory=lambda: [0.0] * len(STOP_FACTORS))
+    _version: float = 0.0
+    _copies: float = 0.0
+    _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
+    _shift_squares: float = 0.0
+    _counted: int = 0
+
+    def observe(self, evidence: Evidence, is_filtered: bool = False) -> None:
+        """Takes a piece into account. `is_filtered`: sampled with top-p or top-k, so no draw from the whole distribution."""
+        differences = [
+            claimed - exact for claimed, exact in zip(evidence.claimed, evidence.exact.logprobs, strict=True)
+        ]
+        self.tokens += len(differences)
+        for difference in differences:
+            share = min(1.0, (difference / (NOISE_CAP * self.config.noise_nats)) ** 2)
+            self._noise.bet(share - NOISE_CAP**-2)
+        if evidence.previous:
+            self._bet_on_version(differences, evidence)
+        if not is_filtered:
+            for logprob, expected in zip(evidence.exact.logprobs, evidence.exact.expected, strict=True):
+                self._draw.bet((max(logprob, FLOOR_NATS) - expected) / -FLOOR_NATS)
+            for chance, stopped in zip(evidence.exact.stop_chances, evidence.exact.stopped, strict=True):
+                self._bet_on_stop(chance, stopped)
+
+    def observe_copies(self, likelihood: float) -> None:
+        """`audit.copies` of a group."""
+        self._copies += math.log1p(COPY_STAKE * (min(likelihood, 1e12) - 1.0))
+
+    def _bet_on_version(self, differences: Sequence[float], evidence: Evidence) -> None:
+        """Wald's ratio for a shift by the difference of two versions, in Gaussian noise of the worker's own size.
+
+        Shift and noise are cut at one and three standard deviations: what counts is the direction.
+        """
+        shifts = [previous - exact for exact, previous in zip(evidence.exact.logprobs, evidence.previous, strict=True)]
+        is_clear = self._shift_squares >= SHIFT_MIN**2 * self._squares and self._counted >= LEARN_TOKENS
+        if is_clear:
+            sigma = math.sqrt(2.0 * self._squares / self._counted + SIGMA_MIN**2)
+            for difference, shift in zip(differences, shifts, strict=True):
+                towards = max(-1.0, min(1.0, shift / sigma))
+                noise = max(-3.0, min(3.0, difference / sigma))
+                self._version += towards * noise - towards * towards / 2.0
+        self._squares += math.fsum(difference * difference for difference in differences)
+        self._shift_squares += math.fsum(shift * shift for shift in shifts)
+        self._counted += len(differences)
+
+    def _bet_on_stop(self, chance: float, stopped: bool) -> None:
+        """The ratio of likelihoods of ending here, were it so many times as likely."""
+        chance = min(max(chance, 1e-9), STOP_CHANCE_MAX)
+        for number, factor in enumerate(STOP_FACTORS):
+            other = min(factor * chance, STOP_CHANCE_MAX)
+            self._stops[number] += math.log(other / chance if stopped else (1.0 - other) / (1.0 - chance))
+
+    def expire(self, now: float) -> None:
+        """Forgets what is older than a day, so that false alarms are counted by the day."""
+        if now - self.since >= DAY_S:
+            self.__init__(self.config, now)  # type: ignore[misc]
+
+    @property
+    def log_wealths(self) -> dict[str, float]:
+        return {
+            "noise": self._noise.log_wealth,
+            "version": self._version,
+            "draw": self._draw.log_wealth,
+            "length": _log_mean(self._stops),
+            "copies": self._copies,
+        }
+
+    @property
+    def evidence(self) -> float:
+        """Natural logarithm of the mean bet; 0 at the start."""
+        return _log_mean(list(self.log_wealths.values()))
+
+    @property
+    def accusation(self) -> Accusation | None:
+        """None while the worker may be honest."""
+        evidence = self.evidence
+        if evidence < -math.log(self.config.false_alarms_per_day):
+            return None
+        wealths = self.log_wealths
+        bet = max(wealths, key=lambda name: wealths[name])
+        return Accusation(
+            bet, evidence, self.tokens, f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens)"
+        )
+
+
+_TEXTS = {
+    "noise": "its log-probabilities are not those of the version that it claims",
+    "version": "its log-probabilities lean to the version before the one that it claims",
+    "draw": "its tokens are no draw from the version that it claims",
+    "length": "its completions end where the version that it claims would not end them",
+    "copies": "its completions of a prompt are copies of one another",
+}
+
+
+def _log_mean(logs: Sequence[float]) -> float:
+    largest = max(logs)
+    return largest + math.log(math.fsum(math.exp(log - largest) for log in logs) / len(logs))

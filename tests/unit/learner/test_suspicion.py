@@ -1,0 +1,155 @@
+"""The sequential test on numbers made for it: honest workers stay unaccused, each kind of cheat is named."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.rollout import FinishReason, Rollout, VersionSpan
+from echo2.learner.audit import FLOOR_NATS, Evidence, Piece, TokenScores
+from echo2.learner.suspicion import DAY_S, Suspicion, SuspicionConfig
+
+VOCABULARY = 12
+PIECE_TOKENS = 50
+
+
+def evidence(
+    rng: random.Random,
+    noise: Callable[[], float],
+    shift_nats: float = 1e-3,
+    behind: bool = False,
+    coldness: float = 1.0,
+) -> Evidence:
+    """A piece of a worker. `behind`: it samples, and claims numbers, under the version before, `shift_nats` away."""
+    exact, previous, expected, claimed = [], [], [], []
+    for _ in range(PIECE_TOKENS):
+        scores = [rng.gauss(0, 1.5) for _ in range(VOCABULARY)]
+        logs = _log_softmax(scores)
+        before = _log_softmax([x + rng.gauss(0, shift_nats) for x in scores])
+        own = before if behind else logs
+        token = rng.choices(range(VOCABULARY), [math.exp(coldness * x) for x in own])[0]
+        exact.append(logs[token])
+        previous.append(before[token])
+        expected.append(sum(math.exp(x) * max(x, FLOOR_NATS) for x in logs))
+        claimed.append(min(0.0, own[token] + noise()))
+    numbers = tuple(claimed)
+    spans = (VersionSpan(Version(2), PIECE_TOKENS),)
+    rollout = Rollout(GroupId("g"), 0, (0,) * PIECE_TOKENS, numbers, numbers, spans, FinishReason.STOP)
+    piece = Piece(PeerId("w"), rollout, Version(2), 0, PIECE_TOKENS)
+    never, no = (0.0,) * PIECE_TOKENS, (False,) * PIECE_TOKENS
+    return Evidence(piece, TokenScores(tuple(exact), tuple(expected), never, no), tuple(previous))
+
+
+def _log_softmax(scores: list[float]) -> list[float]:
+    total = math.log(sum(math.exp(x) for x in scores))
+    return [x - total for x in scores]
+
+
+def tokens_until_accused(make: Callable[[], Evidence], limit: int) -> tuple[int, str]:
+    suspicion = Suspicion(SuspicionConfig(), 0.0)
+    while suspicion.tokens < limit:
+        suspicion.observe(make())
+        if (accusation := suspicion.accusation) is not None:
+            return suspicion.tokens, accusation.bet
+    return limit, ""
+
+
+def heavy_tailed(rng: random.Random, size: float) -> float:
+    return size * rng.gauss(0, 1) * (5.0 if rng.random() < 0.02 else 0.7)
+
+
+@pytest.mark.parametrize("noise_nats", [0.0, 1e-6, 1e-3, 0.02])
+@pytest.mark.parametrize("shift_nats", [1e-4, 1e-2, 0.3])
+def test_honest_workers_of_any_precision_are_not_accused(noise_nats: float, shift_nats: float) -> None:
+    for seed in range(3):
+        rng = random.Random(seed)
+        found = tokens_until_accused(lambda r=rng: evidence(r, lambda: heavy_tailed(r, noise_nats), shift_nats), 10_000)  # type: ignore[misc]
+        assert found == (10_000, "")
+
+
+def test_false_alarms_are_as_rare_as_promised() -> None:
+    """At a level that can be counted: of 200 honest workers watched for 1,500 tokens at 5 %, at most 10 and a margin."""
+    accused = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        suspicion = Suspicion(SuspicionConfig(false_alarms_per_day=0.05), 0.0)
+        while suspicion.tokens < 1500 and suspicion.accusation is None:
+            suspicion.observe(evidence(rng, lambda r=rng: r.gauss(0, 0.02), 0.05))  # type: ignore[misc]
+        accused += suspicion.accusation is not None
+    assert accused <= 10 + 6, "10 expected at most; 6 is two standard deviations"
+
+
+@pytest.mark.parametrize(
+    ("noise_nats", "shift_nats", "limit"), [(1e-6, 1e-3, 1000), (0.01, 0.005, 4000), (1e-6, 0.3, 1000)]
+)
+def test_a_worker_one_version_behind_is_found_out(noise_nats: float, shift_nats: float, limit: int) -> None:
+    rng = random.Random(1)
+    tokens, bet = tokens_until_accused(
+        lambda: evidence(rng, lambda: rng.gauss(0, noise_nats), shift_nats, behind=True), limit
+    )
+    assert tokens < limit and bet in ("version", "noise")
+
+
+def test_numbers_that_are_too_far_off_are_found_out() -> None:
+    rng = random.Random(2)
+    assert tokens_until_accused(lambda: evidence(rng, lambda: rng.gauss(0, 0.15)), 2000)[1] == "noise"
+    assert tokens_until_accused(lambda: evidence(rng, lambda: rng.uniform(-3, 0)), 2000)[1] == "noise"
+
+
+@pytest.mark.parametrize("coldness", [3.0, 1.5, 0.6])
+def test_tokens_that_are_no_draw_are_found_out_though_their_numbers_are_honest(coldness: float) -> None:
+    rng = random.Random(3)
+    assert tokens_until_accused(lambda: evidence(rng, lambda: 0.0, coldness=coldness), 6000)[1] == "draw"
+
+
+def with_stops(rng: random.Random, chance: float, true_chance: float) -> Evidence:
+    made = evidence(rng, lambda: 0.0)
+    stopped = tuple(rng.random() < true_chance for _ in range(PIECE_TOKENS))
+    exact = TokenScores(made.exact.logprobs, made.exact.expected, (chance,) * PIECE_TOKENS, stopped)
+    return Evidence(made.piece, exact, made.previous)
+
+
+@pytest.mark.parametrize(("true_chance", "bet"), [(0.02, ""), (0.1, "length"), (0.0, "length")])
+def test_completions_that_end_too_soon_or_too_late_are_found_out(true_chance: float, bet: str) -> None:
+    rng = random.Random(6)
+    assert tokens_until_accused(lambda: with_stops(rng, 0.02, true_chance), 5000)[1] == bet
+
+
+def test_copies_are_found_out() -> None:
+    suspicion = Suspicion(SuspicionConfig(), 0.0)
+    for _ in range(4):
+        suspicion.observe_copies(math.exp(20.0))
+    accusation = suspicion.accusation
+    assert accusation is not None and accusation.bet == "copies" and "copies of one another" in accusation.text
+
+
+def test_filtered_sampling_is_not_taken_for_cold_sampling() -> None:
+    rng = random.Random(4)
+    suspicion = Suspicion(SuspicionConfig(), 0.0)
+    for _ in range(100):
+        suspicion.observe(evidence(rng, lambda: 0.0, coldness=3.0), is_filtered=True)
+    assert suspicion.accusation is None
+
+
+def test_a_day_later_nothing_is_held_against_it() -> None:
+    rng = random.Random(5)
+    suspicion = Suspicion(SuspicionConfig(), 100.0)
+    for _ in range(40):
+        suspicion.observe(evidence(rng, lambda: rng.gauss(0, 0.5)))
+    assert suspicion.accusation is not None
+    suspicion.expire(100.0 + DAY_S - 1)
+    assert suspicion.accusation is not None
+    suspicion.expire(100.0 + DAY_S)
+    assert suspicion.accusation is None and suspicion.tokens == 0 and suspicion.since == 100.0 + DAY_S
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ConfigError, match="noise between 0 and 10 nats, got 0"):
+        SuspicionConfig(noise_nats=0)
+    with pytest.raises(ConfigError, match="false alarms between 0 and 1 a day, got 1"):
+        SuspicionConfig(false_alarms_per_day=1)
