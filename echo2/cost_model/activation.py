@@ -3,14 +3,15 @@
 A pool is chosen with `add_margin` more rate than needed, and stays while it has what is needed without the margin. A
 shortage that estimates alone tell of (nobody was lost, and it is within `NOISE_MARGINS` margins) is mended when it has
 lasted the dwell time, any other at once. A pool is changed for the money only after the saving has exceeded
-`drain_margin` for the dwell time, and workers that relay a broadcast, or were activated less than the dwell (or their
-join) time ago, stay whatever the plan says. Guarantees: pure. Leaves to others: the search itself.
+`drain_margin` for the dwell time, by letting members go where that is nearly as cheap as the best pool. Workers that
+relay a broadcast, or were activated less than the dwell (or their join) time ago, stay whatever the plan says.
+Guarantees: pure. Leaves to others: the search itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,6 +65,9 @@ def settled(
             return Standing(stayed, "kept: within the margins")
         if now_s - since_s < margins.dwell_s:
             return Standing(stayed, "kept: a cheaper pool is known, not yet for the dwell time", since_s)
+        shrunk = _shrunk(search, period(previous.kappa), stayed)
+        if shrunk is not None and shrunk.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
+            return Standing(shrunk, f"shrunk: saves {_share(stayed, shrunk):.0%} of the price")
         return Standing(fresh, f"changed: saves {_share(stayed, fresh):.0%} of the price")
     slip = NOISE_MARGINS * margins.add_margin
     if within_cap and _is_whole(previous, search.snapshot):
@@ -98,6 +102,13 @@ def _still_does(stayed: Evaluation, rate_needed: float, margin: float) -> bool:
         and point.transfer_s <= stayed.period_s * roof
         and point.staleness_use_s <= point.staleness_budget_s * roof
     )
+
+
+def _shrunk(search: Search, period: PeriodColumns, stayed: Evaluation) -> Evaluation | None:
+    """The cheapest part of the pool that does: what others seem to save beyond it is mostly luck of their estimates."""
+    columns = replace(search.columns, is_available=search.columns.is_available & stayed.chosen)
+    own = Search(search.snapshot, search.config, columns, search.is_must, search.rate_needed, search.is_exact)
+    return own.best(period)
 
 
 def _is_whole(previous: Plan, snapshot: FleetSnapshot) -> bool:

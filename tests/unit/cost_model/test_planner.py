@@ -207,6 +207,19 @@ def test_a_little_shortage_is_mended_after_the_dwell_and_a_loss_at_once() -> Non
     assert mended.is_feasible and mended.activate
 
 
+def test_a_pool_that_is_too_large_lets_members_go_and_takes_no_others() -> None:
+    config = PlanConfig(4)
+    workers = tuple(worker(f"w{i:02d}", price=0.4 - 0.001 * (i >= 10)) for i in range(20))
+    large, small = learner(rollouts_per_step=512), learner(rollouts_per_step=320)
+    first = plan(snapshot(workers[:10], learner=large), config)
+    fleet = activated(snapshot(workers, learner=small), first, 0.0)
+    known = plan(dataclasses.replace(fleet, now_s=1000.0), config, first)
+    assert known.pool == first.pool
+    shrunk = plan(dataclasses.replace(fleet, now_s=1400.0), config, known)
+    assert shrunk.is_feasible and not shrunk.activate and shrunk.drain
+    assert set(shrunk.pool) < set(first.pool)
+
+
 def test_a_much_cheaper_pool_is_taken_after_the_dwell_but_relays_stay() -> None:
     dear = tuple(worker(f"d{i}", price=1.0, state=WorkerState.ACTIVE) for i in range(5))
     config = PlanConfig(4)
