@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
@@ -107,21 +107,24 @@ class Fields:
 
     def rate(self, name: str, default: float) -> float:
         """Bytes/s from `300mbit` or a number."""
-        return parse_rate_bytes_per_s(self._with_unit(name, default))
+        return self._parsed(name, default, parse_rate_bytes_per_s)
 
     def seconds(self, name: str, default: float) -> float:
         """Seconds from `80ms` or a number."""
-        return parse_duration_s(self._with_unit(name, default))
+        return self._parsed(name, default, parse_duration_s)
 
     def size(self, name: str, default: float) -> float:
         """Bytes from `120MB` or a number."""
-        return float(parse_bytes(self._with_unit(name, default)))
+        return float(self._parsed(name, default, parse_bytes))
 
-    def _with_unit(self, name: str, default: float) -> str | float:
+    def _parsed(self, name: str, default: float, parse: Callable[[str | float], float]) -> float:
         value = self.table.pop(name, default)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ConfigError(f"{self.whose}: {name}: expected a number or a text with a unit, got {value!r}")
-        return value
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.whose}: {name}: {error}") from None
 
     def link(self, uplink: float, downlink: float, rtt_s: float) -> LinkEstimate:
         """Fields uplink, downlink and rtt."""

@@ -116,6 +116,13 @@ class PlanQuestion:
 
     def what_if(self, name: str, text: str) -> PlanQuestion:
         """This question with one number changed; `WHAT_IF` lists the names."""
+        try:
+            return self._changed(name, text)
+        except ConfigError as error:
+            told = str(error)
+            raise ConfigError(told if told.startswith("what-if") else f"what-if {name}={text}: {told}") from None
+
+    def _changed(self, name: str, text: str) -> PlanQuestion:
         kind, _, of = name.partition(".")
         if kind not in WHAT_IF or bool(of) != (kind in ("price", "count")):
             raise ConfigError(f"what-if: expected one of {', '.join(WHAT_IF)}, got {name!r}")

@@ -59,6 +59,8 @@ def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("[[worker]]\nprice_usd_per_hour = -1\n", "price_usd_per_hour"),
         ("[[worker]]\ncolour = 1\n", "no such field: colour"),
         ("[learner]\ntrain = true\n", "train: expected a number"),
+        ('[[worker]]\nuplink = "fast"\n', "worker 0: uplink: .*expected"),
+        ('[learner]\ntrain = "nan"\n', "learner: train: .*expected"),
         ("worker = 3\n", "worker: expected"),
         ("[[", "expected TOML"),
     ],
