@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import broadcast_cpu
 from benchmarks.broadcast_run import Outcome, run
-from benchmarks.broadcast_scene import Scene, fluid_s, make_scene
+from benchmarks.broadcast_scene import Fault, Scene, fluid_s, make_scene
 from benchmarks.wan.lab import missing
 from echo2.sim.broadcast_scenarios import broadcast, wan_fleet
 
@@ -52,7 +52,7 @@ def scenes(options: argparse.Namespace) -> list[Scene]:
 
     found = [scene(kind, workers) for kind in options.kind for workers in options.workers]
     if not options.no_faults:
-        found += [scene("homogeneous", 8, dies=1), scene("homogeneous", 8, natted=2, loss=0.001)]
+        found += [scene("homogeneous", 8, fault=Fault("dies")), scene("homogeneous", 8, natted=2, loss=0.001)]
     return found
 
 
@@ -71,20 +71,20 @@ def row(scene: Scene, got: Outcome) -> str:
 def measured(scene: Scene, options: argparse.Namespace, in_lab: bool) -> list[dict[str, Any]]:
     """Prints the scene's lines; the rows to keep."""
     rows: list[dict[str, Any]] = []
-    has_fault = scene.dies is not None or any(node.is_natted for node in scene.nodes)
+    has_fault = scene.fault is not None or any(node.is_natted for node in scene.nodes)
     for method in options.method:
         if (method == "star" and has_fault) or ("libtorrent" in method and not (in_lab and _has_libtorrent())):
             continue
         chosen = scene
         if method == "star" and options.mib > STAR_MIB:
-            chosen = Scene(scene.kind, scene.nodes, STAR_MIB << 20, scene.chunk_bytes, scene.loss, scene.dies)
-        got = run(chosen, method, in_lab=in_lab, congestion_control=options.congestion_control)
+            chosen = Scene(scene.kind, scene.nodes, STAR_MIB << 20, scene.chunk_bytes, scene.loss, scene.fault)
+        got = run(chosen, method, in_lab=in_lab, congestion_control=options.congestion_control, is_lifted=True)
         print(row(chosen, got), flush=True)
         target = scene.target if method == "echo2" else None
         rows.append(_kept(f"{scene.name}/{scene.workers}/{method}", got.ratio, "x fluid bound", target))
         if method == "echo2":
             sent = got.seed_sent_bytes / scene.optimum_seed_bytes()
-            has_goal = scene.dies is None
+            has_goal = scene.fault is None
             rows.append(
                 _kept(f"{scene.name}/{scene.workers}/seed sent", sent, "x fluid optimum", 1.15 if has_goal else None)
             )
@@ -93,11 +93,11 @@ def measured(scene: Scene, options: argparse.Namespace, in_lab: bool) -> list[di
     return rows
 
 
-def simulated(workers: list[int], mib: int, chunk_kib: int) -> list[dict[str, Any]]:
+def simulated(workers: list[int], mib: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for kind in ("homogeneous", "heterogeneous"):
         for count in workers:
-            got = broadcast(wan_fleet(kind, count), mib << 20, chunk_kib << 10)
+            got = broadcast(wan_fleet(kind, count), mib << 20, 256 << 10)
             print(
                 f"| {kind}, simulated | {count} | echo2 | 1 | {mib} | {got.slowest_s:.2f} | {got.bound_s:.2f} | "
                 f"{got.ratio:.3f} | {SIM_TARGET} | {got.seed_copies:.2f} copies | 0 | - | - | - |", flush=True,
@@ -137,7 +137,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for scene in scenes(options):
         rows += measured(scene, options, not lacking)
-    rows += simulated(options.sim, options.sim_mib, 128)
+    rows += simulated(options.sim, options.sim_mib)
     if not options.no_cpu:
         raw = broadcast_cpu.cpu_s_per_gib()
         print(f"raw asyncio TLS over loopback: {raw:.1f} CPU s per GiB, both ends")

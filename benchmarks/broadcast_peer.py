@@ -17,11 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import priority
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
-from echo2.broadcast.runtime.progress import ArtifactSealed, BlockArrived
+from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactSealed, BlockArrived
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan, star
@@ -45,6 +46,8 @@ def make_plan(scene: dict[str, Any]) -> BroadcastPlan:
 
 async def run(folder: Path, index: int) -> None:
     scene = json.loads((folder / "scene.json").read_text())
+    if scene["is_lifted"]:
+        priority.lift()
     mine = scene["nodes"][index]
     identity = tls.load_or_create_identity(folder / mine["name"])
     credentials = tls.load_credentials(folder / mine["name"], identity)
@@ -72,7 +75,7 @@ async def run(folder: Path, index: int) -> None:
     stats = node.stats()
     last = {
         "sent": stats.sent_chunk_bytes, "received": stats.received_chunk_bytes, "duplicates": stats.duplicate_bytes,
-        "pulled": stats.pulled_chunks, "cpu_s": _cpu_s() - cpu_before, "rss_mib": rss_mib(),
+        "pulled": stats.pulled_chunks, "trouble": stats.trouble, "cpu_s": _cpu_s() - cpu_before, "rss_mib": rss_mib(),
     }  # fmt: skip
     print(json.dumps(last), flush=True)
     await node.stop()
@@ -95,6 +98,8 @@ async def _receive(node: BroadcastNode) -> dict[str, Any]:
     digest = hashlib.sha256()
     async for step in node.progress():
         match step:
+            case ArtifactBegun():
+                digest = hashlib.sha256()
             case BlockArrived():
                 digest.update(step.payload)
             case ArtifactSealed():

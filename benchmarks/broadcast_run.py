@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.broadcast_scene import IP_OVERHEAD, RTT_S, Scene
+from benchmarks.broadcast_scene import IP_OVERHEAD, RTT_S, Scene, fluid_s
 from benchmarks.wan.lab import Lab, LabHost, lab
 from echo2.base.ids import RunId
 from echo2.broadcast.identity import Role, RunAuthority, TlsKey, certificate_request
@@ -51,6 +53,7 @@ class Outcome:
     rss_mib: float
     topology: str
     times: dict[str, float]
+    troubles: dict[str, str]
 
     @property
     def ratio(self) -> float:
@@ -61,8 +64,10 @@ class Outcome:
         return (self.cpu_s + self.emulator_cpu_s) / self.slowest_s
 
 
-def run(scene: Scene, method: str, *, in_lab: bool, congestion_control: str = "cubic") -> Outcome:
-    """Measures `method` (a key of PEERS) on the scene."""
+def run(
+    scene: Scene, method: str, *, in_lab: bool, congestion_control: str = "cubic", is_lifted: bool = False
+) -> Outcome:
+    """Measures `method` (a key of PEERS) on the scene. `is_lifted`: before other programs of the machine."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         source = os.urandom(scene.size_bytes)
@@ -70,7 +75,7 @@ def run(scene: Scene, method: str, *, in_lab: bool, congestion_control: str = "c
         digest = hashlib.sha256(source).hexdigest()
         del source
         with _network(scene, in_lab, congestion_control) as made:
-            _prepare(folder, scene, method, made)
+            _prepare(folder, scene, {"method": method, "is_lifted": is_lifted}, made)
             results = _Processes(folder, scene, method, made).measure()
             stats = made.stats() if made is not None else {}
     for result in results[1:]:
@@ -91,11 +96,11 @@ def _network(scene: Scene, in_lab: bool, congestion_control: str) -> Iterator[La
         yield made
 
 
-def _prepare(folder: Path, scene: Scene, method: str, made: Lab | None) -> None:
+def _prepare(folder: Path, scene: Scene, how: dict[str, Any], made: Lab | None) -> None:
     """Identities and certificates of a run made for this measurement, and what every process reads."""
     coordinator = tls.load_or_create_identity(folder / "coordinator")
     authority = RunAuthority.create(coordinator, RunId("bench"), time.time())
-    told: dict[str, Any] = scene.as_dict() | {"method": method, "is_shaped": made is None, "peer_ids": []}
+    told: dict[str, Any] = scene.as_dict() | how | {"is_shaped": made is None, "peer_ids": []}
     for number, node in enumerate(told["nodes"]):
         node["address"] = f"{made.address(number)}:7400" if made else f"127.0.0.1:{_free_port()}"
         identity, key = tls.load_or_create_identity(folder / node["name"]), TlsKey.generate()
@@ -115,6 +120,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _reap(process: subprocess.Popen[str]) -> None:
+    process.wait(20)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def _with_small_disk(folder: Path) -> list[str]:
+    """Runs a command with a file system of 1 MiB at `folder`, which nobody else sees and which ends with it."""
+    folder.mkdir(parents=True)
+    mount = f'mount -t tmpfs -o size=1m none {shlex.quote(str(folder))} && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, "sh"]
+
+
 class _Processes:
     """The nodes of one run, told what to do over their stdin."""
 
@@ -124,18 +144,21 @@ class _Processes:
 
     def measure(self) -> list[dict[str, Any]]:
         """One result per node; empty for a node that was killed."""
+        nodes = range(len(self._scene.nodes))
         try:
-            self._all = [self._start(number) for number in range(len(self._scene.nodes))]
-            for number in range(len(self._all)):
-                if (word := self._line(number).strip()) != "READY":
-                    raise RuntimeError(f"{self._scene.nodes[number].name}: expected READY, got {word!r}")
-            for number in reversed(range(len(self._all))):  # the seed last
+            self._all = [self._start(number) for number in nodes]
+            for number in nodes:
+                self._expect_ready(number)
+            for number in reversed(nodes):  # the seed last
                 self._tell(number, "GO")
-            self._kill_one()
-            living = [number for number in range(len(self._all)) if number != self._scene.dies]
-            results: list[dict[str, Any]] = [{} for _ in self._all]
+            begun_at = time.monotonic()
+            self._befall(begun_at)
+            gone = self._scene.fault.node if self._scene.fault and self._scene.fault.kind == "dies" else None
+            living = [number for number in nodes if number != gone]
+            results: list[dict[str, Any]] = [{} for _ in nodes]
             for number in living:
                 results[number] = json.loads(self._line(number))
+            results[0]["begun_at"] = min(begun_at, results[0]["begun_at"])
             for number in living:
                 self._tell(number, "STOP")
             for number in living:
@@ -145,24 +168,51 @@ class _Processes:
             for process in self._all:
                 process.kill()
             for process in self._all:
-                process.wait(20)
+                _reap(process)
 
-    def _kill_one(self) -> None:
-        if self._scene.dies is not None:
-            overhead = IP_OVERHEAD if self._lab is not None else 1.0
-            from_all = Scene(self._scene.kind, self._scene.nodes, self._scene.size_bytes, self._scene.chunk_bytes)
-            time.sleep(from_all.bound_s(overhead) / 2)
-            self._all[self._scene.dies].kill()
+    def _befall(self, begun_at: float) -> None:
+        """The scene's fault, at its time."""
+        fault = self._scene.fault
+        if fault is None or fault.kind == "has a full disk":
+            return
+        size = self._scene.size_bytes * (IP_OVERHEAD if self._lab is not None else 1.0)
+        time.sleep(max(0.0, begun_at + fault.at * fluid_s(self._scene.nodes, size) - time.monotonic()))
+        process = self._all[fault.node]
+        match fault.kind:
+            case "dies":
+                process.kill()
+            case "freezes":
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(fault.for_s)
+                process.send_signal(signal.SIGCONT)
+            case "link is cut":
+                assert self._lab is not None, "only a lab can cut a link"
+                self._lab.set_link(fault.node, is_up=False)
+                time.sleep(fault.for_s)
+                self._lab.set_link(fault.node, is_up=True)
+            case "is restarted":
+                process.kill()
+                _reap(process)
+                self._all[fault.node] = self._start(fault.node)
+                self._expect_ready(fault.node)
+                self._tell(fault.node, "GO")
+
+    def _expect_ready(self, number: int) -> None:
+        if (word := self._line(number).strip()) != "READY":
+            raise RuntimeError(f"{self._scene.nodes[number].name}: expected READY, got {word!r}")
 
     def _start(self, number: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", PEERS[self._method], str(self._folder), str(number)]
+        fault = self._scene.fault
+        if fault is not None and fault.kind == "has a full disk" and fault.node == number:
+            command = [*_with_small_disk(self._folder / self._scene.nodes[number].name / "chunks"), *command]
         if self._lab is not None:
             command = self._lab.command(number, *command)
-        log = (self._folder / f"{self._scene.nodes[number].name}.log").open("w")
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        with (self._folder / f"{self._scene.nodes[number].name}.log").open("a") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
 
     def _tell(self, number: int, word: str) -> None:
         stdin = self._all[number].stdin
@@ -193,4 +243,5 @@ def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: di
         late=stats["late_frames"] / max(1, stats["frames"]) if stats else 0.0,
         dropped=sum(h["up_dropped"] + h["down_dropped"] for h in stats["hosts"]) if stats else 0,
         rss_mib=max(r["rss_mib"] for r in living), topology=results[0]["topology"], times=times,
+        troubles={r["name"]: r["trouble"] for r in results[1:] if r.get("trouble")},
     )  # fmt: skip

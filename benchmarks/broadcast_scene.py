@@ -6,8 +6,8 @@ regions 20-100 ms apart. All rates are multiplied by the scene's scale, so that 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 MBIT = 125_000.0
 MIB = 1 << 20
@@ -22,7 +22,7 @@ IP_OVERHEAD = 1500 / 1448
 TARGETS = {
     ("homogeneous", 4): 1.08, ("homogeneous", 8): 1.10, ("homogeneous", 16): 1.15,
     ("heterogeneous", 4): 1.08, ("heterogeneous", 8): 1.12, ("heterogeneous", 16): 1.15,
-    ("homogeneous, one dies at half time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
+    ("homogeneous, one dies at 0.5 of the time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
 }  # fmt: skip
 
 
@@ -39,16 +39,25 @@ class SceneNode:
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """What befalls one node when `at` of the bound has passed; `for_s` seconds where it ends again."""
+
+    kind: Literal["dies", "freezes", "link is cut", "is restarted", "has a full disk"]
+    node: int = 1
+    at: float = 0.5
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scene:
-    """`nodes[0]` is the seed. `dies`: a worker that is killed at half of the bound."""
+    """`nodes[0]` is the seed."""
 
     kind: str
     nodes: tuple[SceneNode, ...]
     size_bytes: int
     chunk_bytes: int
     loss: float = 0.0
-    dies: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    fault: Fault | None = None
 
     @property
     def workers(self) -> int:
@@ -57,8 +66,8 @@ class Scene:
     @property
     def name(self) -> str:
         kind = self.kind
-        if self.dies is not None:
-            kind += ", one dies at half time"
+        if self.fault is not None:
+            kind += f", {'one' if self.fault.node else 'the seed'} {self.fault.kind} at {self.fault.at:g} of the time"
         if any(node.is_natted for node in self.nodes):
             kind += f", {sum(node.is_natted for node in self.nodes)} behind NAT, {100 * self.loss:.1f} % loss"
         return kind
@@ -71,10 +80,10 @@ class Scene:
         """The fluid bound; of the survivors from the moment when one dies."""
         size = self.size_bytes * overhead
         whole = fluid_s(self.nodes, size)
-        if self.dies is None:
+        if self.fault is None or self.fault.kind != "dies":
             return whole
-        left = [node for number, node in enumerate(self.nodes) if number != self.dies]
-        return max(whole, whole / 2 + fluid_s(left, size) / 2)
+        left = [node for number, node in enumerate(self.nodes) if number != self.fault.node]
+        return max(whole, self.fault.at * whole + (1 - self.fault.at) * fluid_s(left, size))
 
     def optimum_seed_bytes(self) -> float:
         """What the seed has to send at the bound: what the workers' uplinks cannot carry, and all of it once."""
@@ -94,7 +103,7 @@ def fluid_s(nodes: tuple[SceneNode, ...] | list[SceneNode], size_bytes: float) -
 
 
 def make_scene(
-    kind: str, workers: int, *, scale: float, mib: float, chunk_kib: int, dies: int | None = None, natted: int = 0,
+    kind: str, workers: int, *, scale: float, mib: float, chunk_kib: int, fault: Fault | None = None, natted: int = 0,
     loss: float = 0.0,
 ) -> Scene:  # fmt: skip
     nodes = [SceneNode("seed", 200 * MBIT * scale, 400 * MBIT * scale, "use", 0.02)]
@@ -103,4 +112,4 @@ def make_scene(
         region = REGIONS[i % 3]
         rtt_s = RTT_S[(min(region, "use"), max(region, "use"))]
         nodes.append(SceneNode(f"w{i}", up * MBIT * scale, down * MBIT * scale, region, rtt_s, i < natted))
-    return Scene(kind, tuple(nodes), int(mib * MIB), chunk_kib << 10, loss, dies)
+    return Scene(kind, tuple(nodes), int(mib * MIB), chunk_kib << 10, loss, fault)

@@ -18,6 +18,8 @@ from typing import Any
 
 import libtorrent
 
+from benchmarks import priority
+
 PIECE_BYTES = 256 << 10
 BASE = {
     "enable_dht": False, "enable_lsd": False, "enable_upnp": False, "enable_natpmp": False,
@@ -68,20 +70,26 @@ def _begin(folder: Path, scene: dict[str, Any], index: int, session: Any) -> Any
     return handle
 
 
-def _wait_finished(session: Any) -> float:
+def _wait_for(session: Any, kind: Any) -> float:
     while True:
         session.wait_for_alert(100)
         for alert in session.pop_alerts():
-            if isinstance(alert, libtorrent.torrent_finished_alert):
+            if isinstance(alert, kind):
                 return time.monotonic()
 
 
 def run(folder: Path, index: int) -> None:
     scene = json.loads((folder / "scene.json").read_text())
+    if scene["is_lifted"]:
+        priority.lift()
     mine = scene["nodes"][index]
     if index == 0:
         _make_torrent(folder)
-    alerts = libtorrent.alert.category_t.status_notification | libtorrent.alert.category_t.error_notification
+    alerts = (
+        libtorrent.alert.category_t.status_notification
+        | libtorrent.alert.category_t.storage_notification
+        | libtorrent.alert.category_t.error_notification
+    )
     settings = BASE | (TUNED if scene["method"] == "libtorrent tuned" else {})
     session = libtorrent.session(settings | {"listen_interfaces": mine["address"], "alert_mask": alerts})
     _torrent(folder)
@@ -93,7 +101,9 @@ def run(folder: Path, index: int) -> None:
     if index == 0:
         result["begun_at"] = begun_at
     else:
-        result["done_at"] = _wait_finished(session)
+        result["done_at"] = _wait_for(session, libtorrent.torrent_finished_alert)
+        handle.flush_cache()  # all pieces were checked; some may not be written yet
+        _wait_for(session, libtorrent.cache_flushed_alert)
         result["sha256"] = hashlib.sha256((folder / mine["name"] / "files" / "source").read_bytes()).hexdigest()
     print(json.dumps(result), flush=True)
     while not select.select([sys.stdin], [], [], 0.2)[0]:

@@ -117,6 +117,8 @@ class Lab:
         if self._emulator.stdin is not None:
             self._emulator.stdin.close()
         self._emulator.wait(5)
+        if self._emulator.stdout is not None:
+            self._emulator.stdout.close()
         for index in range(len(self.hosts)):
             _remove(self.namespace(index))
 

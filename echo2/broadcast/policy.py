@@ -24,6 +24,7 @@ class SessionConfig:
     stall_s: float = 1.2
     pull_after_s: float = 1.5
     pull_after_max_s: float = 6.0
+    pull_last_after_s: float = 0.75
     push_silence_s: float = 1.0
     first_push_s: float = 0.4
     publisher_after_s: float = 4.0

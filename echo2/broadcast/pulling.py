@@ -17,7 +17,12 @@ CANDIDATES_MAX = 256
 
 
 def patience_s(artifact: Artifact, config: SessionConfig) -> float:
-    """How long a chunk that a neighbour holds may still be on its way to us by a push."""
+    """How long a chunk that a neighbour holds may still be on its way to us by a push.
+
+    Of the last few there is little to lose by having one twice, and much by waiting for one slow connection.
+    """
+    if artifact.is_nearly_complete:
+        return config.pull_last_after_s
     return min(config.pull_after_max_s, config.pull_after_s + 1.5 * artifact.push_lag_s)
 
 

@@ -13,6 +13,7 @@ from echo2.broadcast.policy import RateEstimate
 
 Ref = tuple[bytes, int]
 SENT_REMEMBERED_MAX = 512
+LAST_SHARE = 0.04  # of an artifact's chunks: too few to be worth waiting for
 PUSH_LAG_KEPT = 0.995  # per chunk that is pushed to us
 
 
@@ -47,6 +48,10 @@ class Artifact:
     @property
     def is_complete(self) -> bool:
         return self.chunk_count is not None and self.held == all_of(self.chunk_count)
+
+    @property
+    def is_nearly_complete(self) -> bool:
+        return self.chunk_count is not None and self.chunk_count - len(self.sizes) <= LAST_SHARE * self.chunk_count
 
     @property
     def mean_chunk_bytes(self) -> int:

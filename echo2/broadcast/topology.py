@@ -139,10 +139,13 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int) -> int:
 
     The largest power of two that passes the slowest uplink of those that forward in CHUNK_S.
     """
-    if plan is None:
-        return most
-    forwarding = {parent for tree in plan.trees for parent in tree.parents}
-    slowest = min((plan.nodes[number].up for number in forwarding), default=0.0)
+    return suitable_chunk_bytes(plan.nodes, plan.trees, most) if plan is not None else most
+
+
+def suitable_chunk_bytes(nodes: Sequence[NodeLink], trees: Sequence[Tree], most: int) -> int:
+    """`chunk_bytes_for` of trees that are not a plan yet."""
+    forwarding = {parent for tree in trees for parent in tree.parents}
+    slowest = min((nodes[number].up for number in forwarding), default=0.0)
     size = CHUNK_BYTES_MIN
     while 2 * size <= slowest * CHUNK_S:
         size *= 2

@@ -6,6 +6,8 @@ Guarantees: deterministic; a candidate is only returned when it is sound and wit
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from echo2.broadcast.topology import (
@@ -19,10 +21,13 @@ from echo2.broadcast.topology import (
     fluid_bound,
     is_sound,
     predict,
+    suitable_chunk_bytes,
 )
 
 PLAN_ARTIFACT_BYTES = 64 << 20
 PLAN_CHUNK_BYTES = 256 << 10
+BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
+WEIGHT_MIN = 2e-3  # a tree with less is not worth its window
 
 
 def star(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
@@ -53,7 +58,32 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
     rest = 1.0 - sum(tree.weight for tree in trees)
     if rest > 1e-9:
         trees.append(Tree(rest, (0,) * count))
-    return tuple(trees)
+    is_full_mesh = all(node.addresses for node in nodes) or sum(not node.addresses for node in nodes) < 2
+    return tuple(trees) if is_full_mesh else _balanced(nodes, trees)
+
+
+def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, ...]:
+    """The same trees with weights that relieve the tightest uplink: those that pass chunks to nodes which others cannot
+    reach carry more than their own share."""
+    edges = [Counter(tree.parents) for tree in trees]
+    weights = best = [tree.weight for tree in trees]
+    best_peak = float("inf")
+    for _ in range(BALANCE_ROUNDS):
+        used = [0.0] * len(nodes)
+        for weight, counts in zip(weights, edges, strict=True):
+            for node, count in counts.items():
+                used[node] += weight * count / nodes[node].up
+        peak = max(used)
+        if peak < best_peak:
+            best, best_peak = weights, peak
+        tightness = [(use / peak) ** 16 for use in used]
+        costs = [sum(count / nodes[node].up * tightness[node] for node, count in counts.items()) for counts in edges]
+        mean = sum(weight * cost for weight, cost in zip(weights, costs, strict=True))
+        moved = [w * math.exp(BALANCE_STEP * (1 - cost / mean)) for w, cost in zip(weights, costs, strict=True)]
+        weights = [weight / sum(moved) for weight in moved]
+    kept = [(weight, tree.parents) for weight, tree in zip(best, trees, strict=True) if weight > WEIGHT_MIN]
+    total = sum(weight for weight, _ in kept)
+    return tuple(Tree(weight / total, parents) for weight, parents in kept)
 
 
 def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
@@ -186,7 +216,8 @@ def plan(
             continue
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= DEGREE_MAX or name == "star"):
-            found.append((name, trees, predict(nodes, trees, artifact_bytes, chunk_bytes)))
+            size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
+            found.append((name, trees, predict(nodes, trees, artifact_bytes, size)))
     in_limit = [f for f in found if degree_of(f[1], len(nodes)) <= DEGREE_MAX] or found
     name, trees, prediction = min(in_limit, key=lambda candidate: candidate[2].all_s)
     bound = fluid_bound(nodes)

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.topology import NodeLink, degree_of, fluid_bound
+from echo2.broadcast.topology import NodeLink, chunk_bytes_for, degree_of, fluid_bound
 from echo2.broadcast.trees import plan
 from echo2.sim.broadcast_network import BroadcastNetwork
 
@@ -43,11 +43,11 @@ class Outcome:
 
 
 def broadcast(nodes: list[NodeLink], total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> Outcome:
-    """One artifact to everyone, by the real session cores."""
+    """One artifact to everyone, by the real session cores; chunks have at most `chunk_bytes`."""
     made = plan(nodes, 1, total_bytes, chunk_bytes)
     net = BroadcastNetwork(made)
     net.connect_all()
-    net.publish(total_bytes, chunk_bytes)
+    net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes))
     net.run(limit_s)
     return Outcome(
         topology=made.topology,
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--kind", nargs="+", default=["homogeneous", "heterogeneous"])
     parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--chunk-kib", type=int, default=128)
+    parser.add_argument("--chunk-kib", type=int, default=256)
     options = parser.parse_args()
     print("| links | workers | plan | slowest s | bound s | ratio | predicted s | seed sent / size | degree |")
     print("|---|---|---|---|---|---|---|---|---|")

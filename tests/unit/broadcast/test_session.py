@@ -10,12 +10,15 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
+    ChunkSent,
     HaveSeen,
     HeaderSeen,
     PeerUp,
     PlanSet,
+    SealSeen,
     SendChunk,
     SendRequest,
+    UplinkSeen,
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactKey
@@ -185,6 +188,65 @@ def test_request_that_is_not_answered_goes_to_another_holder() -> None:
         now += 0.1
     assert set(asked) == {PeerId("a"), PeerId("b")}
     assert now < 10.0
+
+
+def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
+    """A neighbour has each chunk 2.5 s before it is pushed to us; after the first such, none is asked for."""
+    session = _session()
+    for name in ("relay", "neighbour"):
+        session.handle(PeerUp(PeerId(name)), 0.0)
+        session.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+    asked: dict[int, float] = {}
+    for tick in range(200):
+        now = 0.1 * tick
+        have = HaveSeen(PeerId("neighbour"), KEY, (1 << tick + 1) - 1, False)
+        actions = session.handle(have, now)
+        if tick >= 25:
+            actions += session.handle(ChunkSeen(PeerId("relay"), KEY, tick - 25, 1000), now)
+        for action in actions:
+            if isinstance(action, SendRequest):
+                asked.update(dict.fromkeys(action.indices, now))
+    assert asked, "nothing was pulled before the lag was known"
+    assert max(asked.values()) < 4.0
+
+
+def test_last_few_chunks_are_pulled_before_a_late_push_brings_them() -> None:
+    session = _session()
+    for name in ("relay", "neighbour"):
+        session.handle(PeerUp(PeerId(name)), 0.0)
+        session.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+    session.handle(SealSeen(PeerId("relay"), KEY, 200), 0.0)
+    session.handle(HaveSeen(PeerId("neighbour"), KEY, (1 << 200) - 1, True), 0.0)
+    for index in range(196):  # pushes are 3 s behind
+        session.handle(ChunkSeen(PeerId("relay"), KEY, index, 1000), 3.0 + index * 1e-3)
+    asked: list[int] = []
+    for tick in range(10):  # patience with a push that is usually 3 s behind would be 6 s
+        for action in session.handle(Woken(), 3.25 + 0.05 * tick):
+            if isinstance(action, SendRequest):
+                asked += action.indices
+    assert asked and set(asked) <= {196, 197, 198, 199}
+
+
+def test_uplink_that_queues_slows_the_session_and_an_idle_one_does_not() -> None:
+    session = _session()
+    session.handle(PeerUp(PeerId("a")), 0.0)
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    for tick in range(20):
+        session.handle(UplinkSeen(100_000, 0.002), 0.1 * tick)
+    assert session.governor.rate_bytes_per_s == 0.0
+    for tick in range(20, 40):
+        session.handle(UplinkSeen(100_000, 0.080), 0.1 * tick)
+    assert 0 < session.governor.rate_bytes_per_s < 1.1e6
+    for index in range(40):
+        session.handle(ChunkSeen(None, KEY, index, 50_000, is_fresh=True), 4.0)
+    sent, now = 0, 4.0
+    while now < 6.0:
+        for action in session.handle(Woken(), now):
+            if isinstance(action, SendChunk):
+                sent += 1
+                session.handle(ChunkSent(action.peer, KEY, action.index), now)
+        now += 0.01
+    assert sent * 50_000 <= 1.1 * 2.0 * session.governor.rate_bytes_per_s + 100_000
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,6 +12,7 @@ from echo2.broadcast.topology import (
     NodeLink,
     Tree,
     can_connect,
+    chunk_bytes_for,
     degree_of,
     fluid_bound,
     is_sound,
@@ -74,6 +75,16 @@ def test_workers_behind_nat_are_reached_through_one_that_can_be_dialled() -> Non
     assert set(made.neighbours(PeerId("w0"))) == {PeerId("seed"), *(PeerId(f"w{i}") for i in range(2, 8))}
 
 
+@pytest.mark.parametrize(("count", "natted", "share"), [(8, 2, 0.95), (8, 4, 0.7), (31, 10, 0.7)])
+def test_weights_relieve_those_who_pass_chunks_between_unreachable_nodes(count: int, natted: int, share: float) -> None:
+    nodes = fleet([100] * count, natted=natted)
+    made = plan(nodes, 1, 128 << 20, 64 << 10)
+    rate = predict(nodes, made.trees, 128 << 20, 64 << 10).rate_bytes_per_s
+    assert made.topology == "multi_tree" and is_sound(nodes, made.trees)
+    assert rate >= share * fluid_bound(nodes).rate_bytes_per_s
+    assert all(tree.weight > 0 for tree in made.trees)
+
+
 def test_prediction_of_star_and_chain_is_their_arithmetic() -> None:
     nodes = fleet([100, 50], seed_up_mbit=200)
     assert predict(nodes, star(nodes), 10**9, 10**5).rate_bytes_per_s == pytest.approx(100 * MBIT)
@@ -96,6 +107,15 @@ def test_large_fleets_get_shallow_trees_of_bounded_degree_near_the_bound(count: 
     assert degree_of(made.trees, len(nodes)) <= DEGREE_MAX
     assert all(len(made.neighbours(node.peer_id)) <= DEGREE_MAX for node in nodes[:: max(1, count // 50)])
     assert made.predicted_all_s <= 1.15 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
+
+
+def test_chunks_follow_the_slowest_uplink_that_forwards() -> None:
+    assert chunk_bytes_for(None, 1 << 20) == 1 << 20
+    assert chunk_bytes_for(plan(fleet([100] * 8), 1), 1 << 20) == 128 << 10  # 12.5 MB/s x 20 ms = 250 kB
+    assert chunk_bytes_for(plan(fleet([100] * 7 + [10]), 1), 1 << 20) == 16 << 10
+    assert chunk_bytes_for(plan(fleet([1] * 8, seed_up_mbit=2), 1), 1 << 20) == 16 << 10
+    assert chunk_bytes_for(plan(fleet([100] * 8), 1), 64 << 10) == 64 << 10
+    assert chunk_bytes_for(plan(fleet([0.1]), 1), 1 << 20) == 256 << 10  # a star: only the seed forwards
 
 
 def test_sessions_of_64_nodes_reach_what_the_plan_predicts() -> None:

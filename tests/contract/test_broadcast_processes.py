@@ -1,0 +1,61 @@
+"""Faults on a fleet of processes: whatever befalls one node, every other holds the very bytes that were published.
+
+No coordinator runs here: nodes have their certificates and the plan, and need nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.broadcast_run import Outcome, run
+from benchmarks.broadcast_scene import Fault, make_scene
+from benchmarks.wan.lab import missing
+
+needs_root = pytest.mark.skipif(bool(missing()), reason=f"needs {missing()}")
+
+
+def broadcast(fault: Fault | None, *, in_lab: bool, natted: int = 0) -> Outcome:
+    """3 MiB to three workers over slow links: about two seconds. `run` compares every worker's bytes."""
+    scene = make_scene("homogeneous", 3, scale=0.1, mib=3, chunk_kib=16, fault=fault, natted=natted)
+    return run(scene, "echo2", in_lab=in_lab)
+
+
+def test_broadcast_completes_though_no_coordinator_can_be_reached() -> None:
+    assert set(broadcast(None, in_lab=False).times) == {"w0", "w1", "w2"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("dies", 2), Fault("freezes", 2, for_s=3.0), Fault("is restarted", 0), Fault("is restarted", 2)],
+    ids=lambda fault: f"{'worker' if fault.node else 'learner'} {fault.kind}",
+)
+def test_fault_of_a_process_keeps_nobody_from_the_version(fault: Fault) -> None:
+    got = broadcast(fault, in_lab=False)
+    assert set(got.times) == {"w0", "w2"} if fault.kind == "dies" else {"w0", "w1", "w2"}
+    assert got.slowest_s < 25
+
+
+@pytest.mark.network_namespaces
+@needs_root
+def test_link_that_is_cut_and_comes_back_ends_in_a_whole_version() -> None:
+    got = broadcast(Fault("link is cut", 2, for_s=3.0), in_lab=True)
+    assert set(got.times) == {"w0", "w1", "w2"}
+    assert max(got.times["w0"], got.times["w2"]) < got.times["w1"] < 25, "the others did not wait for the one cut off"
+
+
+@pytest.mark.network_namespaces
+@needs_root
+def test_worker_whose_disk_is_full_says_so_and_gets_the_version() -> None:
+    got = broadcast(Fault("has a full disk", 2), in_lab=True)
+    assert set(got.times) == {"w0", "w1", "w2"}
+    assert set(got.troubles) == {"w1"}
+    assert re.search(r"/w1/chunks: expected (room for \d+ bytes|.* no space left)", got.troubles["w1"])
+
+
+@pytest.mark.network_namespaces
+@needs_root
+def test_workers_that_accept_no_connections_are_served_and_relay_over_their_own() -> None:
+    got = broadcast(None, in_lab=True, natted=2)
+    assert set(got.times) == {"w0", "w1", "w2"}
