@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import Access, LinkKind, is_relayed_neighbour, meeting
 
 DEGREE_MAX = 32
 UNKNOWN_UPLINK_BYTES_PER_S = 12.5e6
@@ -20,7 +21,9 @@ UNKNOWN_DOWNLINK_BYTES_PER_S = 50e6
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others)."""
+    """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others), and
+    `access` says how other such nodes meet it.
+    """
 
     peer_id: PeerId
     name: str = ""
@@ -28,6 +31,11 @@ class NodeLink:
     uplink_bytes_per_s: float = 0.0
     downlink_bytes_per_s: float = 0.0
     rtt_s: float = 0.0
+    access: Access = field(default_factory=Access)
+
+    @property
+    def whole_access(self) -> Access:
+        return replace(self.access, addresses=self.addresses)
 
     @property
     def up(self) -> float:
@@ -43,7 +51,10 @@ CHUNK_BYTES_MIN = 16 << 10
 
 
 def can_connect(first: NodeLink, second: NodeLink) -> bool:
-    return bool(first.addresses or second.addresses)
+    """Whether trees may have an edge between the two."""
+    if first.addresses or second.addresses:
+        return True
+    return meeting(first.peer_id, first.whole_access, second.peer_id, second.whole_access).is_fit_for_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +115,19 @@ class BroadcastPlan:
             return ()
         me = self.nodes[mine]
         if len(self.nodes) <= DEGREE_MAX + 1:
-            return tuple(n.peer_id for n in self.nodes if n is not me and can_connect(n, me))
+            return tuple(n.peer_id for n in self.nodes if n is not me and (can_connect(n, me) or self._meet(n, me)))
         found: set[int] = set()
         for tree in self.trees:
             if mine:
                 found.add(tree.parents[mine - 1])
             found.update(child for child, parent in enumerate(tree.parents, start=1) if parent == mine)
         return tuple(self.nodes[index].peer_id for index in sorted(found))
+
+    def _meet(self, first: NodeLink, second: NodeLink) -> bool:
+        """Whether two hidden nodes keep a link to pull over and to punch a hole from."""
+        found = meeting(first.peer_id, first.whole_access, second.peer_id, second.whole_access)
+        hidden = [node.peer_id for node in self.nodes if not node.addresses and node.access.relays]
+        return found.way.kind is not LinkKind.NONE and is_relayed_neighbour(first.peer_id, second.peer_id, hidden)
 
 
 @dataclass(frozen=True, slots=True)

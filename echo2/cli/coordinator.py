@@ -44,6 +44,7 @@ def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:
         enrol_port=section.enrol_port,
         port=section.port,
         dashboard_port=section.dashboard_port,
+        relay_port=section.relay_port,
         heartbeat_interval_s=section.heartbeat_interval,
         suspect_after_s=section.suspect_after,
         gone_after_s=section.gone_after,

@@ -70,6 +70,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         host=learner.host,
         port=learner.port,
         advertise=learner.advertise,
+        relay_port=learner.relay_port,
         join_link=link,
         chunk_bytes=config.broadcast.chunk_bytes,
         uplink_limit_bytes_per_s=config.broadcast.uplink_limit,

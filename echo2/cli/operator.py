@@ -14,8 +14,8 @@ import grpc.aio
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime.enrolling import enrol
 from echo2.broadcast.runtime.tls import (
-    enrol,
     error_of,
     load_credentials,
     load_or_create_identity,

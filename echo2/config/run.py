@@ -142,6 +142,9 @@ class LearnerSection(Section):
     host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
     advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""
     port: Annotated[Port, Field(description="Port of ingest and broadcast; 0: any free one.")] = 0
+    relay_port: Annotated[
+        Port, Field(description="Port where workers behind NATs meet when the coordinator's fails; 0: any free one.")
+    ] = 0
 
 
 class BroadcastSection(Section):
@@ -169,6 +172,7 @@ class CoordinatorSection(Section):
     enrol_port: Annotated[Port, Field(description="Port of first contact, named by join links.")] = 8418
     port: Annotated[Port, Field(description="Port of the control streams (mutual TLS).")] = 8419
     dashboard_port: Annotated[Port, Field(description="Port of the operator's page and /metrics.")] = 8420
+    relay_port: Annotated[Port, Field(description="Port where workers behind NATs meet (libp2p).")] = 8423
     heartbeat_interval: Annotated[Seconds, Field(gt=0, description="Between heartbeats of a node.")] = 5.0
     suspect_after: Annotated[Seconds, Field(gt=0, description="Silence after which a worker gets no new lease.")] = 15.0
     gone_after: Annotated[Seconds, Field(gt=0, description="Silence after which its leases go to others.")] = 45.0
@@ -222,7 +226,12 @@ class WorkerSection(Section):
         0.0
     )
     slowdown: Annotated[float, Field(ge=1, description="Makes the embedded engine this much slower, for trials.")] = 1.0
-    host: Annotated[str, Field(description="Address that peers' chunks are served on.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Field(
+            description="Address that peers' chunks are served on; empty: every one, or loopback if the run is there."
+        ),
+    ] = ""
     port: Annotated[Port, Field(description="Port of the broadcast service; 0: any free one.")] = 0
     store_bytes: Annotated[Bytes, Field(description="Disk kept for chunks.")] = 8 << 30
 

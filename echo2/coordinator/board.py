@@ -65,8 +65,8 @@ class LearnerBoard:
                 f"expected that digest, got {hello.model_digest[:16]}…"
             )
         old = self.hello
-        is_news = old is None or self.peer_id != peer_id or (old.address, old.model_digest) != (
-            hello.address, hello.model_digest,
+        is_news = old is None or self.peer_id != peer_id or (old.address, old.relay_address, old.model_digest) != (
+            hello.address, hello.relay_address, hello.model_digest,
         )  # fmt: skip
         self.peer_id, self.hello, self.is_connected = peer_id, hello, True
         self.heard_at = self.changed_at = now

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import Access
 from echo2.coordinator.measures import WorkerMeasures
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 
@@ -91,6 +92,11 @@ class Member:
             measured.downlink_bytes_per_s or said.downlink_bytes_per_s,
             measured.rtt_s or said.rtt_s,
         )
+
+    @property
+    def access(self) -> Access:
+        """How it is met: as found out, else as it says of itself."""
+        return self.heartbeat.reach or Access(addresses=self.hello.addresses)
 
     @property
     def activation(self) -> Activation:
@@ -181,6 +187,7 @@ class Membership:
         if _machine(member.hello) != _machine(hello):
             member.measures = WorkerMeasures()
         member.hello, member.heard_at, member.cut_at = hello, now, None
+        member.heartbeat = replace(member.heartbeat, reach=None, links=None)  # those of its life before
         member.is_restored = member.has_left = False
         return member
 
@@ -188,7 +195,8 @@ class Membership:
         member = self.members[peer_id]
         member.heard_at = now
         if heartbeat is not None:
-            member.heartbeat, member.heartbeat_at = heartbeat, now
+            links = heartbeat.links if heartbeat.links is not None else member.heartbeat.links
+            member.heartbeat, member.heartbeat_at = replace(heartbeat, links=links), now
             member.measures.observe(heartbeat, now)
         return member
 

@@ -54,6 +54,7 @@ class CoordinatorOptions:
     enrol_port: int = 8418
     port: int = 8419
     dashboard_port: int = 8420
+    relay_port: int = 8423
     dashboard_host: str = ""
     database_url: str = ""
     heartbeat_interval_s: float = 5.0
@@ -85,7 +86,7 @@ class CoordinatorOptions:
                 raise ConfigError(f"{name}: expected above 0 and at most a day, got {getattr(self, name)}")
         if not 1 <= self.over_provision <= 4:
             raise ConfigError(f"over_provision: expected 1 (off) to 4, got {self.over_provision}")
-        for name in ("enrol_port", "port", "dashboard_port"):
+        for name in ("enrol_port", "port", "dashboard_port", "relay_port"):
             if not 0 <= getattr(self, name) <= 65_535:
                 raise ConfigError(f"{name}: expected 0 (any) to 65535, got {getattr(self, name)}")
         if not 1 <= len(self.run_id) <= 64:

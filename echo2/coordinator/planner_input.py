@@ -9,10 +9,11 @@ broadcast).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import Access, LinkKind
 from echo2.broadcast.topology import UNKNOWN_DOWNLINK_BYTES_PER_S, UNKNOWN_UPLINK_BYTES_PER_S, NodeLink
 from echo2.coordinator.accounts import usd_spent
 from echo2.coordinator.board import LearnerBoard
@@ -193,10 +194,22 @@ def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[Node
         m for m in there
         if m.last_activation is Activation.ACTIVE or _link(m.link).downlink_bytes_per_s >= slowest
     ]  # fmt: skip
-    return [_node(seed, "learner", (hello.address,), hello.link)] + [
-        _node(m.peer_id, m.name, m.hello.addresses, m.link) for m in sorted(served, key=lambda m: m.peer_id)
+    hidden = {m.peer_id for m in served if not m.access.addresses}
+    return [_node(seed, "learner", Access(addresses=(hello.address,)), hello.link)] + [
+        _node(m.peer_id, m.name, _access(m, hidden), m.link) for m in sorted(served, key=lambda m: m.peer_id)
     ]
 
 
-def _node(peer_id: PeerId, name: str, addresses: tuple[str, ...], link: LinkReport) -> NodeLink:
-    return NodeLink(peer_id, name, addresses, link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s)
+def _access(member: Member, hidden: set[PeerId]) -> Access:
+    """With the hidden peers that it has met without a relay: trees may go from one to the other."""
+    if member.peer_id not in hidden:
+        return Access(addresses=member.access.addresses)
+    met = {link.peer_id for link in member.heartbeat.links or () if link.kind != LinkKind.RELAYED}
+    return replace(member.access, met=tuple(sorted(met & hidden)))
+
+
+def _node(peer_id: PeerId, name: str, access: Access, link: LinkReport) -> NodeLink:
+    return NodeLink(
+        peer_id, name, access.addresses, link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s,
+        replace(access, addresses=()),
+    )  # fmt: skip

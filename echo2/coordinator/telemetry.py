@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.base.ids import RunId, Step, Version
+from echo2.base.ids import PeerId, RunId, Step, Version
 from echo2.base.rollout import GroupSpec
+from echo2.broadcast.reachability import Access
 from echo2.coordinator.lease_events import HeldLease
 
 
@@ -16,6 +17,15 @@ class LinkReport:
     uplink_bytes_per_s: float = 0.0
     downlink_bytes_per_s: float = 0.0
     rtt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """A link that a worker keeps to a peer. `kind`: direct | reverse | hole-punched | relayed."""
+
+    peer_id: PeerId
+    kind: str
+    reason: str
 
 
 _STEP_0, _VERSION_0, _UNKNOWN_LINK = Step(0), Version(0), LinkReport()
@@ -64,6 +74,8 @@ class Heartbeat:
     fingerprint: str = ""
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
+    reach: Access | None = None  # how it is met, as found out; None: as its hello says
+    links: tuple[PeerLink, ...] | None = None  # None: as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,7 @@ class LearnerHello:
     step_limit: int = 0
     kappa_is_fixed: bool = False
     kappa: int = 0
+    relay_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.chunks import bitmap_from_bytes, bitmap_to_bytes
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import CHUNKS_MAX, KEY_BYTES, ArtifactId, ArtifactKey, Chunk, Header, Seal
+from echo2.broadcast.reachability import Access
 from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 INDICES_MAX = 4096
 NODES_MAX = 20_000
 TREES_MAX = 256
+HOST_CHARS_MAX, RELAYS_MAX, MET_MAX = 256, 8, 64
 ADDRESSES_MAX = 8
 
 
@@ -155,7 +157,7 @@ def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
         pb.PlanNode(
             peer_id=node.peer_id, name=node.name, addresses=node.addresses,
             uplink_bytes_per_s=node.uplink_bytes_per_s, downlink_bytes_per_s=node.downlink_bytes_per_s,
-            rtt_s=node.rtt_s,
+            rtt_s=node.rtt_s, access=access_to_message(node.access),
         )
         for node in plan.nodes
     ]  # fmt: skip
@@ -176,7 +178,7 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
     nodes = tuple(
         NodeLink(
             PeerId(node.peer_id), node.name, tuple(node.addresses[:ADDRESSES_MAX]), _rate(node.uplink_bytes_per_s),
-            _rate(node.downlink_bytes_per_s), _rate(node.rtt_s),
+            _rate(node.downlink_bytes_per_s), _rate(node.rtt_s), access_from_message(node.access),
         )
         for node in message.nodes
     )  # fmt: skip
@@ -190,6 +192,25 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
         message.epoch, nodes, trees, message.topology, tuple(message.predicted_s), message.predicted_bytes,
         message.reason,
     )  # fmt: skip
+
+
+def access_to_message(access: Access) -> pb.PeerAccess | None:
+    """None where there is nothing to say, which is so for every node that can be dialled."""
+    if access == Access():
+        return None
+    return pb.PeerAccess(
+        lan_addresses=access.lan_addresses, public_host=access.public_host, relays=access.relays, met=access.met
+    )
+
+
+def access_from_message(message: pb.PeerAccess) -> Access:
+    """Lists are cut to their limits: what is beyond is not used."""
+    return Access(
+        lan_addresses=tuple(message.lan_addresses[:ADDRESSES_MAX]),
+        public_host=message.public_host[:HOST_CHARS_MAX],
+        relays=tuple(PeerId(peer) for peer in message.relays[:RELAYS_MAX]),
+        met=tuple(PeerId(peer) for peer in message.met[:MET_MAX]),
+    )
 
 
 def _rate(value: float) -> float:

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echo2.base.errors import MalformedMessage
-from echo2.base.ids import RunId, Step, Version
+from echo2.base.ids import PeerId, RunId, Step, Version
 from echo2.base.rollout import GroupSpec
+from echo2.broadcast.reachability import Access
 from echo2.coordinator.lease_events import EndReason, HeldLease
 from echo2.coordinator.telemetry import (
     Heartbeat,
     LearnerHello,
     LearnerReport,
     LinkReport,
+    PeerLink,
     PublishedVersion,
     WorkerHello,
 )
+from echo2.wire.broadcast import access_from_message, access_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import VERSION_MAX, group_from_message, group_id_from_wire, group_to_message, lease_id_from_wire
 
 TEXT_CHARS_MAX = 1000
 ADDRESSES_MAX = 8
+LINKS_MAX = 64
 HELD_LEASES_MAX = 4096
 GROUPS_PER_MESSAGE_MAX = 65_536
 LAGS_MAX = 256
@@ -149,6 +154,26 @@ def heartbeat_from_message(message: pb.Heartbeat, whose: str) -> Heartbeat:
         fingerprint=text_of(message.fingerprint, f"fingerprint of {whose}", 128),
         memory_used_bytes=_count(message.memory_used_bytes, f"memory_used_bytes of {whose}"),
         memory_total_bytes=_count(message.memory_total_bytes, f"memory_total_bytes of {whose}"),
+        reach=_reach(message.reach, whose) if message.HasField("reach") else None,
+        links=_links(message.links, whose) if message.HasField("links") else None,
+    )
+
+
+def _reach(message: pb.Reach, whose: str) -> Access:
+    _count(len(message.addresses), f"number of addresses of {whose}", ADDRESSES_MAX)
+    addresses = tuple(text_of(address, f"address of {whose}") for address in message.addresses)
+    return replace(access_from_message(message.access), addresses=addresses)
+
+
+def _links(message: pb.LinkTable, whose: str) -> tuple[PeerLink, ...]:
+    _count(len(message.links), f"number of links of {whose}", LINKS_MAX)
+    return tuple(
+        PeerLink(
+            PeerId(text_of(link.peer_id, f"peer_id of a link of {whose}", 128)),
+            text_of(link.kind, f"kind of a link of {whose}", 32),
+            text_of(link.reason, f"reason of a link of {whose}", 400),
+        )
+        for link in message.links
     )
 
 
@@ -157,6 +182,15 @@ def heartbeat_to_message(heartbeat: Heartbeat) -> pb.Heartbeat:
     message = pb.Heartbeat(**values, link=link_to_message(heartbeat.link))
     if heartbeat.version is not None:
         message.version, message.has_version = heartbeat.version, True
+    if heartbeat.reach is not None:
+        message.reach.CopyFrom(
+            pb.Reach(
+                addresses=heartbeat.reach.addresses, access=access_to_message(replace(heartbeat.reach, addresses=()))
+            )
+        )
+    if heartbeat.links is not None:
+        links = [pb.PeerLink(peer_id=one.peer_id, kind=one.kind, reason=one.reason) for one in heartbeat.links]
+        message.links.CopyFrom(pb.LinkTable(links=links))
     return message
 
 
@@ -197,6 +231,7 @@ def learner_hello_from_message(message: pb.LearnerHello, whose: str) -> LearnerH
         step_limit=_count(message.step_limit, f"step_limit of {whose}", VERSION_MAX),
         kappa_is_fixed=message.kappa_is_fixed,
         kappa=_count(message.kappa, f"kappa of {whose}", 64),
+        relay_address=text_of(message.relay_address, f"relay_address of {whose}", 300),
     )
 
 
@@ -209,7 +244,7 @@ def learner_hello_to_message(hello: LearnerHello) -> pb.LearnerHello:
         rollouts_per_group=hello.rollouts_per_group, step=hello.step, newest_version=hello.newest_version,
         open_groups=[group_to_message(group) for group in hello.open_groups],
         full_snapshot_bytes=hello.full_snapshot_bytes, link=link_to_message(hello.link), step_limit=hello.step_limit,
-        kappa_is_fixed=hello.kappa_is_fixed, kappa=hello.kappa,
+        kappa_is_fixed=hello.kappa_is_fixed, kappa=hello.kappa, relay_address=hello.relay_address,
     )  # fmt: skip
 
 

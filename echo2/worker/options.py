@@ -58,7 +58,7 @@ class WorkerOptions:
     context_tokens_max: int = 0
     price_usd_per_hour: float = 0.0
     is_spot: bool = False
-    listen_host: str = "0.0.0.0"
+    listen_host: str = ""  # empty: every address, or loopback where the coordinator is there
     listen_port: int = 0
     advertised_addresses: tuple[str, ...] = ()
     link: EmulatedLink = field(default_factory=EmulatedLink)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +17,9 @@ import pytest
 
 from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.identity import Identity, JoinLink, PeerIdentity, Role, RunAuthority
+from echo2.broadcast.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.enrolling import enrol
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 RUN = RunId("a-run")
@@ -71,8 +74,8 @@ def test_enrolled_nodes_know_each_other() -> None:
         authority = _authority()
         async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
             link = _link(port, authority.identity.peer_id)
-            worker = await tls.enrol(link, Identity.generate(), Role.WORKER)
-            learner = await tls.enrol(link, Identity.generate(), Role.LEARNER)
+            worker = await enrol(link, Identity.generate(), Role.WORKER)
+            learner = await enrol(link, Identity.generate(), Role.LEARNER)
         async with _serving(_WhoAmI(), tls.server_credentials(learner)) as port:
             async with tls.open_channel(f"127.0.0.1:{port}", learner.peer_id, worker) as channel:
                 reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=10)
@@ -88,7 +91,7 @@ def test_the_coordinators_own_server_is_believed() -> None:
     async def scene() -> None:
         authority = _authority()
         async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
-            worker = await tls.enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
+            worker = await enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
         coordinator = tls.coordinator_credentials(authority, "127.0.0.1:1")
         async with _serving(_WhoAmI(), tls.server_credentials(coordinator)) as port:
             async with tls.open_channel(f"127.0.0.1:{port}", coordinator.peer_id, worker) as channel:
@@ -119,15 +122,15 @@ def test_wrong_pin_token_role_and_address_each_say_so() -> None:
         async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
             other = Identity.generate().peer_id
             with pytest.raises(TrustError, match=f"expected the peer {other}"):
-                await tls.enrol(_link(port, other), Identity.generate(), Role.WORKER)
+                await enrol(_link(port, other), Identity.generate(), Role.WORKER)
             with pytest.raises(BadToken, match="known token"):
-                await tls.enrol(_link(port, pinned, "bad"), Identity.generate(), Role.WORKER)
+                await enrol(_link(port, pinned, "bad"), Identity.generate(), Role.WORKER)
         wrong_role = _Enrolment(authority, role=Role.OPERATOR)
         async with _serving(wrong_role, tls.enrolment_server_credentials(authority)) as port:
             with pytest.raises(TrustError, match="expected the role worker, got operator"):
-                await tls.enrol(_link(port, pinned), Identity.generate(), Role.WORKER)
+                await enrol(_link(port, pinned), Identity.generate(), Role.WORKER)
         with pytest.raises(Unreachable, match="no answer"):
-            await tls.enrol(_link(port, pinned), Identity.generate(), Role.WORKER, timeout_s=2)
+            await enrol(_link(port, pinned), Identity.generate(), Role.WORKER, timeout_s=2)
 
     asyncio.run(scene())
 
@@ -143,7 +146,7 @@ def test_authority_that_is_not_the_pinned_peers_is_refused() -> None:
         authority = _authority()
         async with _serving(Swapped(authority), tls.enrolment_server_credentials(authority)) as port:
             with pytest.raises(TrustError, match="expected the peer"):
-                await tls.enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
+                await enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
 
     asyncio.run(scene())
 
@@ -177,3 +180,51 @@ def test_keys_and_credentials_are_kept_for_their_owner_alone(tmp_path: Path) -> 
     (tmp_path / "identity.key").chmod(0o644)
     with pytest.raises(TrustError, match="0600"):
         tls.load_or_create_identity(tmp_path)
+
+
+def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_connections_stay(
+    tmp_path: Path,
+) -> None:
+    authority = _authority()
+    server_side = tls.coordinator_credentials(authority, "")
+    client = tls.coordinator_credentials(authority, "")
+
+    async def shown(port: int) -> bytes:
+        """The certificate that the server shows a newcomer."""
+
+        def look() -> bytes:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            with socket.create_connection(("127.0.0.1", port)) as raw, context.wrap_socket(raw) as connection:
+                return connection.getpeercert(binary_form=True) or b""
+
+        return NodeCertificate.parse(await asyncio.to_thread(look)).pem
+
+    async def main() -> None:
+        server = tls.new_server()
+        handler = grpc.unary_unary_rpc_method_handler(_echo)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Echo": handler}),))
+        port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(server_side))
+        await server.start()
+        async with tls.open_channel(f"127.0.0.1:{port}", authority.identity.peer_id, client) as channel:
+            call = channel.unary_unary("/t.T/Echo")
+            assert await call(b"before") == b"before"
+            before = server_side.certificate.pem
+            assert await shown(port) == before
+            fresh = tls.coordinator_credentials(authority, "")
+            server_side.renew(fresh.tls_key_pem, fresh.certificate)
+            assert await shown(port) == fresh.certificate.pem != before
+            assert await call(b"after") == b"after"
+        stranger = tls.coordinator_credentials(
+            RunAuthority.create(Identity.generate(), RunId("run-1"), time.time()), ""
+        )
+        with pytest.raises(TrustError):
+            server_side.renew(stranger.tls_key_pem, stranger.certificate)
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+async def _echo(request: bytes, _: object) -> bytes:
+    return request

@@ -1,4 +1,4 @@
-"""What every transport guarantees: the same scenes on gRPC with mutual TLS and in memory."""
+"""What every transport guarantees: the same scenes on gRPC with mutual TLS, on libp2p and in memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ import pytest
 from echo2.base.errors import Unreachable
 from echo2.base.ids import RunId
 from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.reachability import circuit_address
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.transport import Connection, Transport
+from echo2.broadcast.runtime.transport import Connection, Transport, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 
 RUN = RunId("contract")
-KINDS = ("grpc", "memory")
+KINDS = ("grpc", "memory", "libp2p")
 FRAME_BYTES = 64 << 10
 
 
@@ -49,6 +52,8 @@ class World:
         self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
         self.network = MemoryNetwork()
         self.ends: list[End] = []
+        self.relay: Identity | None = None
+        self.relay_port = 0
 
     async def node(self) -> End:
         identity = Identity.generate()
@@ -56,12 +61,10 @@ class World:
             memory = MemoryTransport(self.network, identity.peer_id)
             end = End(identity, memory, f"memory:{len(self.ends)}")
             memory.listen(end.address, end.accept)
+        elif self.kind == "libp2p":
+            end = await self._hidden_node(identity)
         else:
-            key = TlsKey.generate()
-            issued = self.authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
-            credentials = tls.Credentials(
-                identity, key.to_pem(), issued, self.authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
-            )
+            credentials = self._credentials(identity)
             grpc_transport, server = GrpcTransport(credentials), tls.new_server()
             end = End(identity, grpc_transport, "", server=server)
             grpc_transport.add_to_server(server, end.accept)
@@ -69,6 +72,32 @@ class World:
             end.address = f"127.0.0.1:{port}"
             await server.start()
         self.ends.append(end)
+        return end
+
+    def _credentials(self, identity: Identity) -> tls.Credentials:
+        key = TlsKey.generate()
+        issued = self.authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
+        return tls.Credentials(
+            identity, key.to_pem(), issued, self.authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
+        )
+
+    async def _hidden_node(self, identity: Identity) -> End:
+        """One that is met at the relay, which comes with the first of them."""
+        if self.relay is None:
+            self.relay = Identity.generate()
+            serving = MixedTransport(self._credentials(self.relay))
+            serving.accept = refuse_exchange
+            serving.settings = P2pSettings("127.0.0.1", book=RelayBook(RelayLimits()))
+            self.relay_port = await serving.serve()
+            self.ends.append(End(self.relay, serving, ""))
+        transport = MixedTransport(self._credentials(identity))
+        end = End(identity, transport, circuit_address(self.relay.peer_id))
+        transport.accept = end.accept
+        transport.settings = P2pSettings("127.0.0.1")
+        settled = asyncio.Event()
+        transport.changed = lambda facts: settled.set() if facts.relays else None
+        transport.use_relay(self.relay.peer_id, f"127.0.0.1:{self.relay_port}")
+        await asyncio.wait_for(settled.wait(), 20)
         return end
 
 
@@ -175,9 +204,11 @@ def test_nobody_and_somebody_else_at_an_address_are_unreachable(kind: str) -> No
         async with world(kind) as w:
             first, second = await w.node(), await w.node()
             stranger = Identity.generate().peer_id
-            with pytest.raises(Unreachable, match="refused, or it is another peer"):
+            reason = "NO_RESERVATION|RESOURCE_LIMIT" if kind == "libp2p" else "refused, or it is another peer"
+            with pytest.raises(Unreachable, match=reason):
                 await first.transport.dial(second.address, stranger)
-            empty = "127.0.0.1:1" if kind == "grpc" else "memory:nobody"
+            nowhere = {"grpc": "127.0.0.1:1", "memory": "memory:nobody", "libp2p": circuit_address(stranger)}
+            empty = nowhere[kind]
             with pytest.raises(Unreachable):
                 await first.transport.dial(empty, second.identity.peer_id)
 

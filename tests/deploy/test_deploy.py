@@ -95,7 +95,8 @@ def test_three_roles_are_there_in_each_way_to_deploy() -> None:
 
 def test_ports_agree() -> None:
     config = load_config([DEPLOY / "run.toml"], None, {})
-    ports = (config.coordinator.enrol_port, config.coordinator.port, config.coordinator.dashboard_port)
+    c = config.coordinator
+    ports = (c.enrol_port, c.port, c.dashboard_port, c.relay_port)
     for name, wanted in (
         ("coordinator", ports),
         ("learner", (config.learner.port,)),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -51,6 +52,8 @@ class Cluster:
             name = f"w{number}"
             self.commands[name] = ["echo-worker", "join", f"@{links / 'worker.link'}", *common, "--name", name]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.placed: Callable[[str, list[str]], list[str]] = lambda name, argv: argv
+        """How a process is started where it belongs, for instance in a network namespace."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +74,7 @@ class Cluster:
         log = (self.folder / f"{name}.log").open("ab")
         environment = environment_of(self.folder)
         self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module_of(program), *arguments],
+            self.placed(name, [sys.executable, "-m", module_of(program), *arguments]),
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,
         )  # fmt: skip
         log.close()

@@ -1,7 +1,7 @@
 """Whom to dial, when, and which of two connections to the same peer stays. Pure rules; the node acts on them.
 
-Of two nodes that can both be dialled, the one with the lower peer ID dials; the other only after GRACE_S. A node that
-cannot be dialled dials everyone. When both dialled, the connection of the lower peer ID stays; a newer connection by
+Where two nodes meet is the rule's in broadcast/reachability. Of two nodes that can both dial, the one with the lower
+peer ID does; the other only after GRACE_S. When both dialled, the connection of the lower peer ID stays; a newer connection by
 the same side replaces the older one (its process was restarted).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import Access, meeting
 from echo2.broadcast.topology import BroadcastPlan
 
 GRACE_S = 3.0
@@ -42,7 +43,9 @@ class Dialling:
         if self.plan is not None:
             by_id = {node.peer_id: node for node in self.plan.nodes}
             neighbours = self.plan.neighbours(self.me) or self._standby_neighbours()
-            wanted = {peer: by_id[peer].addresses for peer in neighbours}
+            mine = by_id[self.me].whole_access if self.me in by_id else Access()
+            for peer in neighbours:
+                wanted[peer] = meeting(self.me, mine, peer, by_id[peer].whole_access).addresses
         if self.publisher is not None and self.publisher[0] != self.me:
             peer, address = self.publisher
             wanted[peer] = tuple(dict.fromkeys((*([address] if address else []), *wanted.get(peer, ()))))
@@ -61,11 +64,14 @@ class Dialling:
         return tuple((able[start:] + able[:start])[:STANDBY_NEIGHBOURS])
 
     def _dials_first(self, target: Target) -> bool:
+        """Whether the other side could not dial as well, or is to leave it to us."""
         mine = self.plan.index_of(self.me) if self.plan is not None else None
-        if self.plan is None or mine is None or not self.plan.nodes[mine].addresses:
+        theirs = self.plan.index_of(target.peer_id) if self.plan is not None else None
+        if self.plan is None or mine is None or theirs is None:
             return True
-        is_planned = self.plan.index_of(target.peer_id) is not None
-        return not is_planned or self.me < target.peer_id
+        me, them = self.plan.nodes[mine], self.plan.nodes[theirs]
+        back = meeting(them.peer_id, them.whole_access, me.peer_id, me.whole_access)
+        return not back.addresses or self.me < target.peer_id
 
     def due(self, connected: set[PeerId], now: float) -> list[tuple[Target, str]]:
         """Whom to dial now, and at which of its addresses."""

@@ -61,7 +61,7 @@ from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
 from echo2.broadcast.runtime.sockets import SocketWatch
 from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, Credentials
-from echo2.broadcast.runtime.transport import Connection, Transport
+from echo2.broadcast.runtime.transport import Connection, Transport, way_of
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
@@ -417,8 +417,7 @@ class BroadcastNode:
         newest = max(self.library.entries.values(), key=lambda e: e.header.published_unix_s, default=None)
         links = tuple(
             LinkStatus(
-                peer, "direct: we dialled it" if link.connection.is_outgoing else "reverse: it dialled us",
-                link.sent_bytes, link.received_bytes,
+                peer, way_of(link.connection), link.sent_bytes, link.received_bytes,
                 self.session.peers[peer].rate.bytes_per_s if peer in self.session.peers else 0.0,
             )
             for peer, link in self._links.items()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Header
+from echo2.broadcast.reachability import LinkWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """One live connection. `way`: direct (we dialled) or reverse (it dialled us), and why."""
+    """One live connection."""
 
     peer_id: PeerId
-    way: str
+    way: LinkWay
     sent_bytes: int
     received_bytes: int
     received_bytes_per_s: float

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from echo2.base.errors import Unreachable
 from echo2.broadcast.identity import PeerIdentity
-from echo2.broadcast.runtime.transport import Connection
+from echo2.broadcast.reachability import LinkWay
+from echo2.broadcast.runtime.transport import Connection, way_of
 
 DELAYED_BYTES_MIN = 1 << 20
 
@@ -81,6 +82,10 @@ class ShapedConnection:
     @property
     def is_outgoing(self) -> bool:
         return self._inner.is_outgoing
+
+    @property
+    def way(self) -> LinkWay:
+        return way_of(self._inner)
 
     async def send(self, frame: bytes) -> None:
         await self._shaper.up.pass_through(len(frame))

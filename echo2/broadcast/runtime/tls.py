@@ -7,15 +7,14 @@ secret files are readable by their owner alone. Leaves to others: the Enrolment 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import os
 import socket
-import ssl
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from echo2.base.errors import (
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.identity import (
     Identity,
-    JoinLink,
     NodeCertificate,
     PeerIdentity,
     Role,
@@ -46,11 +44,9 @@ from echo2.broadcast.identity import (
     dns_name_of,
     self_signed_certificate,
 )
-from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 16 * 2**20
-ENROL_TIMEOUT_S = 20.0
 STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better
 # Bulk streams must see a dead peer within seconds, also while nothing is sent.
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -109,9 +105,13 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
     return authority
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Credentials:
-    """All that a node needs to talk to the others of its run."""
+    """All that a node needs to talk to the others of its run.
+
+    Everybody in a process holds the same object: `renew` reaches all new connections, and servers at their next
+    handshake. Connections that stand are not touched.
+    """
 
     identity: Identity
     tls_key_pem: bytes
@@ -120,6 +120,19 @@ class Credentials:
     run_id: RunId
     coordinator_peer_id: PeerId
     coordinator_address: str
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def renew(self, tls_key_pem: bytes, certificate: NodeCertificate) -> None:
+        """Puts another certificate of this node in place of the present one."""
+        certificate.check_peer(self.peer_id)
+        certificate.check_issuer(self.authority_pem)
+        with self._lock:
+            self.tls_key_pem, self.certificate = tls_key_pem, certificate
+
+    def key_and_certificate(self) -> tuple[bytes, bytes]:
+        """PEMs that belong together, from any thread."""
+        with self._lock:
+            return self.tls_key_pem, self.certificate.pem
 
     @property
     def peer_id(self) -> PeerId:
@@ -194,9 +207,23 @@ def enrolment_server_credentials(authority: RunAuthority) -> grpc.ServerCredenti
 
 
 def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
-    """Mutual TLS: a client without a certificate of this run is refused in the handshake."""
-    pair = (credentials.tls_key_pem, credentials.certificate.pem)
-    return grpc.ssl_server_credentials([pair], credentials.authority_pem, require_client_auth=True)
+    """Mutual TLS: a client without a certificate of this run is refused in the handshake. A renewed one is shown next."""
+    shown = credentials.key_and_certificate()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([shown], credentials.authority_pem)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC, on a thread of its own, before each handshake; None: as before."""
+        nonlocal shown
+        newest = credentials.key_and_certificate()
+        if newest == shown:
+            return None
+        shown = newest
+        return configuration()
+
+    fetch: Any = changed  # the stubs forget that None means "as before"
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
 
 
 def new_server(*, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
@@ -209,7 +236,7 @@ def bind_server(server: grpc.aio.Server, address: str, credentials: grpc.ServerC
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
-    _check_free(host.strip("[]"), int(port), address)
+    check_free(host.strip("[]"), int(port), address)
     try:
         bound = server.add_secure_port(address, credentials)
     except RuntimeError:
@@ -219,8 +246,8 @@ def bind_server(server: grpc.aio.Server, address: str, credentials: grpc.ServerC
     return bound
 
 
-def _check_free(host: str, port: int, address: str) -> None:
-    """gRPC's own message does not tell a busy port from a foreign address; the system's does."""
+def check_free(host: str, port: int, address: str) -> None:
+    """PortBusy for a port that is taken. gRPC's own message does not tell a busy port from a foreign address; the system's does."""
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -239,10 +266,10 @@ def open_channel(
     channel_credentials = grpc.ssl_channel_credentials(
         credentials.authority_pem, credentials.tls_key_pem, credentials.certificate.pem
     )
-    return grpc.aio.secure_channel(address, channel_credentials, _channel_options(expected_peer_id, options))
+    return grpc.aio.secure_channel(address, channel_credentials, channel_options(expected_peer_id, options))
 
 
-def _channel_options(peer_id: PeerId, options: Sequence[tuple[str, int | str]]) -> list[tuple[str, int | str]]:
+def channel_options(peer_id: PeerId, options: Sequence[tuple[str, int | str]]) -> list[tuple[str, int | str]]:
     return [
         *_COMMON_OPTIONS,
         ("grpc.ssl_target_name_override", dns_name_of(peer_id)),
@@ -266,70 +293,6 @@ def peer_of(context: Any) -> PeerIdentity:
     certificate = _certificate(bytes(pems[0]))
     certificate.check_time(time.time())
     return PeerIdentity(certificate.peer_id, certificate.role)
-
-
-def _fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
-    """The certificate that the enrolment port shows, not yet believed."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        with socket.create_connection((link.host, link.port), timeout=timeout_s) as raw:
-            with context.wrap_socket(raw, server_hostname=dns_name_of(link.peer_id)) as connection:
-                shown = connection.getpeercert(binary_form=True)
-    except ssl.SSLError as error:
-        raise TrustError(f"coordinator at {link.address}: expected TLS, got {error}") from None
-    except OSError as error:
-        raise Unreachable(f"coordinator at {link.address}: no answer within {timeout_s:.0f} s ({error})") from None
-    if shown is None:
-        raise TrustError(f"coordinator at {link.address}: expected a certificate, got none")
-    return shown
-
-
-async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
-    """Joins the run that `link` names. TrustError for a wrong peer or role, BadToken, Unreachable."""
-    shown = NodeCertificate.parse(
-        await asyncio.to_thread(_fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
-    )
-    shown.check_peer(link.peer_id)
-    shown.check_time(time.time())
-    key = TlsKey.generate()
-    request = enrolment_pb2.EnrolRequest(
-        protocol_version=PROTOCOL_VERSION,
-        token=link.token,
-        role=role.value,
-        certificate_request_der=certificate_request(identity, key),
-    )
-    reply = await _call_enrol(link, shown.pem, request, timeout_s)
-    certificate = NodeCertificate.parse(reply.certificate_pem, "certificate issued to us")
-    certificate.check_role(role)
-    credentials = Credentials(
-        identity=identity,
-        tls_key_pem=key.to_pem(),
-        certificate=certificate,
-        authority_pem=reply.authority_pem,
-        run_id=RunId(reply.run_id),
-        coordinator_peer_id=link.peer_id,
-        coordinator_address=reply.coordinator_address,
-    )
-    credentials.check(time.time())
-    return credentials
-
-
-async def _call_enrol(
-    link: JoinLink, root_pem: bytes, request: enrolment_pb2.EnrolRequest, timeout_s: float
-) -> enrolment_pb2.EnrolReply:
-    """The call itself, over TLS that trusts exactly the certificate that was checked."""
-    root = grpc.ssl_channel_credentials(root_pem)
-    async with grpc.aio.secure_channel(link.address, root, _channel_options(link.peer_id, ())) as channel:
-        try:
-            reply: enrolment_pb2.EnrolReply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
-                request, timeout=timeout_s
-            )
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"coordinator at {link.address}") from None
-    return reply
 
 
 _ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {

@@ -1,17 +1,19 @@
 """The transport protocol: authenticated, ordered, bidirectional streams of frames between two nodes.
 
-Two real implementations pass one contract test: gRPC on mutual TLS (transport_grpc) and memory (transport_memory).
-Guarantees asked of both: `peer` is who it claims to be; frames arrive whole and in order; `send` waits while the other
+Three real implementations pass one contract test: gRPC on mutual TLS (transport_grpc), libp2p circuits and punched holes
+(p2p/transport) and memory (transport_memory).
+Guarantees asked of all: `peer` is who it claims to be; frames arrive whole and in order; `send` waits while the other
 side does not read; after either side closes, `receive` returns None and `send` raises Unreachable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.identity import PeerIdentity
+from echo2.broadcast.reachability import LinkKind, LinkWay
 
 
 class Connection(Protocol):
@@ -32,8 +34,30 @@ class Connection(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class Explained(Protocol):
+    """A connection that knows more of how it came about than who dialled."""
+
+    @property
+    def way(self) -> LinkWay: ...
+
+
+def way_of(connection: Connection) -> LinkWay:
+    """The kind of a link and why it is of that kind."""
+    if isinstance(connection, Explained):
+        return connection.way
+    if connection.is_outgoing:
+        return LinkWay(LinkKind.DIRECT, "we dialled it")
+    return LinkWay(LinkKind.REVERSE, "it dialled us")
+
+
 Accept = Callable[[Connection], Awaitable[None]]
 """Called with each connection that others dial; the connection lives until it returns."""
+
+
+async def refuse_exchange(connection: Connection) -> None:
+    """For a node that takes no part in the broadcast."""
+    await connection.close()
 
 
 class Transport(Protocol):

@@ -13,18 +13,27 @@ import asyncio
 import fcntl
 import logging
 import os
+import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import IO
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
-from echo2.broadcast.identity import JoinLink, Role
+from echo2.base.ids import PeerId
+from echo2.broadcast.identity import JoinLink, Role, RunAuthority
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.addresses import is_loopback, joined
+from echo2.broadcast.runtime.enrolling import LOOK_S_MAX, renewal_due_unix_s
+from echo2.broadcast.runtime.transport import refuse_exchange
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.consolidation import consolidate
-from echo2.coordinator.runtime.enrolment import EnrolmentService
+from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.planning import Planning
@@ -109,21 +118,44 @@ class CoordinatorDaemon:
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
         service = EnrolmentService(hub, authority, self.services_address)
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrolment)
+        enrolment_pb2_grpc.add_RenewalServicer_to_server(RenewalService(hub, authority), services)
         for server in (services, enrolment):
             servers.push_async_callback(server.stop, STOP_GRACE_S)
             await server.start()
+        relay_port = _port(options.relay_port, ports.get("relay_port"))
+        hub.relay_address = await self._serve_relay(own, relay_port, store, servers)
         self._write_links(commands)
         dashboard = Dashboard(commands, listener, web_host, options.folder, own)
         self.dashboard_url = dashboard.url
-        await self._run_until_stopped(hub, commands, dashboard)
+        await self._run_until_stopped(hub, commands, dashboard, _renew_own(own, authority))
 
-    async def _run_until_stopped(self, hub: Hub, commands: Commands, dashboard: Dashboard) -> None:
+    def _is_banned(self, peer: PeerId) -> bool:
+        """Asked from the relay's thread: one look-up each."""
+        member = self.hub.membership.members.get(peer) if self.hub is not None else None
+        return member is not None and member.setting is Setting.BANNED
+
+    async def _serve_relay(self, own: tls.Credentials, port: int, store: SqlStore, servers: AsyncExitStack) -> str:
+        """Where workers behind NATs find out how they are met, and meet. A run on one machine needs none."""
+        if is_loopback(self.options.link_host):
+            return ""
+        relay = MixedTransport(own)
+        relay.accept = refuse_exchange
+        relay.settings = P2pSettings(self.options.host, port, book=RelayBook(RelayLimits()), is_barred=self._is_banned)
+        servers.push_async_callback(relay.close)
+        bound = await relay.serve()
+        store.write(Changes(meta={"relay_port": str(bound)}))
+        _log.info("relay for workers behind NATs at %s", joined(self.options.link_host, bound))
+        return joined(self.options.link_host, bound)
+
+    async def _run_until_stopped(
+        self, hub: Hub, commands: Commands, dashboard: Dashboard, renewing: Coroutine[None, None, None]
+    ) -> None:
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
         _log.info("dashboard at %s", self.dashboard_url)
         serving = asyncio.create_task(dashboard.run())
         tasks = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run()),
-                 asyncio.create_task(commands.provisioner.run()), serving]  # fmt: skip
+                 asyncio.create_task(commands.provisioner.run()), asyncio.create_task(renewing), serving]  # fmt: skip
         stopped = asyncio.create_task(_wait(self._stop))
         try:
             await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +192,15 @@ def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
     hashed = token_hash(secret)
     known = any(token.hash == hashed and not token.problem(now) for token in commands.hub.tokens.tokens.values())
     return commands.join_link(secret) if known else None
+
+
+async def _renew_own(own: tls.Credentials, authority: RunAuthority) -> None:
+    """The coordinator's own certificate, in time and for ever."""
+    while True:
+        await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(own.certificate) - time.time())))
+        if time.time() >= renewal_due_unix_s(own.certificate):
+            fresh = tls.coordinator_credentials(authority, own.coordinator_address)
+            own.renew(fresh.tls_key_pem, fresh.certificate)
 
 
 async def _wait(event: asyncio.Event) -> None:

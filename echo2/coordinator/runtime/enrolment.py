@@ -1,4 +1,4 @@
-"""The Enrolment service: a token and a certificate request in, a certificate of the run out.
+"""Enrolment: a token and a certificate request in, a certificate of the run out. Renewal: the same without a token.
 
 Guarantees: nothing is issued before the token's use is kept on disk; a wrong token, role, protocol version, a banned
 peer and a caller that tries too often are refused with a status and words of their own, and change nothing. Leaves to
@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, TrustError, VersionMismatch
-from echo2.broadcast.identity import NodeCertificate, Role, RunAuthority
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.broadcast.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, peer_of
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter
@@ -83,4 +83,38 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._hub.keeper.token(token.token_id)
         self._hub.note("join", f"{request.role} {certificate.peer_id} enrolled with token {token.token_id}")
         self._hub.flush_now()
+        return certificate
+
+
+class RenewalService(enrolment_pb2_grpc.RenewalServicer):
+    """On the services' port: whoever calls has a certificate in force, and gets another of the same name and role."""
+
+    def __init__(self, hub: Hub, authority: RunAuthority) -> None:
+        self._hub, self._authority = hub, authority
+        limits = hub.options.limits
+        self._rates = RateLimiter(limits.enrolments_per_s, limits.enrolments_burst)
+
+    async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewReply:
+        try:
+            certificate = self._renew(request, peer_of(context), caller_host(context))
+        except EchoError as error:
+            _log.warning("renewal for %s refused: %s: %s", context.peer(), type(error).__name__, error)
+            status = _STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
+            await context.abort(status, str(error)[:2000])
+            raise
+        return enrolment_pb2.RenewReply(certificate_pem=certificate.pem)
+
+    def _renew(self, request: enrolment_pb2.RenewRequest, caller: PeerIdentity, host: str) -> NodeCertificate:
+        now = self._hub.clock.now()
+        early_s = self._rates.take(host, now)
+        if early_s > 0:
+            raise LimitExceeded(f"renewal from {host}: too many tries, expected the next in {early_s:.1f} s or later")
+        if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
+            raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
+        member = self._hub.membership.members.get(caller.peer_id)
+        if member is not None and member.setting is Setting.BANNED:
+            raise NotAllowed(f"worker {caller.peer_id} is banned: {member.setting_reason or 'no reason given'}")
+        certificate = self._authority.issue(request.certificate_request_der, caller.role, now)
+        certificate.check_peer(caller.peer_id)
+        self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate")
         return certificate

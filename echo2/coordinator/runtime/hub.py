@@ -86,6 +86,7 @@ class Hub:
         self.plan: Plan | None = None
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
+        self.relay_address = ""  # host:port of this coordinator's libp2p; empty: none
         self.broadcast_plan: BroadcastPlan | None = None
         self._plan_parts: PlanParts | None = None
         self.model_digest = ""
@@ -226,6 +227,7 @@ class Hub:
             heartbeat_interval_s=self.options.heartbeat_interval_s,
             report_interval_s=self.options.report_interval_s,
             learner=self.whereabouts(),
+            relay_address=self.relay_address,
         )
 
     def whereabouts(self) -> pb.LearnerWhereabouts | None:
@@ -236,16 +238,18 @@ class Hub:
         return pb.LearnerWhereabouts(
             peer_id=self.board.peer_id, address=hello.address, model_name=hello.model_name,
             model_config_json=hello.model_config_json, model_digest=hello.model_digest,
-            newest_version=self.board.newest_version,
+            newest_version=self.board.newest_version, relay_address=hello.relay_address,
         )  # fmt: skip
 
     def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
-        before = self.membership.members[peer_id].link
+        before, access = self.membership.members[peer_id].link, self.membership.members[peer_id].access
         member = self.membership.heard(peer_id, heartbeat, self.clock.now())
         self.board.live(peer_id, heartbeat.version, self.clock.now())
         self.reckoning.spread(self.board.newest_complete, self.clock.now())
         self._review(self.membership.change_of(member, self.clock.now()))
         self.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), self.clock.now())
+        if heartbeat.links is not None or member.access != access:
+            self.broadcast_needed.set()
         after = member.link
         for old, new in zip(asdict(before).values(), asdict(after).values(), strict=True):
             if abs(new - old) > LINK_CHANGE * max(new, old, 1e-3):

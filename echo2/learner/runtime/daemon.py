@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +26,11 @@ from echo2.base.errors import ConfigError, Unreachable
 from echo2.base.ids import GroupId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
+from echo2.broadcast.runtime.enrolling import enrol, keep_renewed
 from echo2.broadcast.runtime.tls import (
     Credentials,
     bind_server,
-    enrol,
     load_credentials,
     load_or_create_identity,
     new_server,
@@ -65,6 +67,10 @@ class FleetBroadcaster(Broadcaster, Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+    async def serve_relay(self, listen_host: str, port: int) -> int:
+        """Begins to serve as a relay for workers behind NATs; returns the port."""
+        ...
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
@@ -110,7 +116,7 @@ class LearnerDaemon:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.loop: TrainingLoop | None = None
         self.session: CoordinatorSession | None = None
-        self.address = ""
+        self.address = self.relay_address = ""
         self.starting = "its run folder"
 
     def stop(self) -> None:
@@ -187,7 +193,7 @@ class LearnerDaemon:
             broadcaster, prepared.journal, prepared.schedule, prepared.batcher, prepared.fingerprint_key
         )
         port = bind_server(server, f"{options.host}:{options.port}", server_credentials(credentials))
-        self.address = options.advertise or f"{options.host}:{port}"
+        self.address = options.advertise or joined(outward_host(options.host, credentials.coordinator_address), port)
         sinks = open_sinks(options.folder, options.run_id, options.sinks)
         loop = TrainingLoop(options, prepared, intake, publisher, sinks, self._executor)
         if options.metrics_port:
@@ -195,13 +201,16 @@ class LearnerDaemon:
         loop.facts.peak_flops = _peak_flops(prepared)
         self.session = CoordinatorSession(
             credentials,
-            lambda: hello_of(options, prepared, publisher, self.address),
+            lambda: hello_of(options, prepared, publisher, self.address, self.relay_address),
             self._report,
             lambda order: self._take_order(order, ingest, broadcaster),
         )
         self._connect(loop, ingest, publisher)
         await server.start()
         await broadcaster.start()
+        if not is_loopback(self.address):
+            relay_port = await broadcaster.serve_relay(options.host, options.relay_port)
+            self.relay_address = f"{self.address.rpartition(':')[0]}:{relay_port}"
         _log.info("learner of run %s listens on %s", options.run_id, self.address)
         try:
             return await self._train(loop, publisher)
@@ -228,6 +237,8 @@ class LearnerDaemon:
         session = asyncio.get_running_loop().create_task(self.session.run())
         training = asyncio.get_running_loop().create_task(loop.run())
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
+        keep = functools.partial(save_credentials, self.options.folder / "node")
+        renewing = asyncio.get_running_loop().create_task(keep_renewed(self.session.credentials, keep))
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             for done in (self._failure, session, training):
@@ -238,9 +249,9 @@ class LearnerDaemon:
             return summary
         finally:
             await self.session.leave("finished" if loop.is_finished else "stopped")
-            for task in (training, session, reminding):
+            for task in (training, session, reminding, renewing):
                 task.cancel()
-            await asyncio.gather(training, session, reminding, return_exceptions=True)
+            await asyncio.gather(training, session, reminding, renewing, return_exceptions=True)
 
     async def _remind(self, loop: TrainingLoop) -> None:
         """A batch that does not fill for long: every group that lacks rollouts is offered again.

@@ -102,6 +102,7 @@ class LearnerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
+    relay_port: int = 0
     join_link: str = ""
     chunk_bytes: int = 256 << 10
     keyframe_chain_max: int = 16

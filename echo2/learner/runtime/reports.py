@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 1
 
 
 def hello_of(
-    options: LearnerOptions, prepared: Prepared, publisher: Publisher, address: str
+    options: LearnerOptions, prepared: Prepared, publisher: Publisher, address: str, relay_address: str
 ) -> coordinator_pb2.LearnerHello:
     """The first message of a stream: who the learner is, where it stands, every group that still needs a worker."""
     model, batcher = prepared.model, prepared.batcher
@@ -23,6 +23,7 @@ def hello_of(
         protocol_version=PROTOCOL_VERSION,
         run_id=options.run_id,
         address=address,
+        relay_address=relay_address,
         model_name=options.trainer.model_path.rstrip("/").rpartition("/")[2],
         model_config_json=model.config_json(),
         model_digest=model.digest(),

@@ -11,8 +11,10 @@ import grpc
 from echo2.base.ids import Version
 from echo2.broadcast.delta import Encoding
 from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
 from echo2.broadcast.runtime.tls import Credentials
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
@@ -22,6 +24,7 @@ class SeedNode:
     """A `FleetBroadcaster` over the real node."""
 
     def __init__(self, server: grpc.aio.Server, credentials: Credentials, options: LearnerOptions) -> None:
+        self._transport = MixedTransport(credentials)
         self.node = BroadcastNode(
             credentials,
             NodeOptions(
@@ -32,7 +35,9 @@ class SeedNode:
                 shape=options.link,
                 seed=options.seed,
             ),
+            self._transport,
         )
+        self._transport.accept = self.node.accept
         self.node.add_to_server(server)
 
     async def publish(
@@ -49,6 +54,10 @@ class SeedNode:
 
     async def start(self) -> None:
         await self.node.start()
+
+    async def serve_relay(self, listen_host: str, port: int) -> int:
+        self._transport.settings = P2pSettings(listen_host, port, book=RelayBook(RelayLimits()))
+        return await self._transport.serve()
 
     async def stop(self) -> None:
         await self.node.stop()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-
+from echo2.base.ids import PeerId
 from echo2.broadcast.identity import JoinLink
+from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
+from echo2.broadcast.runtime.p2p.host import HostFacts
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
 from echo2.worker.options import WorkerOptions
 
 
@@ -13,24 +14,27 @@ def advertised_addresses(options: WorkerOptions, link: JoinLink, port: int) -> l
     """As told; else where it listens, and for 'any address' the one from which it reaches the coordinator."""
     if options.advertised_addresses:
         return list(options.advertised_addresses)
-    host = options.listen_host.strip("[]")
-    if not _is_any(host):
-        return [_joined(host, port)]
-    family = socket.AF_INET6 if ":" in link.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((link.host, link.port))  # sends nothing: the system picks the route
-        except OSError:
-            return []
-        return [_joined(probe.getsockname()[0], port)]
+    host = outward_host(options.listen_host, link.address)
+    return [joined(host, port)] if host else []
 
 
-def _is_any(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+def listen_host(options: WorkerOptions, link: JoinLink) -> str:
+    """As told; else loopback for a run of this machine's own, and every address for any other."""
+    return options.listen_host or ("127.0.0.1" if is_loopback(link.host) else "0.0.0.0")
 
 
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def reach_of(facts: HostFacts, advertised: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
+    """What has been found out; None while nothing has, so that the hello's addresses count.
+
+    The coordinator's relay goes first: the learner's uplink has better things to carry.
+    """
+    if facts.is_reachable is None:
+        return None
+    if facts.is_reachable:
+        return coordinator_pb2.Reach(addresses=[joined(facts.public_host, port)])
+    access = broadcast_pb2.PeerAccess(
+        lan_addresses=advertised,
+        public_host=facts.public_host,
+        relays=sorted(facts.relays, key=lambda peer: (peer != coordinator, peer)),
+    )
+    return coordinator_pb2.Reach(access=access)

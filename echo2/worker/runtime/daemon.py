@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError,
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rng import derived_rng
 from echo2.broadcast.identity import JoinLink
+from echo2.broadcast.runtime.enrolling import keep_renewed
 from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
-from echo2.broadcast.runtime.tls import Credentials, bind_server, new_server, server_credentials
+from echo2.broadcast.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
@@ -33,7 +37,7 @@ from echo2.worker.engine import Engine, TokenChunk
 from echo2.worker.model_digest import check_model
 from echo2.worker.options import WorkerOptions
 from echo2.worker.runtime import machine as machine_check
-from echo2.worker.runtime.addresses import advertised_addresses
+from echo2.worker.runtime.addresses import advertised_addresses, listen_host
 from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.join import join
@@ -43,7 +47,7 @@ from echo2.worker.runtime.preemption import source_of, watch
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
-from echo2.worker.runtime.telling import Telling
+from echo2.worker.runtime.telling import Telling, Whereabouts
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper, WeightsHooks
 from echo2.worker.swap import SwapMachine
@@ -60,10 +64,11 @@ class WorkerDaemon:
     """One worker. Make it on the loop that runs it."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.options = options
+        link = JoinLink.parse(options.join_link)
+        self.options = replace(options, listen_host=listen_host(options, link))
         self.waits = Waits(SystemClock())
         self._clock = SystemClock()
-        self._link = JoinLink.parse(options.join_link)
+        self._link = link
         if options.preemption_notice:
             source_of(options.preemption_notice)  # a wrong one is refused before anything starts
         self._stop_reason: str | None = None
@@ -105,18 +110,24 @@ class WorkerDaemon:
             await control.stop()
 
     async def _work(self, credentials: Credentials) -> None:
-        node = BroadcastNode(credentials, self._node_options())
+        transport = MixedTransport(credentials)
+        node = BroadcastNode(credentials, self._node_options(), transport)
         server = new_server()
         node.add_to_server(server)
         listen = f"{self.options.listen_host}:{self.options.listen_port}"
         port = bind_server(server, listen, server_credentials(credentials))
+        transport.accept = node.accept
+        if not self.options.advertised_addresses:  # told ones are not doubted
+            transport.settings = P2pSettings(self.options.listen_host, grpc_port=port)
         await server.start()
         try:
             await node.start()
-            self._assemble(credentials, node, port)
+            self._assemble(credentials, node, transport, port)
             self._start(self.session.run(), "session")
             self._start(self.reporting.run(), "reporting")
             self._start(self._generate(node), "generation")
+            keep = functools.partial(save_credentials, self.options.folder)
+            self._start(keep_renewed(credentials, keep), "certificate")
             if self.options.preemption_notice:
                 self._start(watch(source_of(self.options.preemption_notice), self.stop), "preemption")
             await self._until_the_end()
@@ -180,15 +191,19 @@ class WorkerDaemon:
         rng = derived_rng(self.options.seed, "worker", self.options.name, name)
         return Backoff(rng, longest_s=self.options.limits.reconnect_s_max)
 
-    def _assemble(self, credentials: Credentials, node: BroadcastNode, port: int) -> None:
+    def _assemble(self, credentials: Credentials, node: BroadcastNode, transport: MixedTransport, port: int) -> None:
         connect_s = self.options.limits.connect_s
         self.reporting = Reporting(credentials, self.desk, self.waits, self._backoff("learner"), connect_s)
         self.telling = Telling(
             self.options, self.desk, self.waits, node, self.reporting,
-            advertised_addresses(self.options, self._link, port), credentials.run_id,
-            (self._machine.gpu_text, self._choice),
+            Whereabouts(
+                advertised_addresses(self.options, self._link, port), port, transport, credentials.coordinator_peer_id
+            ),
+            credentials.run_id, (self._machine.gpu_text, self._choice),
         )  # fmt: skip
         orders = Orders(self.desk, self.reporting, node, self._learner_is_at, credentials.peer_id, self._clock)
+        orders.use_relay = transport.use_relay
+        orders.coordinator = credentials.coordinator_peer_id
         hooks = SessionHooks(
             hello=self.telling.hello,
             heartbeat=lambda: self.telling.heartbeat(self._engine, self._keeper),
@@ -197,6 +212,7 @@ class WorkerDaemon:
             ordered=orders.ordered,
         )
         self.session = CoordinatorSession(credentials, hooks, self.waits, self._backoff("coordinator"), connect_s)
+        transport.changed = lambda _: self.session.heartbeat_soon()
         orders.refuse = self.session.end_lease
         self.desk.learner = self.reporting
         self.desk.coordinator = self.session

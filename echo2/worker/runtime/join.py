@@ -14,9 +14,9 @@ from pathlib import Path
 
 from echo2.base.errors import ResourceError, StateError, TrustError, Unreachable
 from echo2.broadcast.identity import JoinLink, Role
+from echo2.broadcast.runtime.enrolling import enrol
 from echo2.broadcast.runtime.tls import (
     Credentials,
-    enrol,
     load_credentials,
     load_or_create_identity,
     save_credentials,

@@ -21,11 +21,12 @@ from echo2.worker import duties
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.reporting import LearnerAddress, Reporting
 
+ADDRESS_CHARS_MAX = 300
 _log = logging.getLogger("echo2.worker")
 
 
 class Orders:
-    """`refuse` is the session's way to end a lease."""
+    """`refuse` is the session's way to end a lease, `use_relay` the transport's to keep a place at a relay."""
 
     def __init__(
         self,
@@ -43,9 +44,13 @@ class Orders:
         self._me = me
         self._clock = clock
         self.refuse: Callable[[LeaseId, duties.EndReason, str], None] | None = None
+        self.use_relay: Callable[[PeerId, str], None] = lambda peer, address: None
+        self.coordinator: PeerId | None = None
 
     def welcomed(self, welcome: coordinator_pb2.WorkerWelcome) -> None:
         _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
+        if self.coordinator is not None:
+            self.use_relay(self.coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
         if welcome.HasField("learner"):
             self._learner(welcome.learner)
         self._desk.send(duties.CoordinatorCame(welcome.report_interval_s))
@@ -72,6 +77,7 @@ class Orders:
         self._learner_is_at(whereabouts)
         peer_id = PeerId(whereabouts.peer_id)
         self._node.set_publisher(peer_id, whereabouts.address)
+        self.use_relay(peer_id, whereabouts.relay_address[:ADDRESS_CHARS_MAX])
         self._reporting.move_to(LearnerAddress(peer_id, whereabouts.address))
 
     def _granted(self, grant: coordinator_pb2.LeaseGrant) -> None:

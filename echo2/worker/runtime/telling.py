@@ -5,13 +5,18 @@ Guarantees: every figure is counted or measured here or in the part that it is a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from echo2.base.clock import SystemClock
-from echo2.base.ids import RunId
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import Answer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.machine import memory_total_bytes, memory_used_bytes
@@ -19,6 +24,16 @@ from echo2.worker.runtime.make_engine import slots_of
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """How this worker is met: as it advertises itself, and as the transport finds out. `port`: of its gRPC service."""
+
+    advertised: list[str]
+    port: int
+    transport: MixedTransport
+    coordinator: PeerId
 
 
 class Telling:
@@ -29,7 +44,7 @@ class Telling:
         waits: Waits,
         node: BroadcastNode,
         reporting: Reporting,
-        addresses: list[str],
+        whereabouts: Whereabouts,
         run_id: RunId,
         engine: tuple[str, EngineChoice],
     ) -> None:
@@ -38,17 +53,19 @@ class Telling:
         self._waits = waits
         self._node = node
         self._reporting = reporting
-        self._addresses = addresses
+        self._where = whereabouts
+        self._told_links: tuple[tuple[str, str, str], ...] | None = None
         self._run_id = run_id
         self._gpu, self._choice = engine
         self._clock = SystemClock()
 
     def hello(self) -> coordinator_pb2.WorkerHello:
+        self._told_links = None  # another stream, perhaps another coordinator
         return coordinator_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self._options.name,
             run_id=self._run_id,
-            addresses=self._addresses,
+            addresses=self._where.advertised,
             price_usd_per_hour=self._options.price_usd_per_hour,
             is_spot=self._options.is_spot,
             gpu=self._gpu,
@@ -108,11 +125,28 @@ class Telling:
             fingerprint=keeper.live_fingerprint if keeper else "",
             memory_used_bytes=memory_used_bytes(),
             memory_total_bytes=memory_total_bytes(),
+            reach=reach_of(
+                self._where.transport.facts, self._where.advertised, self._where.port, self._where.coordinator
+            ),
+            links=self._links_if_changed(node),
+        )
+
+    def _links_if_changed(self, node: NodeStats) -> coordinator_pb2.LinkTable | None:
+        """Links change seldom and heartbeats are many."""
+        links = tuple(sorted((one.peer_id, one.way.kind.value, one.way.reason) for one in node.links))
+        if links == self._told_links:
+            return None
+        self._told_links = links
+        return coordinator_pb2.LinkTable(
+            links=[coordinator_pb2.PeerLink(peer_id=peer, kind=kind, reason=reason) for peer, kind, reason in links]
         )
 
     def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> Answer:
         """For `echo-worker status`."""
+        told = self._told_links
         beat = self.heartbeat(engine, keeper)
+        self._told_links = told  # the owner was told, not the coordinator
+        facts = self._where.transport.facts
         return {
             "run": self._run_id,
             "name": self._options.name,
@@ -132,4 +166,7 @@ class Telling:
             "chunks": f"{beat.newest_chunks_held} of {beat.newest_chunk_count or '?'}",
             "waits_for": beat.waits_for,
             "waits_since_s": round(beat.waits_since_s, 1),
+            "can_be_dialled": {True: "yes", False: "no", None: "not known"}[facts.is_reachable],
+            "relays": len(facts.relays),
+            "links": [f"{link.peer_id[-8:]} {link.way}" for link in self._node.stats().links],
         }

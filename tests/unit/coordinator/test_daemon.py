@@ -16,6 +16,8 @@ from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError
 from echo2.base.ids import RunId
 from echo2.broadcast.identity import Identity, JoinLink, Role
 from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.enrolling import enrol, renew
+from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -62,7 +64,7 @@ class Node:
     @classmethod
     async def join(cls, daemon: CoordinatorDaemon, role: Role, identity: Identity | None = None) -> Node:
         link = JoinLink.parse(daemon.links[role.value])
-        return cls(await tls.enrol(link, identity or Identity.generate(), role))
+        return cls(await enrol(link, identity or Identity.generate(), role))
 
     async def hello(self, **fields: Any) -> Any:
         stub = coordinator_pb2_grpc.CoordinatorStub(self.channel)
@@ -192,14 +194,37 @@ def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens
     play(scene)
 
 
+def test_a_certificate_is_renewed_without_a_token_and_a_banned_worker_gets_none(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            await worker.hello()
+            before = worker.credentials.certificate
+            await renew(worker.credentials)
+            after = worker.credentials.certificate
+            assert after.pem != before.pem and after.spki_der != before.spki_der
+            assert (after.peer_id, after.role) == (before.peer_id, Role.WORKER)
+            await worker.close()
+            worker = Node(worker.credentials)
+            assert (await worker.hello()).WhichOneof("kind") == "welcome"
+            assert daemon.hub is not None
+            daemon.hub.membership.set(after.peer_id, Setting.BANNED, "the test says so", 0.0)
+            with pytest.raises(NotAllowed, match="banned: the test says so"):
+                await renew(worker.credentials)
+            assert worker.credentials.certificate.pem == after.pem
+            await worker.close()
+
+    play(scene)
+
+
 def test_refusals_name_what_was_expected_what_came_and_whose(tmp_path: Path) -> None:
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             link = JoinLink.parse(daemon.links["worker"])
             with pytest.raises(BadToken, match="expected one of this run"):
-                await tls.enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
+                await enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
             with pytest.raises(NotAllowed, match="it is for the role worker"):
-                await tls.enrol(link, Identity.generate(), Role.LEARNER)
+                await enrol(link, Identity.generate(), Role.LEARNER)
             worker = await Node.join(daemon, Role.WORKER)
             refusal = (await worker.hello(protocol_version=7)).refusal
             assert refusal.code == "VersionMismatch"
@@ -228,7 +253,7 @@ def test_refusals_name_what_was_expected_what_came_and_whose(tmp_path: Path) -> 
             refusal = (await worker.hello()).refusal
             assert (refusal.code, "sent garbage" in refusal.message) == ("NotAllowed", True)
             with pytest.raises(NotAllowed, match="banned"):
-                await tls.enrol(link, worker.credentials.identity, Role.WORKER)
+                await enrol(link, worker.credentials.identity, Role.WORKER)
             for node in (learner, worker):
                 await node.close()
 
@@ -257,13 +282,13 @@ def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
             made = await stub.CreateToken(pb.CreateTokenRequest(role="worker", lifetime_s=60, use_limit=1, label="one"))
             link = JoinLink.parse(made.join_link)
             first = Identity.generate()
-            await tls.enrol(link, first, Role.WORKER)
-            await tls.enrol(link, first, Role.WORKER)
+            await enrol(link, first, Role.WORKER)
+            await enrol(link, first, Role.WORKER)
             with pytest.raises(BadToken, match="used 1 of 1 times"):
-                await tls.enrol(link, Identity.generate(), Role.WORKER)
+                await enrol(link, Identity.generate(), Role.WORKER)
             await stub.RevokeToken(pb.RevokeTokenRequest(token_id=made.token_id))
             with pytest.raises(BadToken, match="revoked"):
-                await tls.enrol(link, first, Role.WORKER)
+                await enrol(link, first, Role.WORKER)
             listed = {token.token_id: token for token in (await stub.ListTokens(pb.ListTokensRequest())).tokens}
             assert (listed[made.token_id].is_revoked, listed[made.token_id].use_count) == (True, 1)
             status = await stub.GetStatus(pb.GetStatusRequest())

@@ -139,6 +139,9 @@ class FollowerBroadcaster:
 
     async def stop(self) -> None: ...
 
+    async def serve_relay(self, listen_host: str, port: int) -> int:
+        return port
+
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
 

@@ -230,6 +230,8 @@ class StateView:
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
             "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
+            "can_be_dialled": bool(member.access.addresses), "relays": len(member.access.relays),
+            "links": [] if is_gone else self._links(member),
         }  # fmt: skip
 
     def _useful_share(self) -> float:
@@ -238,6 +240,22 @@ class StateView:
         wasted = report.dropped_stale_rollouts + report.refused_rollouts + report.duplicate_rollouts
         done = report.trained_rollouts + wasted
         return report.trained_rollouts / done if report.trained_rollouts else 1.0
+
+    def _links(self, member: Member) -> list[dict[str, str]]:
+        """Its links to peers: of which kind, and why."""
+        hub = self._commands.hub
+        members = hub.membership.members
+        names = {
+            peer: members[peer].name
+            for peer in (link.peer_id for link in member.heartbeat.links or ())
+            if peer in members
+        }
+        if hub.board.peer_id is not None:
+            names[hub.board.peer_id] = "learner"
+        return [
+            {"peer": names.get(link.peer_id, link.peer_id[-8:]), "kind": link.kind, "reason": link.reason}
+            for link in member.heartbeat.links or ()
+        ]
 
     def samples(self) -> dict[str, list[Any]]:
         """The run's curves as columns, oldest first."""

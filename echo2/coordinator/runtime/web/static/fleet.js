@@ -6,6 +6,12 @@ let sortBy = "name", descending = false, filter = "", newest = null;
 const lagText = (w) => { if (w.version == null || newest == null) return ""; const lag = Math.max(0, newest - w.version); return lag === 0 ? "newest" : `${lag} behind`; };
 const good = { alive: "good", suspect: "warn", gone: "bad" };
 const works = { active: "good", standby: "", draining: "warn", banned: "bad" };
+function kinds(links) {
+  const counts = {};
+  for (const link of links || []) counts[link.kind] = (counts[link.kind] || 0) + 1;
+  return Object.entries(counts).map(([kind, count]) => `${count} ${kind}`).join(", ");
+}
+function ways(w) { return [w.can_be_dialled ? "can be dialled" : `cannot be dialled; is met at ${w.relays} relays`, ...(w.links || []).map((link) => `${link.peer}: ${link.kind}: ${link.reason}`)].join("\n"); }
 const COLUMNS = [
   { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide" },
   { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for },
@@ -16,7 +22,7 @@ const COLUMNS = [
   { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: lagText, n: true },
   { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots` + (w.memory_used ? ` · ${bytes(w.memory_used)}` : ""), title: (w) => w.memory_used ? `memory: ${bytes(w.memory_used)} of ${bytes(w.memory_total)}` : "", n: true },
   { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
-  { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => w.in_flight ? "v" + w.in_flight : "", n: true },
+  { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => [w.in_flight ? "v" + w.in_flight : "", kinds(w.links)].filter(Boolean).join(" · "), title: (w) => ways(w), n: true },
   { key: "heard", label: "Heard", text: (w, now) => seconds(Math.max(0, now - w.heard)) + " ago", n: true },
 ];
 for (const column of COLUMNS) $("fleet-head").append(make("th", { class: column.n ? "n" : null, scope: "col", "data-key": column.key }, make("button", { type: "button", onclick: () => sort(column.key) }, column.label)));

@@ -155,20 +155,34 @@ class BroadcastPlan(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[PlanNode, _Mapping]]] = ..., topology: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[PlanTree, _Mapping]]] = ..., predicted_s: _Optional[_Iterable[float]] = ..., predicted_bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PlanNode(_message.Message):
-    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
+    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     UPLINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DOWNLINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     RTT_S_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     uplink_bytes_per_s: float
     downlink_bytes_per_s: float
     rtt_s: float
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ...) -> None: ...
+    access: PeerAccess
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ...) -> None: ...
+
+class PeerAccess(_message.Message):
+    __slots__ = ("lan_addresses", "public_host", "relays", "met")
+    LAN_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_HOST_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
+    lan_addresses: _containers.RepeatedScalarFieldContainer[str]
+    public_host: str
+    relays: _containers.RepeatedScalarFieldContainer[str]
+    met: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lan_addresses: _Optional[_Iterable[str]] = ..., public_host: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., met: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PlanTree(_message.Message):
     __slots__ = ("weight", "parents")

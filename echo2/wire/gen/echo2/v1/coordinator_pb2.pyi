@@ -76,7 +76,7 @@ class Link(_message.Message):
     def __init__(self, uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("version", "has_version", "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "swap_s", "apply_s", "link", "sent_chunk_bytes", "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "waits_for", "waits_since_s", "fingerprint", "memory_used_bytes", "memory_total_bytes")
+    __slots__ = ("version", "has_version", "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "swap_s", "apply_s", "link", "sent_chunk_bytes", "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "waits_for", "waits_since_s", "fingerprint", "memory_used_bytes", "memory_total_bytes", "reach", "links")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,8 @@ class Heartbeat(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     version: int
     has_version: bool
     running_sequences: int
@@ -123,7 +125,33 @@ class Heartbeat(_message.Message):
     fingerprint: str
     memory_used_bytes: int
     memory_total_bytes: int
-    def __init__(self, version: _Optional[int] = ..., has_version: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., finished_rollouts: _Optional[int] = ..., rollouts_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., rollout_s_mean: _Optional[float] = ..., rollout_s_p95: _Optional[float] = ..., swap_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., sent_chunk_bytes: _Optional[int] = ..., received_chunk_bytes: _Optional[int] = ..., newest_chunk_count: _Optional[int] = ..., newest_chunks_held: _Optional[int] = ..., newest_version_in_flight: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ...) -> None: ...
+    reach: Reach
+    links: LinkTable
+    def __init__(self, version: _Optional[int] = ..., has_version: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., finished_rollouts: _Optional[int] = ..., rollouts_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., rollout_s_mean: _Optional[float] = ..., rollout_s_p95: _Optional[float] = ..., swap_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., sent_chunk_bytes: _Optional[int] = ..., received_chunk_bytes: _Optional[int] = ..., newest_chunk_count: _Optional[int] = ..., newest_chunks_held: _Optional[int] = ..., newest_version_in_flight: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., links: _Optional[_Union[LinkTable, _Mapping]] = ...) -> None: ...
+
+class Reach(_message.Message):
+    __slots__ = ("addresses", "access")
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    access: _broadcast_pb2.PeerAccess
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., access: _Optional[_Union[_broadcast_pb2.PeerAccess, _Mapping]] = ...) -> None: ...
+
+class LinkTable(_message.Message):
+    __slots__ = ("links",)
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    links: _containers.RepeatedCompositeFieldContainer[PeerLink]
+    def __init__(self, links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ...) -> None: ...
+
+class PeerLink(_message.Message):
+    __slots__ = ("peer_id", "kind", "reason")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    kind: str
+    reason: str
+    def __init__(self, peer_id: _Optional[str] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("free_rollouts", "version")
@@ -188,34 +216,38 @@ class WorkerOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[WorkerWelcome, _Mapping]] = ..., lease_grant: _Optional[_Union[LeaseGrant, _Mapping]] = ..., lease_revoke: _Optional[_Union[LeaseRevoke, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ...) -> None: ...
 
 class WorkerWelcome(_message.Message):
-    __slots__ = ("run_id", "staleness_bound", "heartbeat_interval_s", "report_interval_s", "learner")
+    __slots__ = ("run_id", "staleness_bound", "heartbeat_interval_s", "report_interval_s", "learner", "relay_address")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STALENESS_BOUND_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     REPORT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     staleness_bound: int
     heartbeat_interval_s: float
     report_interval_s: float
     learner: LearnerWhereabouts
-    def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ...) -> None: ...
+    relay_address: str
+    def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class LearnerWhereabouts(_message.Message):
-    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version")
+    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     address: str
     model_name: str
     model_config_json: bytes
     model_digest: str
     newest_version: int
-    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
+    relay_address: str
+    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("ticket", "group", "is_continuation")
@@ -268,7 +300,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa")
+    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +318,7 @@ class LearnerHello(_message.Message):
     STEP_LIMIT_FIELD_NUMBER: _ClassVar[int]
     KAPPA_IS_FIXED_FIELD_NUMBER: _ClassVar[int]
     KAPPA_FIELD_NUMBER: _ClassVar[int]
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
     address: str
@@ -303,7 +336,8 @@ class LearnerHello(_message.Message):
     step_limit: int
     kappa_is_fixed: bool
     kappa: int
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ...) -> None: ...
+    relay_address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
     __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint")

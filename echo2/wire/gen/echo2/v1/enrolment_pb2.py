@@ -24,17 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/enrolment.proto\x12\x08\x65\x63ho2.v1\"f\n\x0c\x45nrolRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x1f\n\x17\x63\x65rtificate_request_der\x18\x04 \x01(\x0c\"\xaa\x01\n\nEnrolReply\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x12\x15\n\rauthority_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x1b\n\x13\x63oordinator_peer_id\x18\x04 \x01(\t\x12\x1b\n\x13\x63oordinator_address\x18\x05 \x01(\t\x12\"\n\x1a\x63\x65rtificate_expires_unix_s\x18\x06 \x01(\x01\x32\x42\n\tEnrolment\x12\x35\n\x05\x45nrol\x12\x16.echo2.v1.EnrolRequest\x1a\x14.echo2.v1.EnrolReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/enrolment.proto\x12\x08\x65\x63ho2.v1\"I\n\x0cRenewRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x63\x65rtificate_request_der\x18\x02 \x01(\x0c\"%\n\nRenewReply\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\"f\n\x0c\x45nrolRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x1f\n\x17\x63\x65rtificate_request_der\x18\x04 \x01(\x0c\"\xaa\x01\n\nEnrolReply\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x12\x15\n\rauthority_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x1b\n\x13\x63oordinator_peer_id\x18\x04 \x01(\t\x12\x1b\n\x13\x63oordinator_address\x18\x05 \x01(\t\x12\"\n\x1a\x63\x65rtificate_expires_unix_s\x18\x06 \x01(\x01\x32\x42\n\tEnrolment\x12\x35\n\x05\x45nrol\x12\x16.echo2.v1.EnrolRequest\x1a\x14.echo2.v1.EnrolReply2@\n\x07Renewal\x12\x35\n\x05Renew\x12\x16.echo2.v1.RenewRequest\x1a\x14.echo2.v1.RenewReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.enrolment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENROLREQUEST']._serialized_start=38
-  _globals['_ENROLREQUEST']._serialized_end=140
-  _globals['_ENROLREPLY']._serialized_start=143
-  _globals['_ENROLREPLY']._serialized_end=313
-  _globals['_ENROLMENT']._serialized_start=315
-  _globals['_ENROLMENT']._serialized_end=381
+  _globals['_RENEWREQUEST']._serialized_start=38
+  _globals['_RENEWREQUEST']._serialized_end=111
+  _globals['_RENEWREPLY']._serialized_start=113
+  _globals['_RENEWREPLY']._serialized_end=150
+  _globals['_ENROLREQUEST']._serialized_start=152
+  _globals['_ENROLREQUEST']._serialized_end=254
+  _globals['_ENROLREPLY']._serialized_start=257
+  _globals['_ENROLREPLY']._serialized_end=427
+  _globals['_ENROLMENT']._serialized_start=429
+  _globals['_ENROLMENT']._serialized_end=495
+  _globals['_RENEWAL']._serialized_start=497
+  _globals['_RENEWAL']._serialized_end=561
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RenewRequest(_message.Message):
+    __slots__ = ("protocol_version", "certificate_request_der")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_REQUEST_DER_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    certificate_request_der: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., certificate_request_der: _Optional[bytes] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("certificate_pem",)
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    certificate_pem: bytes
+    def __init__(self, certificate_pem: _Optional[bytes] = ...) -> None: ...
+
 class EnrolRequest(_message.Message):
     __slots__ = ("protocol_version", "token", "role", "certificate_request_der")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]

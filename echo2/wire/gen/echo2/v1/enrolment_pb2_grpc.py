@@ -101,3 +101,78 @@ class Enrolment:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RenewalStub:
+    """On the port of the run's services, over mutual TLS: a node whose certificate is in force gets another one.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Renew = channel.unary_unary(
+                '/echo2.v1.Renewal/Renew',
+                request_serializer=echo2_dot_v1_dot_enrolment__pb2.RenewRequest.SerializeToString,
+                response_deserializer=echo2_dot_v1_dot_enrolment__pb2.RenewReply.FromString,
+                _registered_method=True)
+
+
+class RenewalServicer:
+    """On the port of the run's services, over mutual TLS: a node whose certificate is in force gets another one.
+    """
+
+    def Renew(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RenewalServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=echo2_dot_v1_dot_enrolment__pb2.RenewRequest.FromString,
+                    response_serializer=echo2_dot_v1_dot_enrolment__pb2.RenewReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'echo2.v1.Renewal', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('echo2.v1.Renewal', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Renewal:
+    """On the port of the run's services, over mutual TLS: a node whose certificate is in force gets another one.
+    """
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/echo2.v1.Renewal/Renew',
+            echo2_dot_v1_dot_enrolment__pb2.RenewRequest.SerializeToString,
+            echo2_dot_v1_dot_enrolment__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

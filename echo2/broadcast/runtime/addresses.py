@@ -1,0 +1,44 @@
+"""At which address of this machine others reach it, and whether the run leaves this machine at all."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def outward_host(listen_host: str, towards: str) -> str:
+    """Where it listens; for 'any address' the one from which it reaches `towards` (host:port). Empty: no way there."""
+    host = listen_host.strip("[]")
+    if not _is_any(host):
+        return host
+    there, _, port = towards.rpartition(":")
+    there = there.strip("[]")
+    family = socket.AF_INET6 if ":" in there else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, int(port)))  # sends nothing: the system picks the route
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host or host:port is this machine's own: a run on one machine has no NAT to cross."""
+    host = address.strip("[]")
+    if host.count(":") == 1 or "]" in host:
+        host = host.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,96 @@
+"""AutoNAT: a public node says whether a member's gRPC port can be reached from outside.
+
+The library's service asks whether its host can connect to a peer that is connected already, which is always true
+(0.8.1, `_try_dial`), and knows libp2p ports only. Here the dial-back is a TLS handshake with the member's gRPC port:
+it must show the certificate of that very member. Guarantees: only addresses at the member's own observed IP are dialled
+(the library sees to that), ADDRESSES_MAX a request, one request a member at a time and PAUSE_S apart. Waits: PROBE_S a
+dial, in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from typing import Any
+
+import trio
+from libp2p.host.autonat.autonat import AutoNATService
+from libp2p.host.autonat.pb.autonat_pb2 import Message
+from libp2p.host.basic_host import BasicHost
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from echo2.base.errors import TrustError
+from echo2.base.ids import PeerId
+from echo2.broadcast.identity import NodeCertificate
+from echo2.broadcast.runtime.p2p.membership import Members
+from echo2.broadcast.runtime.p2p.relay import peer_of_stream, reset
+
+ADDRESSES_MAX = 2
+PAUSE_S = 1.0
+PROBE_S = 4.0
+ANSWER_S = 2 * PROBE_S * ADDRESSES_MAX
+PROBES_AT_ONCE = 16
+_log = logging.getLogger("echo2.broadcast")
+
+
+class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped library
+    """`is_serving` False: it only asks."""
+
+    def __init__(self, host: BasicHost, members: Members, *, is_serving: bool) -> None:
+        super().__init__(host, serve=is_serving)
+        self._members = members
+        self._asked_at: dict[PeerId, float] = {}
+        self._limit = trio.CapacityLimiter(PROBES_AT_ONCE)
+
+    async def handle_stream(self, stream: Any) -> None:
+        member, now = peer_of_stream(stream), trio.current_time()
+        is_early = now - self._asked_at.get(member, -PAUSE_S) < PAUSE_S
+        if self._members.identity_of(member) is None or is_early:
+            await reset(stream)
+            return
+        self._asked_at = {peer: at for peer, at in self._asked_at.items() if now - at < PAUSE_S}
+        self._asked_at[member] = now
+        await super().handle_stream(stream)
+
+    async def _try_dial(self, peer_id: ID, addrs: list[bytes]) -> bytes | None:
+        for raw in addrs[:ADDRESSES_MAX]:
+            host, port = _host_and_port(raw)
+            peer = PeerId(peer_id.to_base58())
+            if await trio.to_thread.run_sync(
+                _shows_certificate, host, port, peer, self._members.credentials.authority_pem, limiter=self._limit
+            ):
+                return raw
+        return None
+
+    async def is_reachable(self, server: PeerId, host: str, port: int) -> bool | None:
+        """What `server` says of our gRPC port at `host`; None when it does not say."""
+        kind = "ip6" if ":" in host else "ip4"
+        asked = Multiaddr(f"/{kind}/{host}/tcp/{port}").to_bytes()
+        status, _ = await self.query_server(ID.from_base58(server), [asked], ANSWER_S)
+        return {int(Message.OK): True, int(Message.E_DIAL_ERROR): False}.get(status)
+
+
+def _host_and_port(raw: bytes) -> tuple[str, int]:
+    address = Multiaddr(raw)
+    kind = "ip6" if "/ip6/" in str(address) else "ip4"
+    return str(address.value_for_protocol(kind)), int(str(address.value_for_protocol("tcp")))
+
+
+def _shows_certificate(host: str, port: int, peer_id: PeerId, authority_pem: bytes) -> bool:
+    """Whether `peer_id` answers there with its certificate of the run. We show none: that is enough to see theirs."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as raw, context.wrap_socket(raw) as connection:
+            shown = connection.getpeercert(binary_form=True)
+        certificate = NodeCertificate.parse(shown or b"", f"{host}:{port}")
+        certificate.check_peer(peer_id)
+        certificate.check_issuer(authority_pem)
+    except (OSError, TrustError) as error:
+        _log.debug("%s:%d is not %s: %s", host, port, peer_id, error)
+        return False
+    return True

@@ -1,0 +1,349 @@
+"""One node's libp2p host, in trio: places at relays, hole punching, and streams of frames to peers that cannot be dialled.
+
+Guarantees: `facts` says what is known of how this node is met; every stream handed out is with a member of the run; a
+connection whose peer has not shown its certificate within UNPROVEN_S is closed. Waits: for relays (pauses of
+RETRY_S_MAX at most between attempts), for a hole PUNCH_S, for frames KEEPALIVE_S. Leaves to others: the asyncio side
+(transport), whom to dial (dialling), the relay's ledger (relay_book).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import trio
+from libp2p import new_host
+from libp2p.connection_types import ConnectionType
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.host.basic_host import BasicHost
+from libp2p.network.config import ConnectionConfig
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from echo2.base.errors import Unreachable
+from echo2.base.ids import PeerId
+from echo2.broadcast.identity import PeerIdentity
+from echo2.broadcast.reachability import LinkKind, LinkWay
+from echo2.broadcast.relay_book import RelayBook
+from echo2.broadcast.runtime.p2p import membership
+from echo2.broadcast.runtime.p2p.autonat import ReachabilityService
+from echo2.broadcast.runtime.p2p.membership import Members
+from echo2.broadcast.runtime.p2p.punching import HolePuncher
+from echo2.broadcast.runtime.p2p.relay import MemberRelay, dial_circuit, peer_of_stream, reserve, reset
+from echo2.broadcast.runtime.p2p.yamux import widen
+from echo2.broadcast.runtime.tls import Credentials
+
+EXCHANGE = TProtocol("/echo2/exchange/1")
+PUNCH_S = 5.0
+UNPROVEN_S = 15.0
+RENEW_S = 20.0
+JUDGE_S = 300.0  # networks change
+RETRY_S_MIN, RETRY_S_MAX = 0.5, 15.0
+CONNECT_S = 8.0
+RELAYS_MAX = 4
+PEERS_MAX = 2048
+CLOSE_S = 2.0
+_log = logging.getLogger("echo2.broadcast")
+# It reports every dial of a hole punch that fails, which most must, as an error; what matters is said here.
+logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """`port` 0: any. `grpc_port` 0: nobody is asked whether it can be reached. `book`: this node is a relay.
+    `is_barred`: members that get nothing here (asked in trio).
+    """
+
+    listen_host: str = "0.0.0.0"
+    port: int = 0
+    grpc_port: int = 0
+    book: RelayBook | None = None
+    is_barred: Callable[[PeerId], bool] = lambda peer: False
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What is known of how this node is met. `is_reachable` None: nobody has said yet."""
+
+    public_host: str = ""
+    is_reachable: bool | None = None
+    relays: tuple[PeerId, ...] = ()
+    trouble: str = ""
+
+
+class HostEvents(Protocol):
+    """Told in trio."""
+
+    def changed(self, facts: HostFacts) -> None: ...
+
+    async def exchange(self, stream: Any, peer: PeerIdentity, way: Callable[[], LinkWay], is_outgoing: bool) -> None:
+        """Serves the stream until it ends."""
+        ...
+
+
+class P2pHost:
+    """Make it anywhere; `run` and everything else in trio."""
+
+    _host: BasicHost
+    _nursery: trio.Nursery
+    _autonat: ReachabilityService
+    _puncher: HolePuncher
+
+    def __init__(self, credentials: Credentials, options: HostOptions, events: HostEvents) -> None:
+        self.credentials = credentials
+        self.options = options
+        self.events = events
+        self.facts = HostFacts()
+        self.port = options.port or _free_port(options.listen_host)
+        self._members = Members(credentials, options.is_barred)
+        self._relays: dict[PeerId, trio.CancelScope] = {}
+        self._seen_at: dict[PeerId, float] = {}
+        self._judged_at = -JUDGE_S
+
+    async def run(self, started: Callable[[], object]) -> None:
+        """Until cancelled."""
+        secret = self.credentials.identity.private_bytes()
+        # The library would dial whomever it has heard of until it has 50 connections, and prune above 300.
+        few = ConnectionConfig(min_connections=0, low_watermark=0, high_watermark=PEERS_MAX, max_connections=PEERS_MAX)
+        host = new_host(key_pair=create_new_key_pair(secret), listen_addrs=[], connection_config=few)
+        assert isinstance(host, BasicHost)
+        self._host = host
+        kind = "ip6" if ":" in self.options.listen_host else "ip4"
+        listen = Multiaddr(f"/{kind}/{self.options.listen_host}/tcp/{self.port}")
+        self._autonat = ReachabilityService(host, self._members, is_serving=self.options.book is not None)
+        relay = MemberRelay(host, self._members, self.options.book, self._circuit_came)
+        puncher = self._puncher = HolePuncher(host, self._members)
+        host.set_stream_handler(membership.PROTOCOL, self._show_membership)
+        host.set_stream_handler(EXCHANGE, self._accept)
+        async with host.run([listen]), background_trio_service(relay), background_trio_service(puncher):
+            await relay.event_started.wait()
+            await puncher.event_started.wait()
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._drop_strangers)
+                started()
+
+    async def close(self) -> None:
+        """Ends all connections in order; what then still runs is cancelled with the thread."""
+        with trio.move_on_after(CLOSE_S):
+            for peer in list(self._host.get_network().connections):
+                await self._host.get_network().close_peer(peer)
+
+    # ---- who is who
+
+    async def _show_membership(self, stream: Any) -> None:
+        try:
+            await self._members.answer(stream, peer_of_stream(stream))
+            await stream.close()
+        except Exception as error:  # whatever a stranger does must not end the host
+            _log.info("libp2p: %s is not let in: %s", peer_of_stream(stream), error)
+            await reset(stream)
+
+    async def _introduce(self, peer: PeerId) -> PeerIdentity:
+        """Shows our certificate and checks theirs; each time, for it may have restarted and forgotten us."""
+        stream = await self._host.new_stream(ID.from_base58(peer), [membership.PROTOCOL])
+        try:
+            return await self._members.show(stream, peer)
+        finally:
+            await reset(stream)
+
+    async def _drop_strangers(self) -> None:
+        while True:
+            await trio.sleep(UNPROVEN_S / 3)
+            now = trio.current_time()
+            peers = {PeerId(peer.to_base58()) for peer in self._host.get_network().connections}
+            self._seen_at = {peer: self._seen_at.get(peer, now) for peer in peers}
+            for peer, since in self._seen_at.items():
+                if self._members.identity_of(peer) is None and now - since > UNPROVEN_S:
+                    _log.info("libp2p: %s has shown no certificate of this run within %.0f s", peer, UNPROVEN_S)
+                    await self._close(peer)
+
+    async def _close(self, peer: PeerId) -> None:
+        try:
+            with trio.move_on_after(2.0):
+                await self._host.get_network().close_peer(ID.from_base58(peer))
+        except Exception as error:  # already over
+            _log.debug("libp2p: closing %s: %s", peer, error)
+
+    # ---- relays
+
+    def use_relay(self, peer: PeerId, address: str) -> None:
+        """Keeps a place at the relay at `address` (host:port) from now on, whatever happens to it."""
+        if peer in self._relays or len(self._relays) >= RELAYS_MAX or peer == self.credentials.peer_id:
+            return
+        scope = self._relays[peer] = trio.CancelScope()
+        self._nursery.start_soon(self._keep_relay, peer, address, scope)
+
+    def drop_relay(self, peer: PeerId) -> None:
+        scope = self._relays.pop(peer, None)
+        if scope is not None:
+            scope.cancel()
+
+    async def _keep_relay(self, peer: PeerId, address: str, scope: trio.CancelScope) -> None:
+        pause_s = RETRY_S_MIN
+        try:
+            with scope:
+                while not scope.cancel_called:
+                    pause_s = min(RETRY_S_MAX, pause_s * 2) if not await self._visit(peer, address) else RETRY_S_MIN
+                    await self._close(peer)
+                    await trio.sleep(pause_s)
+        finally:
+            self._without(peer, "")
+
+    async def _visit(self, peer: PeerId, address: str) -> bool:
+        """One stay at a relay, from connecting to its end; whether there was one."""
+        has_settled = False
+        try:
+            await self._settle_at(peer, address)
+            has_settled = True
+            await self._stay_at(peer)
+        except Exception as error:  # a relay may fail in any way; it is tried again
+            text = f"relay {peer} at {address}: {error or type(error).__name__}"
+            _log.info("%s", text)
+            self._without(peer, text)
+        return has_settled
+
+    async def _settle_at(self, peer: PeerId, address: str) -> None:
+        """Connected, known as members to one another, a place taken, and our own port judged."""
+        with trio.fail_after(CONNECT_S):
+            info = PeerInfo(ID.from_base58(peer), [await _multiaddr_of(address)])
+            await self._host.connect(info)
+            await self._introduce(peer)
+            await reserve(self._host, peer)
+        self._change(replace(self.facts, relays=(*(r for r in self.facts.relays if r != peer), peer), trouble=""))
+        await self._judge(peer)
+
+    async def _stay_at(self, peer: PeerId) -> None:
+        """Returns or raises when the place is lost. Renewing it is also what notices a relay that has vanished."""
+        next_at = trio.current_time() + RENEW_S
+        while self._host.get_network().connections.get(ID.from_base58(peer)):
+            await trio.sleep(0.5)
+            if trio.current_time() >= next_at:
+                await reserve(self._host, peer)
+                next_at = trio.current_time() + RENEW_S
+                await self._judge(peer)
+        raise Unreachable("the connection ended")
+
+    async def _judge(self, server: PeerId) -> None:
+        """Where the others see us, and whether they can dial our gRPC port there."""
+        is_fresh = self.facts.is_reachable is not None and trio.current_time() - self._judged_at < JUDGE_S
+        host = "" if is_fresh or not self.options.grpc_port else await self._observed_host()
+        if not host:
+            return
+        try:
+            verdict = await self._autonat.is_reachable(server, host, self.options.grpc_port)
+        except Exception as error:  # asked again at the next renewal
+            _log.info("libp2p: %s did not say whether we can be reached: %s", server, error or type(error).__name__)
+            return
+        self._judged_at = trio.current_time()
+        self._change(replace(self.facts, public_host=host, is_reachable=verdict))
+
+    async def _observed_host(self) -> str:
+        """By identify: the address from which our connections come, as relays see it."""
+        manager = self._host._observed_addr_manager
+        with trio.move_on_after(CONNECT_S):
+            while manager is not None:
+                for address in manager.addrs(min_observers=1):
+                    for kind in ("ip4", "ip6"):
+                        if f"/{kind}/" in str(address):
+                            return str(address.value_for_protocol(kind))
+                await trio.sleep(0.1)
+        return ""
+
+    def _without(self, relay: PeerId, trouble: str) -> None:
+        left = tuple(one for one in self.facts.relays if one != relay)
+        self._change(replace(self.facts, relays=left, trouble=trouble))
+
+    def _change(self, facts: HostFacts) -> None:
+        if facts != self.facts:
+            self.facts = facts
+            self.events.changed(facts)
+
+    # ---- peers that cannot be dialled
+
+    def _circuit_came(self, peer: PeerId) -> None:
+        """The spec has the side that a circuit came to begin the hole punch."""
+        self._nursery.start_soon(self._puncher.punch, peer)
+
+    async def open_exchange(self, peer: PeerId, relay: PeerId) -> None:
+        """Meets `peer` at `relay`; the stream, direct when a hole could be punched, goes to `events.exchange`."""
+        if not self._unrelayed(peer):
+            if relay not in self.facts.relays:
+                raise Unreachable(f"peer {peer}: we hold no place at relay {relay} ({self.facts.trouble or 'not yet'})")
+            await self._close(peer)  # a circuit through a relay that has vanished may still pass for open
+            await dial_circuit(self._host, relay, peer)
+            await self._introduce(peer)
+            with trio.move_on_after(PUNCH_S):
+                while not self._unrelayed(peer):
+                    await trio.sleep(0.05)
+        is_relayed = not self._unrelayed(peer)
+        await self._begin_exchange(peer, relay)
+        if is_relayed:
+            self._nursery.start_soon(self._move_when_punched, peer, relay)
+
+    async def _begin_exchange(self, peer: PeerId, relay: PeerId) -> None:
+        with trio.fail_after(CONNECT_S):
+            identity = await self._introduce(peer)
+            stream = await self._host.new_stream(ID.from_base58(peer), [EXCHANGE])
+            await widen(stream)
+        self._nursery.start_soon(self.events.exchange, stream, identity, self._way_of(stream, relay), True)
+
+    async def _move_when_punched(self, peer: PeerId, relay: PeerId) -> None:
+        """A hole that opens later takes the link over; what a new link replaces, the node closes."""
+        while self._host.get_network().connections.get(ID.from_base58(peer)):
+            if self._unrelayed(peer):
+                try:
+                    await self._begin_exchange(peer, relay)
+                except Exception as error:  # the relayed link stays
+                    _log.info("libp2p: %s stays relayed: %s", peer, error or type(error).__name__)
+                return
+            await trio.sleep(0.5)
+
+    def _unrelayed(self, peer: PeerId) -> bool:
+        connections = self._host.get_network().connections.get(ID.from_base58(peer), [])
+        return any(one.get_connection_type() is ConnectionType.DIRECT for one in connections)
+
+    async def _accept(self, stream: Any) -> None:
+        peer = peer_of_stream(stream)
+        identity = self._members.identity_of(peer)
+        if identity is None:
+            _log.info("libp2p: %s asks for an exchange and has shown no certificate of this run", peer)
+            await reset(stream)
+            return
+        await widen(stream)
+        await self.events.exchange(stream, identity, self._way_of(stream, None), False)
+
+    def _way_of(self, stream: Any, relay: PeerId | None) -> Callable[[], LinkWay]:
+        peer = peer_of_stream(stream)
+        address = str(next(iter(stream.muxed_conn.get_transport_addresses()), ""))
+        through = relay or address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]
+
+        def way() -> LinkWay:
+            if "/p2p-circuit" not in address:
+                return LinkWay(LinkKind.HOLE_PUNCHED, "neither can be dialled; both opened their NAT at once")
+            return LinkWay(LinkKind.RELAYED, f"neither can be dialled; by {through}, {self._puncher.story(peer)}")
+
+        return way
+
+
+def _free_port(host: str) -> int:
+    """The library shows the port it was asked for, not the one it got, so 0 is resolved before."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+async def _multiaddr_of(address: str) -> Multiaddr:
+    host, _, port = address.rpartition(":")
+    found = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    if not found:
+        raise Unreachable(f"{address}: expected a host that can be resolved")
+    family, ip = found[0][0], found[0][4][0]
+    return Multiaddr(f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{ip}/tcp/{port}")

@@ -1,0 +1,109 @@
+"""The transport that workers use: gRPC to host:port, libp2p to circuits. libp2p starts when there is a NAT to cross.
+
+Guarantees: those of the transport protocol. `reach` says how this node is met, as far as it has been found out. Leaves
+to others: which address a peer is dialled at (dialling, by the rule in broadcast/reachability).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2.base.errors import Unreachable
+from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import relay_of
+from echo2.broadcast.relay_book import RelayBook
+from echo2.broadcast.runtime.addresses import joined
+from echo2.broadcast.runtime.p2p.host import HostFacts, HostOptions
+from echo2.broadcast.runtime.p2p.transport import P2pTransport
+from echo2.broadcast.runtime.tls import Credentials, check_free
+from echo2.broadcast.runtime.transport import Accept, Connection
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+
+_log = logging.getLogger("echo2.broadcast")
+
+
+@dataclass(frozen=True, slots=True)
+class P2pSettings:
+    """`grpc_port`: of this node's broadcast service, for the question whether it can be dialled; 0: not asked."""
+
+    listen_host: str = "0.0.0.0"
+    port: int = 0
+    grpc_port: int = 0
+    book: RelayBook | None = None
+    is_barred: Callable[[PeerId], bool] = lambda peer: False
+
+
+class MixedTransport:
+    """`accept` and `changed` are set before `use_relay` or `serve`."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._grpc = GrpcTransport(credentials)
+        self._p2p: P2pTransport | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._relays: dict[PeerId, str] = {}
+        self.settings = P2pSettings()
+        self.accept: Accept | None = None
+        self.changed: Callable[[HostFacts], None] = lambda _: None
+
+    @property
+    def facts(self) -> HostFacts:
+        return self._p2p.facts if self._p2p is not None else HostFacts()
+
+    def use_relay(self, peer: PeerId, address: str) -> None:
+        """Keeps a place at the relay at host:port; an empty address ends that."""
+        if self._relays.get(peer, "") == address:
+            return
+        if self._p2p is not None and peer in self._relays:
+            self._p2p.drop_relay(peer)
+        self._relays[peer] = address
+        if not address:
+            del self._relays[peer]
+        elif self._p2p is not None:
+            self._p2p.use_relay(peer, address)
+        elif self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+
+    async def serve(self) -> int:
+        """Listens, as a relay if the settings say so; returns the port. PortBusy: libp2p would share it silently."""
+        host, port = self.settings.listen_host, self.settings.port
+        check_free(host, port, joined(host, port))
+        await self._start()
+        assert self._p2p is not None
+        return self._p2p.port
+
+    async def _start(self) -> None:
+        assert self.accept is not None, "set accept before"
+        settings = self.settings
+        options = HostOptions(
+            settings.listen_host, settings.port, settings.grpc_port, settings.book, settings.is_barred
+        )
+        p2p = P2pTransport(self._credentials, options, self.accept, self._tell)
+        await p2p.start()
+        self._p2p = p2p
+        _log.info("libp2p listens on %s:%d", settings.listen_host, p2p.port)
+        for peer, address in self._relays.items():
+            p2p.use_relay(peer, address)
+
+    def _tell(self, facts: HostFacts) -> None:
+        self.changed(facts)
+
+    async def dial(self, address: str, peer_id: PeerId) -> Connection:
+        if relay_of(address) is None:
+            return await self._grpc.dial(address, peer_id)
+        if self._p2p is None:
+            raise Unreachable(f"peer {peer_id}: libp2p has not started yet")
+        return await self._p2p.dial(address, peer_id)
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # it was told when it happened
+                await self._starting
+        if self._p2p is not None:
+            await self._p2p.close()
+        await self._grpc.close()

@@ -1,0 +1,167 @@
+"""One node of test_nat.py: ROLE NAME ADDRESS HUB_ADDRESS FOLDER. Writes what it sees as JSON lines, reads commands.
+
+The hub is the coordinator's part of it: run authority, relay, and the plan from what the workers found out, which it
+keeps in files of the folder that all namespaces share. The broadcast, its transports and the rules are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+from echo2.base.ids import PeerId, RunId, Version
+from echo2.broadcast.identity import Identity, Role, TlsKey, certificate_request
+from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.reachability import Access, LinkKind
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.progress import ArtifactSealed
+from echo2.broadcast.runtime.transport import refuse_exchange
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.broadcast.topology import NodeLink
+from echo2.broadcast.trees import plan
+
+NAMES = ("hub", "learner", "left", "right")
+GRPC_PORT, RELAY_PORT = 7000, 7001
+BLOCK_BYTES, BLOCKS = 256 << 10, 16
+LOOK_S = 0.2
+
+
+def say(kind: str, **values: object) -> None:
+    print(json.dumps({"kind": kind, **values}), flush=True)
+
+
+def identity_of(name: str) -> Identity:
+    return Identity.from_private_bytes(name.encode().ljust(32, b"."))
+
+
+PEERS: dict[str, PeerId] = {name: identity_of(name).peer_id for name in NAMES}
+NAME_OF = {peer: name for name, peer in PEERS.items()}
+
+
+def credentials_of(name: str, role: Role, folder: Path) -> tls.Credentials:
+    authority = tls.load_or_create_authority(folder / "authority", identity_of("hub"), RunId("nat"))
+    identity, key = identity_of(name), TlsKey.generate()
+    certificate = authority.issue(certificate_request(identity, key), role, time.time())
+    return tls.Credentials(
+        identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id, PEERS["hub"], ""
+    )
+
+
+async def hub(address: str, folder: Path) -> None:
+    transport = MixedTransport(credentials_of("hub", Role.COORDINATOR, folder))
+    transport.accept = refuse_exchange
+    transport.settings = P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits()))
+    await transport.serve()
+    say("ready", peer_id=PEERS["hub"])
+    await asyncio.Event().wait()
+
+
+def access_of(folder: Path, name: str) -> Access | None:
+    path = folder / f"{name}.access"
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    return Access(**{key: value if isinstance(value, str) else tuple(value) for key, value in fields.items()})
+
+
+async def follow_plans(node: BroadcastNode, folder: Path) -> None:
+    """As the coordinator plans: a new plan whenever somebody is met differently. All compute the same one."""
+    known: tuple[Access | None, ...] = ()
+    while True:
+        found = tuple(access_of(folder, name) for name in NAMES[1:])
+        if None not in found and found != known:
+            known = found
+            nodes = [
+                NodeLink(
+                    PEERS[name], name, access.addresses, 50e6, 100e6, 0.001, dataclasses.replace(access, addresses=())
+                )
+                for name, access in zip(NAMES[1:], found, strict=True)
+                if access is not None
+            ]
+            epoch = int(sum(len(access.met) + len(access.relays) * 4 for access in found if access is not None)) + 1
+            made = plan(nodes, epoch)
+            node.set_plan(made)
+            say("plan", topology=made.topology, epoch=epoch)
+        await asyncio.sleep(LOOK_S)
+
+
+async def tell(node: BroadcastNode, transport: MixedTransport, name: str, address: str, folder: Path) -> None:
+    """What a worker's heartbeat says, here by way of a file."""
+    while True:
+        links = {NAME_OF[link.peer_id]: link for link in node.stats().links}
+        say("links", **{peer: str(link.way) for peer, link in links.items()})
+        say("received", **{peer: link.received_bytes for peer, link in links.items()})
+        facts = transport.facts
+        met = tuple(PEERS[p] for p, link in links.items() if link.way.kind is LinkKind.HOLE_PUNCHED)
+        access = Access((f"{address}:{GRPC_PORT}",)) if name == "learner" else None
+        if name != "learner" and facts.is_reachable is not None:
+            say("facts", is_reachable=facts.is_reachable, public_host=facts.public_host, relays=list(facts.relays))
+            relays = tuple(sorted(facts.relays, key=lambda peer: (peer != PEERS["hub"], peer)))
+            access = Access((), (f"{address}:{GRPC_PORT}",), facts.public_host, relays, met)
+        if access is not None:
+            temporary = folder / f"{name}.access.new"
+            temporary.write_text(json.dumps(dataclasses.asdict(access)))
+            temporary.replace(folder / f"{name}.access")
+        await asyncio.sleep(LOOK_S)
+
+
+async def consume(node: BroadcastNode) -> None:
+    async for step in node.progress():
+        if isinstance(step, ArtifactSealed):
+            say("version", version=step.artifact.version, fingerprint=step.fingerprint)
+
+
+async def obey(node: BroadcastNode) -> None:
+    lines: asyncio.StreamReader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := (await lines.readline()).decode().split():
+        if line[0] == "publish":
+            version = int(line[1])
+            blocks = iter([bytes([version, number]) * (BLOCK_BYTES // 2) for number in range(BLOCKS)])
+            await node.publish(ArtifactId(Version(version), None), blocks, lambda: "whole", BLOCKS * BLOCK_BYTES)
+        elif line[0] == "ban":
+            node._accuse(PEERS[line[1]], "the test says so", is_ban=True)
+
+
+async def node(role: str, name: str, address: str, hub_address: str, folder: Path) -> None:
+    credentials = credentials_of(name, Role(role), folder)
+    transport = MixedTransport(credentials)
+    made = BroadcastNode(credentials, NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10), transport)
+    transport.accept = made.accept
+    server = tls.new_server()
+    made.add_to_server(server)
+    tls.bind_server(server, f"0.0.0.0:{GRPC_PORT}", tls.server_credentials(credentials))
+    await server.start()
+    await made.start()
+    if role == "learner":
+        transport.settings = P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits()))
+        await transport.serve()
+    else:
+        transport.settings = P2pSettings(grpc_port=GRPC_PORT)
+        transport.use_relay(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
+        learner = access_of(folder, "learner")
+        while learner is None:
+            await asyncio.sleep(LOOK_S)
+            learner = access_of(folder, "learner")
+        made.set_publisher(PEERS["learner"], learner.addresses[0])
+        transport.use_relay(PEERS["learner"], f"{learner.addresses[0].rpartition(':')[0]}:{RELAY_PORT}")
+    say("ready", peer_id=PEERS[name])
+    parts = [follow_plans(made, folder), tell(made, transport, name, address, folder), obey(made)]
+    await asyncio.gather(*parts, *([consume(made)] if role != "learner" else []))
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", stream=sys.stdout)
+    role, name, address, hub_address, folder = sys.argv[1:]
+    asyncio.run(hub(address, Path(folder)) if role == "hub" else node(role, name, address, hub_address, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A run through NATs, with real processes in network namespaces: who meets whom how, and what happens to them then."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.contract.nat_lab import NatLab, reason_unavailable
+
+pytestmark = pytest.mark.network_namespaces
+WAIT_S = 60.0
+_NODE = str(Path(__file__).with_name("nat_node.py"))
+
+
+@dataclass
+class Node:
+    """A process of nat_node.py; `seen` holds the newest of each kind of line that it wrote."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    seen: dict[str, dict[str, object]] = field(default_factory=dict)
+
+    def look(self) -> None:
+        for line in self.log.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                self.seen[said["kind"]] = said
+
+    def story(self) -> str:
+        """The log, without lines that say again what one said before."""
+        lines = [line for line in self.log.read_text().splitlines() if '"received"' not in line]
+        return "\n".join(dict.fromkeys(lines))[-4000:]
+
+    def say(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+
+class Run:
+    """A hub (relay, and maker of the plan), a learner and two workers, in a lab."""
+
+    def __init__(self, lab: NatLab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.nodes: dict[str, Node] = {}
+
+    def start(self, name: str, role: str) -> Node:
+        log = self.folder / f"{name}.log"
+        argv = [
+            sys.executable,
+            _NODE,
+            role,
+            name,
+            self.lab.addresses[name],
+            self.lab.addresses["hub"],
+            str(self.folder),
+        ]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                self.lab.command(name, argv), stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+        self.nodes[name] = Node(process, log)
+        return self.nodes[name]
+
+    def wait(self, what: str, holds: Callable[[], bool], within_s: float = 0.0) -> None:
+        within_s = within_s or WAIT_S
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            for node in self.nodes.values():
+                node.look()
+            if holds():
+                return
+            time.sleep(0.1)
+        logs = "\n".join(f"--- {name}\n{node.story()}" for name, node in self.nodes.items())
+        pytest.fail(f"expected {what} within {within_s:.0f} s\n{logs}")
+
+    def link(self, name: str, peer: str) -> str:
+        """How `name` says it is connected to `peer`: kind and reason."""
+        links = self.nodes[name].seen.get("links", {})
+        return str(links.get(peer, "")) if isinstance(links, dict) else ""
+
+    def version(self, name: str) -> int:
+        return int(str(self.nodes[name].seen.get("version", {}).get("version", 0)))
+
+    def topology(self, name: str) -> str:
+        return str(self.nodes[name].seen.get("plan", {}).get("topology", "star"))
+
+    def publish(self, version: int) -> None:
+        self.nodes["learner"].say(f"publish {version}")
+
+    def from_peer(self, name: str, peer: str) -> int:
+        """Bytes that `name` has received from `peer`."""
+        received = self.nodes[name].seen.get("received", {})
+        return int(str(received.get(peer, 0)))
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.process.kill()
+            node.process.wait()
+
+
+@contextlib.contextmanager
+def running(folder: Path, *, is_symmetric: bool = False) -> Iterator[Run]:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    with NatLab(("hub", "learner"), ("left", "right"), is_symmetric=is_symmetric) as lab:
+        run = Run(lab, folder)
+        try:
+            run.start("hub", "hub")
+            run.wait("the hub to listen", lambda: "ready" in run.nodes["hub"].seen)
+            for name, role in (("learner", "learner"), ("left", "worker"), ("right", "worker")):
+                run.start(name, role)
+            run.wait("all to join", lambda: all("ready" in node.seen for node in run.nodes.values()))
+            yield run
+        finally:
+            run.close()
+
+
+def test_workers_behind_two_nats_punch_a_hole_and_pass_chunks_through_it(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        run.wait("a hole-punched link", lambda: run.link("left", "right").startswith("hole-punched: "))
+        run.wait("the same at the other end", lambda: run.link("right", "left").startswith("hole-punched: "))
+        run.wait("links to the learner", lambda: run.link("left", "learner") == "direct: we dialled it")
+        assert run.link("learner", "left") == "reverse: it dialled us"
+        assert run.nodes["left"].seen["facts"]["is_reachable"] is False
+        run.wait("trees over the hole", lambda: run.topology("left") == run.topology("learner") != "star")
+        run.publish(1)
+        run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
+        run.wait(
+            "chunks between the two",
+            lambda: max(run.from_peer("left", "right"), run.from_peer("right", "left")) > 1 << 20,
+        )
+        run.nodes["hub"].process.send_signal(signal.SIGKILL)
+        run.publish(2)
+        run.wait("version 2 without the relay", lambda: run.version("left") == run.version("right") == 2)
+        assert run.link("left", "right").startswith("hole-punched: "), "the relay has no part in it any more"
+
+
+def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(tmp_path: Path) -> None:
+    with running(tmp_path, is_symmetric=True) as run:
+        run.wait("a relayed link", lambda: run.link("left", "right").startswith("relayed: "))
+        hub, learner = (str(run.nodes[name].seen["ready"]["peer_id"]) for name in ("hub", "learner"))
+        assert hub in run.link("left", "right"), "the reason names the relay"
+        run.publish(1)
+        run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
+        before = run.from_peer("left", "right") + run.from_peer("right", "left")
+        assert before > 0, "what each holds is told over the relayed link"
+        # The learner serves one worker only: the other has nobody but its hidden peer.
+        run.nodes["learner"].say("ban right")
+        run.publish(2)
+        run.wait("version 2 through the relay", lambda: run.version("left") == run.version("right") == 2)
+        assert run.from_peer("right", "left") - before > 1 << 20
+        run.nodes["hub"].process.send_signal(signal.SIGKILL)
+        run.wait("the learner's relay", lambda: learner in run.link("left", "right"))
+        run.publish(3)
+        run.wait("version 3 through the other relay", lambda: run.version("left") == run.version("right") == 3)
