@@ -142,8 +142,11 @@ def follow_rank_0(options: LearnerOptions) -> int:
 
 def _daemon(options: LearnerOptions) -> Daemon:
     from echo2.learner.runtime.daemon import LearnerDaemon  # pays for torch after bad arguments were refused
+    from echo2.learner.runtime.ranks import ranks_of_environment
+    from echo2.learner.runtime.startup import prepare
 
-    return LearnerDaemon(options)
+    ranks = ranks_of_environment()  # now: the other ranks wait for this one, however long the coordinator takes
+    return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
 
 
 if __name__ == "__main__":

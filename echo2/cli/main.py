@@ -102,6 +102,7 @@ def _add_export(commands: Commands) -> None:
 
 
 def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    require_extra("learner", "echo2 export")
     from echo2.learner.runtime.startup import export_run  # pays for torch
 
     step = export_run(own.run, own.target, own.model)

@@ -21,6 +21,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import Rollout
 from echo2.learner.audit import FLOOR_NATS, TokenScores
+from echo2.learner.runtime.adapter import published_name
 
 CHUNK_TOKENS = 512
 """Log-probabilities of the whole vocabulary are held for this many positions at a time."""
@@ -84,10 +85,14 @@ class SnapshotScorer:
         if version == self._loaded:
             return
         snapshot = self._snapshots.of(version)
+        own = dict(self._model.named_parameters())
+        own |= {published_name(name): parameter for name, parameter in own.items()}  # of an adapter
+        unknown = sorted(snapshot.keys() - own.keys())
+        if unknown:
+            raise StateError(f"version {version}: expected tensors of the model that scores, got {unknown[0]}")
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                if name in snapshot:
-                    parameter.copy_(snapshot[name])
+            for name, tensor in snapshot.items():
+                own[name].copy_(tensor)
         self._loaded = version
 
 

@@ -47,7 +47,7 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "float32-lora"])
 def test_two_ranks_train_as_one_process_does(model_path: Path, tmp_path: Path, weights_dtype: str) -> None:
     torchrun("steps", model_path, tmp_path / "two", weights_dtype)
     two: dict[str, Any] = torch.load(tmp_path / "two" / "result.pt", weights_only=False)

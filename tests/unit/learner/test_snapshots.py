@@ -11,6 +11,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, Rollout, VersionSpan
 from echo2.learner.audit import examined, pieces_of
+from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.snapshots import KeptSnapshots, SnapshotScorer
 from tests.unit.learner.tiny import make_tiny_model
@@ -75,3 +76,27 @@ def test_only_the_newest_versions_are_kept_and_an_older_one_is_named(tmp_path: P
     assert [version in snapshots for version in (Version(0), Version(2), Version(4))] == [False, True, True]
     with pytest.raises(StateError, match="version 0: expected a kept snapshot among 2, 4"):
         snapshots.of(Version(0))
+
+
+def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = str(make_tiny_model(tmp_path / "model"))
+    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4))
+    snapshots = KeptSnapshots(versions_max=3)
+    snapshots.keep(Version(0), model.snapshot())
+    scorer = SnapshotScorer(model.hf_model, snapshots, 1.0, ())
+    scorer.prompts[GroupId("g")] = PROMPT
+    with torch.no_grad():
+        for master in model.masters:
+            master.add_(0.5 * torch.randn_like(master))
+    model.round_to_policy()
+    snapshots.keep(Version(1), model.snapshot())
+    tokens = (9, 10, 11)
+    rollout = Rollout(
+        GroupId("g"), 0, tokens, (-1.0,) * 3, (-1.0,) * 3, (VersionSpan(Version(1), 3),), FinishReason.STOP
+    )
+    base, adapted = (scorer(Version(v), rollout, 0, 3).logprobs for v in (0, 1))
+    assert base != adapted and scorer(Version(0), rollout, 0, 3).logprobs == base
+    snapshots.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
+    with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
+        scorer(Version(2), rollout, 0, 3)
