@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.broadcast.identity import Role
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
 from echo2.coordinator.provisioning import Machine, MachineState
@@ -23,6 +24,8 @@ from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.coordinator.tokens import Token
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from tests.unit.coordinator import test_daemon as daemon_tests
 
 RUN = RunId("a-run")
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
@@ -192,3 +195,24 @@ def test_full_disk_is_told_as_such(tmp_path: Path) -> None:
         for index in range(200):
             store.write(Changes(meta={f"k{index}": "x" * 1000}))
     store.close()
+
+
+def test_a_coordinator_on_this_store_goes_on_where_it_was(url: str, tmp_path: Path) -> None:
+    async def scene() -> None:
+        chosen = daemon_tests.options(tmp_path, database_url=url)
+        async with daemon_tests.running(chosen) as daemon:
+            learner = await daemon_tests.Node.join(daemon, Role.LEARNER)
+            worker = await daemon_tests.Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[daemon_tests.group("g1")])
+            await worker.hello(name="berlin")
+            await worker.say(lease_request=coordinator_pb2.LeaseRequest(free_rollouts=8, version=0))
+            ticket = (await worker.until("lease_grant")).ticket
+            for node in (worker, learner):
+                await node.close()
+        assert not (tmp_path / "coordinator" / "state.sqlite").exists()
+        async with daemon_tests.running(chosen) as daemon:
+            assert daemon.hub is not None
+            assert [member.name for member in daemon.hub.membership.members.values()] == ["berlin"]
+            assert set(daemon.hub.book.leases) == {ticket.lease_id}
+
+    daemon_tests.play(scene)
