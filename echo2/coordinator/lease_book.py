@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded
@@ -97,6 +97,10 @@ _QueueKey = tuple[int, bool, float, GroupId]
 def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
     """The lease's name: a function of group and attempt, so that a replayed decision names the same lease."""
     return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
+
+
+def _leases(leases: list[Lease]) -> str:
+    return f"{len(leases)} leases" if len(leases) > 1 else f"lease {leases[0].lease_id}"
 
 
 @dataclass(slots=True)
@@ -440,17 +444,28 @@ class LeaseBook:
     def lease_count(self, worker_id: PeerId) -> int:
         return len(self._of_worker.get(worker_id, ()))
 
-    def waits(self, now: float) -> list[tuple[str, float]]:
+    def _slow(self, now: float) -> list[tuple[PeerId, list[Lease]]]:
+        """Leases that have stood still for a quarter of the timeout, by worker, the longest first."""
+        found: dict[PeerId, list[Lease]] = {}
+        for lease in sorted(self.leases.values(), key=lambda lease: lease.progress_at):
+            if now - lease.progress_at <= self.rules.lease_timeout_s / 4:
+                break
+            found.setdefault(lease.worker_id, []).append(lease)
+        return list(found.items())
+
+    def slowest(self, now: float, name_of: Callable[[PeerId], str] = str) -> str:
+        """On whom the longest waits hang, in words; empty when every lease moves."""
+        return ", ".join(f"{_leases(leases)} on {name_of(worker)}" for worker, leases in self._slow(now)[:3])
+
+    def waits(self, now: float, name_of: Callable[[PeerId], str] = str) -> list[tuple[str, float]]:
         """What waits, why, and since when: for the stall panel."""
         found: list[tuple[str, float]] = []
         if self._queue:
             first = self.groups[self._queue[0][3]]
             found.append((f"{len(self._queue)} groups wait for a worker: {self._why(first, now)}", first.since))
-        slow = [lease for lease in self.leases.values() if now - lease.progress_at > self.rules.lease_timeout_s / 4]
-        for lease in sorted(slow, key=lambda lease: lease.progress_at)[:8]:
-            found.append(
-                (f"lease {lease.lease_id} on {lease.worker_id} has stood at {lease.tokens} tokens", lease.progress_at)
-            )
+        for worker_id, leases in self._slow(now)[:8]:
+            text = f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(one.tokens for one in leases)} tokens"
+            found.append((text, leases[0].progress_at))
         return found
 
     def _why(self, group: OpenGroup, now: float) -> str:

@@ -81,19 +81,21 @@ class Commands:
 
     # ---- looking
 
+    def _name_of(self, peer_id: PeerId) -> str:
+        member = self.hub.membership.members.get(peer_id)
+        return f"worker {member.name}" if member else peer_id
+
     def waits(self) -> list[Wait]:
         """What waits for what, longest first."""
         hub, now = self.hub, self.hub.clock.now()
-        found = [Wait(what, since) for what, since in hub.book.waits(now)]
+        found = [Wait(what, since) for what, since in hub.book.waits(now, self._name_of)]
         board = hub.board
         if not board.is_connected and not board.report.is_finished:
             since = board.changed_at or hub.started_at
             found.append(Wait("the coordinator waits for the learner to connect", since))
         elif board.report.waits_for:
-            leases = len(hub.book.leases)
-            text = (
-                f"the learner waits for {board.report.waits_for} ({leases} leases out, {hub.book.queued} groups queued)"
-            )
+            on = hub.book.slowest(now, self._name_of) or f"{len(hub.book.leases)} leases out"
+            text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
             found.append(Wait(text, board.heard_at - board.report.waits_since_s))
         if hub.plan_waits_for:
             found.append(Wait(f"the planner waits for {hub.plan_waits_for}", hub.started_at))

@@ -221,3 +221,19 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_leases_that_stand_still_are_told_by_worker_the_longest_first() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"), spec("h"), spec("i"))), 0.0)
+    first, second = ready(one, WORKERS[0], free=8)
+    ready(one, WORKERS[1], now=3.0)
+    assert one.waits(TIMEOUT_S / 4) == []
+    one.handle(le.Progressed(WORKERS[0], second.lease_id, 0, 7), 1.0)
+    waits = one.waits(TIMEOUT_S / 4 + 4.0, lambda peer: f"worker {peer}")
+    assert waits == [
+        ("2 leases on worker a without progress at 7 tokens", 0.0),
+        (f"lease {one.leases_of(WORKERS[1])[0].lease_id} on worker b without progress at 0 tokens", 3.0),
+    ]
+    assert one.slowest(TIMEOUT_S / 4 + 4.0).startswith("2 leases on a, lease l-")
+    assert first.worker_id == WORKERS[0]

@@ -34,7 +34,12 @@ function machineRow(machine, now) {
   const until = machine.ended ?? now, cost = machine.price * Math.max(0, until - machine.since) / 3600, isOpen = machine.state !== "gone";
   const show = machine.command ? make("button", { type: "button", onclick: () => showCommand(machine.command, "Run this on the machine that you rented; it lets one worker in:") }, "Command") : null;
   const release = isOpen ? make("button", { type: "button", class: "ban", "aria-label": `Release ${machine.machine_id}`, onclick: () => askRelease(machine) }, "Release") : null;
-  return make("tr", { class: isOpen ? null : "gone" }, make("td", {}, machine.machine_id, make("span", { class: "sub" }, [machine.label, seconds(until - machine.since)].filter(Boolean).join(" · "))), make("td", {}, make("span", { class: "chip dot " + kinds[machine.state] }, machine.state), machine.notice ? make("span", { class: "sub", title: machine.notice }, machine.notice) : null), make("td", { class: "n" }, perHour(machine.price)), make("td", { class: "n" }, usd(cost)), make("td", {}, machine.workers.join(", ") || dash), make("td", { class: "n" }, make("span", { class: "row-actions" }, show, release)));
+  const cell = (label, kind, ...parts) => make("td", { class: kind || null, "data-label": label }, make("span", {}, ...parts));
+  return make("tr", { class: isOpen ? null : "gone" },
+    cell("Machine", "name wide", machine.machine_id, make("span", { class: "sub" }, [machine.label, seconds(until - machine.since)].filter(Boolean).join(" · "))),
+    cell("State", "", make("span", { class: "chip dot " + kinds[machine.state] }, machine.state), machine.notice ? make("span", { class: "sub", title: machine.notice }, machine.notice) : null),
+    cell("Price", "n", perHour(machine.price)), cell("Cost", "n", usd(cost)), cell("Workers", "", machine.workers.join(", ") || dash),
+    make("td", { class: "n act wide" }, make("span", { class: "row-actions" }, show, release)));
 }
 export function drawMachines(state, mode, now) {
   setText($("machines-mode"), { auto: "planner rents by itself", advise: "planner advises", approve: "planner waits for your word" }[mode] || "");
