@@ -16,12 +16,19 @@ from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError
 from echo2.base.ids import RunId
 from echo2.broadcast.identity import Identity, JoinLink, Role
 from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.addresses import outward_host
 from echo2.broadcast.runtime.enrolling import enrol, renew
+from echo2.broadcast.runtime.transport import refuse_exchange
+from echo2.broadcast.runtime.transport_mixed import MixedTransport
+from echo2.broadcast.topology import can_connect
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.runtime.web.state import StateView
+from echo2.wire.broadcast import plan_from_message
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.ticket import verify_ticket
 
 RUN = RunId("a-run")
@@ -212,6 +219,76 @@ def test_a_certificate_is_renewed_without_a_token_and_a_banned_worker_gets_none(
             with pytest.raises(NotAllowed, match="banned: the test says so"):
                 await renew(worker.credentials)
             assert worker.credentials.certificate.pem == after.pem
+            await worker.close()
+
+    play(scene)
+
+
+def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links(tmp_path: Path) -> None:
+    """As told in heartbeats: first places at a relay, then a hole between the two."""
+    relay = Identity.generate().peer_id
+
+    def told(worker: Node, host: str, other: Node, kind: str) -> pb.Heartbeat:
+        access = broadcast_pb2.PeerAccess(public_host=host, relays=[relay], lan_addresses=["192.168.1.2:7"])
+        link = pb.PeerLink(peer_id=other.credentials.peer_id, kind=kind, reason="said by the test")
+        return pb.Heartbeat(reach=pb.Reach(access=access), links=pb.LinkTable(links=[link]))
+
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner = await Node.join(daemon, Role.LEARNER)
+            await learner.hello(relay_address="198.51.100.1:8423")
+            left, right = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+            for worker in (left, right):
+                welcome = (await worker.hello(addresses=["192.168.1.2:7"])).welcome
+                assert welcome.learner.relay_address == "198.51.100.1:8423"
+            for kind in ("relayed", "hole-punched"):
+                await left.say(heartbeat=told(left, "203.0.113.1", right, kind))
+                await right.say(heartbeat=told(right, "203.0.113.2", left, kind))
+                is_met = kind == "hole-punched"
+                while True:
+                    plan = plan_from_message(await left.until("broadcast_plan"))
+                    nodes = {node.peer_id: node for node in plan.nodes}
+                    mine, theirs = nodes.get(left.credentials.peer_id), nodes.get(right.credentials.peer_id)
+                    if (
+                        mine
+                        and theirs
+                        and not mine.addresses
+                        and not theirs.addresses
+                        and bool(theirs.access.met) == is_met
+                    ):
+                        break
+                assert theirs.access.relays == (relay,)
+                assert right.credentials.peer_id in plan.neighbours(left.credentials.peer_id)
+                assert can_connect(mine, theirs) == is_met
+            assert daemon.hub is not None
+            row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).workers()[left.credentials.peer_id]
+            assert row["links"] == [{"peer": "w", "kind": "hole-punched", "reason": "said by the test"}]
+            assert (row["can_be_dialled"], row["relays"]) == (False, 1)
+            for node in (learner, left, right):
+                await node.close()
+
+    play(scene)
+
+
+def test_a_coordinator_that_is_reached_from_elsewhere_is_a_relay_and_one_on_loopback_is_not(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            assert (await worker.hello()).welcome.relay_address == ""
+            await worker.close()
+        host = outward_host("0.0.0.0", "192.0.2.1:9")
+        if not host:
+            pytest.skip("this machine has no address but loopback")
+        async with running(replace(options(tmp_path), host="0.0.0.0", advertise_host=host, relay_port=0)) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            address = (await worker.hello()).welcome.relay_address
+            assert address.startswith(f"{host}:")
+            transport, settled = MixedTransport(worker.credentials), asyncio.Event()
+            transport.accept = refuse_exchange
+            transport.changed = lambda facts: settled.set() if facts.relays else None
+            transport.use_relay(worker.credentials.coordinator_peer_id, address)
+            await asyncio.wait_for(settled.wait(), WAIT_S)
+            await transport.close()
             await worker.close()
 
     play(scene)

@@ -1,0 +1,133 @@
+"""A relay serves members of the run, within its limits, and nobody else. Real libp2p on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from echo2.base.errors import Unreachable
+from echo2.base.ids import PeerId, RunId
+from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.broadcast.reachability import LinkKind, circuit_address
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.p2p import punching
+from echo2.broadcast.runtime.transport import Connection, refuse_exchange, way_of
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+
+WAIT_S = 20.0
+RUN = RunId("relay")
+
+
+def credentials(authority: RunAuthority) -> tls.Credentials:
+    identity, key = Identity.generate(), TlsKey.generate()
+    issued = authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
+    return tls.Credentials(
+        identity, key.to_pem(), issued, authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
+    )
+
+
+def authority() -> RunAuthority:
+    return RunAuthority.create(Identity.generate(), RUN, time.time())
+
+
+class Lab:
+    """A relay, and whoever joins it. No hole is ever punched here, so that all goes through the relay."""
+
+    def __init__(self, limits: RelayLimits) -> None:
+        self.authority = authority()
+        self.book = RelayBook(limits)
+        self.barred: set[PeerId] = set()
+        self.own = credentials(self.authority)
+        self.relay = MixedTransport(self.own)
+        self.transports = [self.relay]
+
+    async def serve(self) -> None:
+        self.relay.accept = refuse_exchange
+        self.relay.settings = P2pSettings("127.0.0.1", book=self.book, is_barred=self.barred.__contains__)
+        self.address = f"127.0.0.1:{await self.relay.serve()}"
+
+    def member(self, of: tls.Credentials, accept: Callable[[Connection], Any] = refuse_exchange) -> MixedTransport:
+        made = MixedTransport(of)
+        made.accept = accept
+        made.settings = P2pSettings("127.0.0.1")
+        made.use_relay(self.own.peer_id, self.address)
+        self.transports.append(made)
+        return made
+
+
+@asynccontextmanager
+async def lab(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIterator[Lab]:
+    monkeypatch.setattr(punching, "PAUSES_S", ())
+    monkeypatch.setattr("echo2.broadcast.runtime.p2p.host.PUNCH_S", 0.0)
+    made = Lab(RelayLimits(**limits))  # type: ignore[arg-type]
+    await made.serve()
+    try:
+        yield made
+    finally:
+        for transport in reversed(made.transports):
+            await transport.close()
+
+
+async def until(holds: Callable[[], object], what: str) -> None:
+    for _ in range(int(WAIT_S / 0.05)):
+        if holds():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"expected {what} within {WAIT_S:.0f} s")
+
+
+def test_a_stranger_gets_no_place_and_a_barred_member_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with lab(monkeypatch) as made:
+            barred = credentials(made.authority)
+            made.barred.add(barred.peer_id)
+            stranger = made.member(credentials(authority()))
+            outlaw = made.member(barred)
+            member = made.member(credentials(made.authority))
+            await until(lambda: member.facts.relays, "a place for a member")
+            await until(lambda: stranger.facts.trouble and outlaw.facts.trouble, "both refused")
+            assert (stranger.facts.relays, outlaw.facts.relays) == ((), ())
+            assert len(made.book.reserved_until) == 1
+            assert "PERMISSION_DENIED" in outlaw.facts.trouble
+
+    asyncio.run(scene())
+
+
+def test_a_relayed_link_says_so_and_ends_where_its_bytes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        taken: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def take(connection: Connection) -> None:
+            while True:
+                frame = await connection.receive()
+                taken.put_nowait(frame)
+                if frame is None:
+                    return
+
+        async with lab(monkeypatch, circuit_bytes_max=1 << 20) as made:
+            target = credentials(made.authority)
+            first, second = made.member(credentials(made.authority)), made.member(target, take)
+            await until(lambda: first.facts.relays and second.facts.relays, "places for both")
+            connection = await first.dial(circuit_address(made.own.peer_id), target.peer_id)
+            way = way_of(connection)
+            assert way.kind is LinkKind.RELAYED and made.own.peer_id in way.reason
+            await connection.send(bytes(100_000))
+            assert await asyncio.wait_for(taken.get(), WAIT_S) == bytes(100_000)
+            assert 100_000 < made.book.moved_bytes < 200_000
+            with pytest.raises(Unreachable):
+                for _ in range(100):
+                    await asyncio.wait_for(connection.send(bytes(100_000)), WAIT_S)
+            assert made.book.moved_bytes <= 1 << 20
+            await until(lambda: not made.book.circuits, "the circuit to be closed")
+            assert made.book.refused == 1
+            again = await first.dial(circuit_address(made.own.peer_id), target.peer_id)
+            await again.send(b"a new circuit")
+            await until(lambda: not taken.empty() and b"a new circuit" in [taken.get_nowait()], "the link made anew")
+
+    asyncio.run(scene())
