@@ -69,6 +69,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         slowdown=worker.slowdown,
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
+        link_file=Path(own.link[1:]) if own.link.startswith("@") else None,
         seed=config.run.seed,
         model_path=config.model.path,
     )

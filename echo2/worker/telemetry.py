@@ -54,6 +54,10 @@ class RateWindow:
         self._bucket(now).rollouts += 1
         self._durations.append(duration_s)
 
+    def declare(self, tokens_per_s: float) -> None:
+        """What was measured before the first lease; holds until leases say better."""
+        self._last = Rates(tokens_per_s, 0.0, 0.0, 0.0)
+
     def busy(self, is_busy: bool, now: float) -> None:
         """Whether the engine has sequences from now on."""
         self._account(now)

@@ -28,15 +28,19 @@ LONG = SamplingParams(max_new_tokens=160, seed=5)
 KINDS = [
     pytest.param(("embedded", "qwen3"), id="embedded-qwen3"),
     pytest.param(("embedded", "llama"), id="embedded-llama"),
+    pytest.param(("several", "qwen3"), id="several-qwen3"),
     pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
 ]
 
 
 def make_engine(kind: str, config: dict[str, object]) -> Engine:
-    if kind == "embedded":
+    if kind in ("embedded", "several"):
         from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+        from echo2.worker.runtime.engines.several import SeveralEngines
 
+        if kind == "several":
+            return SeveralEngines([EmbeddedEngine(config, slot_count=8) for _ in range(2)])
         return EmbeddedEngine(config, slot_count=8)
     from echo2.worker.runtime.engines.vllm import VllmEngine
 

@@ -228,6 +228,7 @@ class Hub:
             report_interval_s=self.options.report_interval_s,
             learner=self.whereabouts(),
             relay_address=self.relay_address,
+            unix_s=self.clock.now(),
         )
 
     def whereabouts(self) -> pb.LearnerWhereabouts | None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import grpc.aio
 
 from echo2.base.clock import SystemClock
 from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError, VersionMismatch
-from echo2.base.ids import LeaseId, PeerId, Version
+from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.identity import JoinLink
 from echo2.broadcast.runtime.enrolling import keep_renewed
@@ -34,16 +35,20 @@ from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
 from echo2.worker.backoff import Backoff
 from echo2.worker.engine import Engine, TokenChunk
+from echo2.worker.findings import clock_finding, rate_finding
 from echo2.worker.model_digest import check_model
 from echo2.worker.options import WorkerOptions
+from echo2.worker.price import Price, price_of
 from echo2.worker.runtime import machine as machine_check
 from echo2.worker.runtime.addresses import advertised_addresses, listen_host
 from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
-from echo2.worker.runtime.join import join
-from echo2.worker.runtime.make_engine import make_engine, parse_model_config, warm_up
+from echo2.worker.runtime.join import coordinator_address, join
+from echo2.worker.runtime.make_engine import fit_engine, make_engine, parse_model_config, warm_up
 from echo2.worker.runtime.orders import Orders
 from echo2.worker.runtime.preemption import source_of, watch
+from echo2.worker.runtime.provider import tagged_price
+from echo2.worker.runtime.rate import RateProbe
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
@@ -81,6 +86,7 @@ class WorkerDaemon:
         self._gate = TokenGate(self._sampled, self._spoiled)
         self._engine: Engine | None = None
         self._keeper: WeightKeeper | None = None
+        self._measuring: asyncio.Task[None] | None = None
 
     # -- life
 
@@ -100,6 +106,7 @@ class WorkerDaemon:
             self._machine = await asyncio.to_thread(machine_check.look, self.options.folder)
             self._choice = machine_check.chosen_engine(self.options.engine, self._machine)
             _log.info("this machine: %s; engine: %s", self._machine.describe(), self._choice.value)
+            self._price = await asyncio.to_thread(self._priced)
             self._warm_up = asyncio.create_task(asyncio.to_thread(warm_up, self._choice))
             joining = asyncio.create_task(join(self._link, self.options.folder, self.waits, self._backoff("enrol")))
             credentials = await self._unless_stopped(joining)
@@ -159,6 +166,8 @@ class WorkerDaemon:
     async def _close(self, node: BroadcastNode, server: grpc.aio.Server) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._measuring is not None:
+            self._measuring.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._keeper is not None:
             self._keeper.close()
@@ -176,6 +185,14 @@ class WorkerDaemon:
         except OSError as error:
             kind = DiskFull if error.errno == 28 else ResourceError
             raise kind(f"{self.options.folder}: expected to make this worker's folder, got {error.strerror}") from None
+
+    def _priced(self) -> Price:
+        """What this machine costs; asks the provider only where nobody said it and a cloud was named."""
+        known = price_of(self.options.price_usd_per_hour, os.environ)
+        if known.source == "none given" and self.options.preemption_notice:
+            known = price_of(0.0, os.environ, tagged_price(self.options.preemption_notice))
+        _log.info("price: %g USD/h (%s)", known.usd_per_hour, known.source)
+        return known
 
     def _node_options(self) -> NodeOptions:
         link = self.options.link
@@ -199,9 +216,14 @@ class WorkerDaemon:
             Whereabouts(
                 advertised_addresses(self.options, self._link, port), port, transport, credentials.coordinator_peer_id
             ),
-            credentials.run_id, (self._machine.gpu_text, self._choice),
+            credentials.run_id, (self._machine.gpu_text, self._choice, self._price),
         )  # fmt: skip
-        orders = Orders(self.desk, self.reporting, node, self._learner_is_at, credentials.peer_id, self._clock)
+        for finding in machine_check.findings(self._machine, self.options.folder, self.options.store_bytes):
+            self.telling.found(finding)
+        orders = Orders(
+            self.desk, self.reporting, node, self._learner_is_at, credentials.peer_id, self._clock,
+            lambda skew_s: self.telling.found(clock_finding(skew_s)),
+        )  # fmt: skip
         orders.use_relay = transport.use_relay
         orders.coordinator = credentials.coordinator_peer_id
         hooks = SessionHooks(
@@ -210,6 +232,7 @@ class WorkerDaemon:
             welcomed=orders.welcomed,
             lost=lambda: self.desk.send(duties.CoordinatorLost()),
             ordered=orders.ordered,
+            find=lambda: coordinator_address(self._link, self.options.link_file, self.options.folder),
         )
         self.session = CoordinatorSession(credentials, hooks, self.waits, self._backoff("coordinator"), connect_s)
         transport.changed = lambda _: self.session.heartbeat_soon()
@@ -258,8 +281,13 @@ class WorkerDaemon:
         assert whereabouts is not None, "it came"
         config = parse_model_config(whereabouts.model_config_json)
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
+        fit = fit_engine(self._choice, config, self.options, self._machine)
+        _log.info("engine: %s", fit.reason)
         await self._warm_up
-        engine = await asyncio.to_thread(make_engine, self._choice, config, self.options)
+        engine = await asyncio.to_thread(make_engine, self._choice, config, self.options, fit)
+        self.telling.slot_count = engine.slot_count
+        self._probe = RateProbe(engine)
+        self.telling.found(await machine_check.reach(self.telling.addresses))
         await engine.start()
         self._engine = self.desk.engine = engine
 
@@ -277,7 +305,7 @@ class WorkerDaemon:
 
     async def _pump(self, engine: Engine) -> None:
         while chunks := await engine.next_chunks():
-            self._gate.take(chunks)
+            self._gate.take(self._probe.without_probe(chunks))
             await asyncio.sleep(PUMP_PAUSE_S)
 
     def _sampled(self, chunks: tuple[TokenChunk, ...]) -> None:
@@ -293,8 +321,25 @@ class WorkerDaemon:
             "version %d is live: generation stood still for %.0f ms, %.0f ms after it was here",
             live.version, 1e3 * live.stood_still_s, 1e3 * live.apply_s,
         )  # fmt: skip
-        self.desk.send(duties.Live(Version(live.version), self._engine.slot_count))
+        if self._measuring is None:
+            self._measuring = asyncio.create_task(self._measure_rate())
+        elif self._measuring.done():
+            self._offer_work()
+
+    async def _measure_rate(self) -> None:
+        """Before the first lease: how fast this machine is. Then it offers itself."""
+        tokens_per_s = await self._probe.run()
+        self.desk.rates.declare(tokens_per_s)
+        assert self._engine is not None, "it was measured"
+        self.telling.found(rate_finding(tokens_per_s, self._engine.slot_count))
+        self._offer_work()
+
+    def _offer_work(self) -> None:
+        assert self._engine is not None and self._keeper is not None, "weights are live on an engine"
+        live = self._keeper.machine.live
+        assert live is not None, "a version is live"
         self.session.heartbeat_soon()
+        self.desk.send(duties.Live(live, self._engine.slot_count))
 
     # -- the owner's commands
 

@@ -7,6 +7,8 @@ warning is logged).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -16,9 +18,13 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
+from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding, reach_finding
 from echo2.worker.options import EngineChoice
 
 DISK_BYTES_MIN = 64 << 20
+DISK_WANTED_BYTES = 2 << 30
+"""Less free disk than this, or than the store may take, is worth a warning."""
+REACH_S = 3.0
 TOOL_S = 10.0
 
 
@@ -36,6 +42,7 @@ class Machine:
     memory_bytes: int
     free_disk_bytes: int
     has_vllm: bool
+    free_memory_bytes: int = 0
 
     @property
     def gpu_text(self) -> str:
@@ -78,15 +85,21 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def look(folder: Path) -> Machine:
     """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
+<<<<<<< HEAD
+=======
+    memory_bytes, free_memory_bytes = _memory()
+>>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
     return Machine(
         gpus=_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_total_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,
         has_vllm=importlib.util.find_spec("vllm") is not None,
+        free_memory_bytes=free_memory_bytes,
     )
 
 
+<<<<<<< HEAD
 def memory_used_bytes() -> int:
     """Resident memory of this process and of those that it has started, an engine of its own process among them."""
     page, own, found = os.sysconf("SC_PAGE_SIZE"), os.getpid(), 0
@@ -102,6 +115,46 @@ def memory_used_bytes() -> int:
 
 def memory_total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+=======
+def _memory() -> tuple[int, int]:
+    """All and free, in bytes; a container's limit counts where it is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = total
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def findings(machine: Machine, folder: Path, store_bytes: int) -> list[Finding]:
+    """What can be said before anybody else is known."""
+    driver = machine.gpus[0].driver if machine.gpus else ""
+    memory = sum(gpu.memory_bytes for gpu in machine.gpus)
+    return [
+        gpu_finding(machine.gpu_text, memory, driver),
+        memory_finding(machine.memory_bytes, machine.free_memory_bytes),
+        disk_finding(str(folder), machine.free_disk_bytes, min(store_bytes, DISK_WANTED_BYTES)),
+    ]
+
+
+async def reach(addresses: list[str]) -> Finding:
+    """Connects to this worker's own addresses, as a peer would. A router may still keep others out."""
+    refused = {}
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(REACH_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+        except (OSError, TimeoutError, ValueError) as error:
+            refused[address] = str(error) or "no answer"
+    return reach_finding(addresses, refused)
+>>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
 
 
 def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:

@@ -1,4 +1,4 @@
-"""Builds the engine for the learner's model.
+"""Builds the engine for the learner's model, or one per GPU.
 
 Guarantees: a model that the engine does not know, or that does not fit the machine, is refused by name before anything
 is fetched. Leaves to others: starting it, weights.
@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import dataclass
 
 import torch
 
-from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.errors import ConfigError, MalformedMessage, ResourceError
 from echo2.base.ids import Version
 from echo2.broadcast.delta import HostWeights
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
+<<<<<<< HEAD
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
+=======
+from echo2.worker.runtime.engines.several import SeveralEngines
+from echo2.worker.runtime.machine import Machine, check_room
+from echo2.worker.sizing import cpu_slots, gpu_layout, gpu_slots, model_size
+>>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
 
-SLOTS_DEFAULT = 32
 LINGER_S = 0.1
 """Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
 CONFIG_BYTES_MAX = 1 << 20
-
-
-def slots_of(options: WorkerOptions) -> int:
-    """How many sequences decode together: as told, else `SLOTS_DEFAULT`."""
-    return options.slot_count or SLOTS_DEFAULT
 
 
 def parse_model_config(raw: bytes) -> dict[str, object]:
@@ -50,9 +51,49 @@ def warm_up(choice: EngineChoice) -> None:
     HostWeights.from_tensors({"warm": torch.zeros(8, dtype=torch.bfloat16)}, Version(0)).fingerprint()
 
 
-def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions) -> Engine:
+@dataclass(frozen=True, slots=True)
+class EngineFit:
+    """How the model goes on this machine: slots of each engine, and how many engines."""
+
+    slot_count: int
+    engine_count: int
+    reason: str
+
+
+def fit_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, machine: Machine) -> EngineFit:
+    """By the model's size and the machine's memory; ResourceError where the model cannot fit."""
+    size = model_size(config)
+    check_room(machine, size.published_bytes, options.folder)
+    told = f"{options.slot_count} sequences as told" if options.slot_count else ""
+    if choice is EngineChoice.EMBEDDED or not machine.gpus:
+        slots = options.slot_count or cpu_slots(size, machine.memory_bytes, options.context_tokens_max)
+        return EngineFit(slots, 1, told or f"{slots} sequences by memory")
+    layout = gpu_layout(size, [gpu.memory_bytes for gpu in machine.gpus])
+    if layout.tensor_parallel > 1:
+        raise ResourceError(
+            f"GPUs: {layout.reason} over {layout.tensor_parallel} GPUs each; expected a model that one GPU holds, for "
+            "changes are written in place on one GPU an engine"
+        )
+    memory = min(gpu.memory_bytes for gpu in machine.gpus)
+    slots = options.slot_count or gpu_slots(size, memory, context_tokens=options.context_tokens_max)
+    return EngineFit(slots, layout.engine_count, f"{told or f'{slots} sequences by memory'}; {layout.reason}")
+
+
+def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: EngineFit) -> Engine:
     """The engine, not started. May take seconds: run it in a thread."""
+<<<<<<< HEAD
     adapter = adapter_spec(config)
+=======
+    if fit.engine_count == 1:
+        return _one_engine(choice, config, options, fit.slot_count, None)
+    gpus = range(fit.engine_count)
+    return SeveralEngines([_one_engine(choice, config, options, fit.slot_count, gpu) for gpu in gpus])
+
+
+def _one_engine(
+    choice: EngineChoice, config: dict[str, object], options: WorkerOptions, slot_count: int, gpu: int | None
+) -> Engine:
+>>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
     if choice is EngineChoice.VLLM:
         if adapter is not None:
             raise ConfigError("engine: the learner publishes a LoRA adapter, which the embedded engine alone applies")
@@ -63,15 +104,20 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
                 f"engine: expected vLLM, but {error.name} is not installed; choose the embedded one"
             ) from None
         made: Engine = module.VllmEngine(
-            config, slot_count=slots_of(options), context_tokens=options.context_tokens_max, linger_s=LINGER_S
+            config, slot_count=slot_count, context_tokens=options.context_tokens_max, linger_s=LINGER_S, gpu=gpu
         )
         return made
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 
     return EmbeddedEngine(
+<<<<<<< HEAD
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
         slot_count=slots_of(options),
+=======
+        config,
+        slot_count=slot_count,
+>>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
         context_tokens=options.context_tokens_max,
         slowdown=options.slowdown,
         linger_s=LINGER_S,

@@ -1,6 +1,7 @@
 """What the coordinator orders, parsed and passed on to whom it concerns.
 
-Guarantees: a grant that is malformed or not for this worker is refused by name and harms nothing else. Leaves to
+Guarantees: a grant that is malformed or not for this worker is refused by name and harms nothing else; deadlines, which
+are the coordinator's times, are read by its clock. Leaves to
 others: the stream (session), the leases (assignments).
 """
 
@@ -36,6 +37,7 @@ class Orders:
         learner_is_at: Callable[[coordinator_pb2.LearnerWhereabouts], None],
         me: PeerId,
         clock: Clock,
+        skew_is: Callable[[float], None],
     ) -> None:
         self._desk = desk
         self._reporting = reporting
@@ -43,12 +45,17 @@ class Orders:
         self._learner_is_at = learner_is_at
         self._me = me
         self._clock = clock
+        self._skew_is = skew_is
+        self._skew_s = 0.0
         self.refuse: Callable[[LeaseId, duties.EndReason, str], None] | None = None
         self.use_relay: Callable[[PeerId, str], None] = lambda peer, address: None
         self.coordinator: PeerId | None = None
 
     def welcomed(self, welcome: coordinator_pb2.WorkerWelcome) -> None:
         _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
+        if welcome.unix_s:
+            self._skew_s = welcome.unix_s - time.time()
+            self._skew_is(self._skew_s)
         if self.coordinator is not None:
             self.use_relay(self.coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
         if welcome.HasField("learner"):
@@ -96,5 +103,5 @@ class Orders:
             self.refuse(lease_id, duties.EndReason.REFUSED, str(error))
             return
         self._reporting.keep_ticket(ticket)
-        deadline = self._clock.now() + ticket.deadline_unix_s - time.time()
+        deadline = self._clock.now() + ticket.deadline_unix_s - (time.time() + self._skew_s)
         self._desk.send(duties.Granted(lease_id, group, deadline, grant.is_continuation))

@@ -70,6 +70,12 @@ async def watch(source: NoticeSource, noticed: Callable[[str], None], poll_s: fl
 
 
 def _is_noticed(source: NoticeSource) -> bool:
+    text = answer_of(source)
+    return text is not None and source.word in text
+
+
+def answer_of(source: NoticeSource) -> str | None:
+    """What the service says, when it says it with status 200."""
     # Metadata services answer on the link itself: never through a proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     headers = dict(source.headers)
@@ -82,6 +88,6 @@ def _is_noticed(source: NoticeSource) -> bool:
                 headers[source.token_header] = answer.read(ANSWER_BYTES_MAX).decode("ascii", "replace").strip()
         with opener.open(urllib.request.Request(source.url, headers=headers), timeout=ANSWER_S) as answer:
             text = answer.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
-            return answer.status == 200 and source.word in text
+            return text if answer.status == 200 else None
     except (OSError, ValueError, urllib.error.URLError):
-        return False
+        return None

@@ -1,6 +1,7 @@
 """The worker's control stream with the coordinator.
 
-Guarantees: the stream is kept for ever, with jittered pauses between attempts; after each reconnect the hello says
+Guarantees: the stream is kept for ever, with jittered pauses between attempts; a coordinator that was not met
+`FAILURES_BEFORE_SEARCH` times in a row is looked for anew; after each reconnect the hello says
 which leases are still held; a heartbeat goes out every interval; a refusal ends the session with the error that the
 coordinator named. Waits for a connection, for orders, for the next heartbeat. Leaves to others: what orders mean for
 leases (worker/assignments), for chunks (broadcast) and for the engine (daemon), which are told by callbacks.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -27,6 +28,7 @@ from echo2.worker.runtime.waits import Waits
 
 OUTBOX_MESSAGES_MAX = 8192
 WELCOME_S = 20.0
+FAILURES_BEFORE_SEARCH = 3
 REPORT_INTERVAL_S_MIN, REPORT_INTERVAL_S_MAX = 0.01, 3600.0
 _TEMPORARY = (errors.Unreachable, errors.LimitExceeded)
 _REASONS = {
@@ -46,6 +48,9 @@ class SessionHooks:
     welcomed: Callable[[coordinator_pb2.WorkerWelcome], None]
     lost: Callable[[], None]
     ordered: Callable[[coordinator_pb2.WorkerOrder], None]
+    find: Callable[[], Awaitable[str | None]] | None = (
+        None  # the address that the coordinator has now, if it can be told
+    )
 
 
 def refusal_error(refusal: coordinator_pb2.Refusal) -> EchoError:
@@ -68,6 +73,8 @@ class CoordinatorSession:
         self._backoff = backoff
         self._connect_s = connect_s
         self._outbox: asyncio.Queue[coordinator_pb2.WorkerMessage] = asyncio.Queue(OUTBOX_MESSAGES_MAX)
+        self._address = credentials.coordinator_address
+        self._failures = 0
         self._is_open = False  # messages are taken
         self._is_welcome = False
         self._heartbeat_now = asyncio.Event()
@@ -113,9 +120,9 @@ class CoordinatorSession:
 
     async def run(self) -> None:
         """Keeps the stream until it is refused or cancelled."""
-        address = self._credentials.coordinator_address
-        whose = f"the coordinator at {address}"
         while True:
+            address = self._address
+            whose = f"the coordinator at {address}"
             self._waits.begin("coordinator", f"a connection to {whose}")
             try:
                 await self._connect(address)
@@ -134,6 +141,17 @@ class CoordinatorSession:
                     self._hooks.lost()
             self._waits.begin("coordinator", f"a connection to {whose}")
             await asyncio.sleep(self._backoff.next_pause_s())
+            await self._look_elsewhere()
+
+    async def _look_elsewhere(self) -> None:
+        """Asks where the coordinator is, when it was not met several times in a row."""
+        self._failures += 1
+        if self._hooks.find is None or self._failures % FAILURES_BEFORE_SEARCH:
+            return
+        found = await self._hooks.find()
+        if found is not None and found != self._address:
+            _log.warning("the coordinator has moved from %s to %s", self._address, found)
+            self._address = found
 
     async def _connect(self, address: str) -> None:
         """One connection, from the attempt to its end."""
@@ -183,6 +201,7 @@ class CoordinatorSession:
                     f"{REPORT_INTERVAL_S_MAX:.0f}, got {value}"
                 )
         self._backoff.succeeded()
+        self._failures = 0
         self._waits.end("coordinator")
         while not self._outbox.empty():
             self._outbox.get_nowait()

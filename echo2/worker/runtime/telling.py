@@ -5,6 +5,7 @@ Guarantees: every figure is counted or measured here or in the part that it is a
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from echo2.base.clock import SystemClock
@@ -15,15 +16,18 @@ from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.engine import Engine
+from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import Answer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.machine import memory_total_bytes, memory_used_bytes
-from echo2.worker.runtime.make_engine import slots_of
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
+
+_log = logging.getLogger("echo2.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Telling:
         reporting: Reporting,
         whereabouts: Whereabouts,
         run_id: RunId,
-        engine: tuple[str, EngineChoice],
+        machine: tuple[str, EngineChoice, Price],
     ) -> None:
         self._options = options
         self._desk = desk
@@ -56,8 +60,10 @@ class Telling:
         self._where = whereabouts
         self._told_links: tuple[tuple[str, str, str], ...] | None = None
         self._run_id = run_id
-        self._gpu, self._choice = engine
+        self._gpu, self._choice, self._price = machine
         self._clock = SystemClock()
+        self.slot_count = options.slot_count  # of the engine, once it is known
+        self.findings: dict[str, Finding] = {}
 
     def hello(self) -> coordinator_pb2.WorkerHello:
         self._told_links = None  # another stream, perhaps another coordinator
@@ -66,14 +72,20 @@ class Telling:
             name=self._options.name,
             run_id=self._run_id,
             addresses=self._where.advertised,
-            price_usd_per_hour=self._options.price_usd_per_hour,
+            price_usd_per_hour=self._price.usd_per_hour,
             is_spot=self._options.is_spot,
             gpu=self._gpu,
             engine=self._choice.value,
-            slot_count=slots_of(self._options),
+            slot_count=self.slot_count,
             link=self._link(),
             held_leases=self._held_leases(),
         )
+
+    def found(self, finding: Finding) -> None:
+        """Something about the machine: for the log and the status."""
+        if self.findings.get(finding.what) != finding:
+            self.findings[finding.what] = finding
+            _log.log(logging.INFO if finding.is_good else logging.WARNING, "%s", finding.line())
 
     def _held_leases(self) -> list[coordinator_pb2.HeldLease]:
         held = []
@@ -164,6 +176,9 @@ class Telling:
             "tokens_not_reported": self._desk.machine.unheld_tokens,
             "newest_version_in_flight": beat.newest_version_in_flight,
             "chunks": f"{beat.newest_chunks_held} of {beat.newest_chunk_count or '?'}",
+            "price_usd_per_hour": self._price.usd_per_hour,
+            "slots": self.slot_count,
+            **{finding.what: finding.text for finding in self.findings.values()},
             "waits_for": beat.waits_for,
             "waits_since_s": round(beat.waits_since_s, 1),
             "can_be_dialled": {True: "yes", False: "no", None: "not known"}[facts.is_reachable],

@@ -140,6 +140,7 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     report_interval_s: float = 0.1
     heartbeat_interval_s: float = 0.2
     lease_s: float = 60.0
+    clock_ahead_s: float = 0.0
     hellos: list[coordinator_pb2.WorkerHello] = field(default_factory=list)
     heartbeats: list[coordinator_pb2.Heartbeat] = field(default_factory=list)
     requests: list[coordinator_pb2.LeaseRequest] = field(default_factory=list)
@@ -166,6 +167,7 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 heartbeat_interval_s=self.heartbeat_interval_s,
                 report_interval_s=self.report_interval_s,
                 learner=self.learner,
+                unix_s=time.time() + self.clock_ahead_s,
             )
         )  # fmt: skip
         reading = asyncio.create_task(self._read(requests, caller.peer_id))

@@ -14,7 +14,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,10 @@ class _Counters:
 
 
 class VllmEngine:
-    """`memory_share` is the part of a GPU's memory that vLLM may take; on a CPU the cache takes `cpu_cache_gib`."""
+    """`memory_share` is the part of a GPU's memory that vLLM may take; on a CPU the cache takes `cpu_cache_gib`.
+
+    `gpu`: which of the GPUs that this process sees; None: vLLM's choice.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class VllmEngine:
         memory_share: float = 0.9,
         cpu_cache_gib: int = 1,
         linger_s: float = 0.0,
+        gpu: int | None = None,
     ) -> None:
         self._config = load_config(config)
         limit = int(str(self._config.get("max_position_embeddings", 0)))
@@ -81,6 +86,7 @@ class VllmEngine:
         self._vocab_count = int(str(self._config["vocab_size"]))
         self._slot_count = slot_count
         self._memory_share = memory_share
+        self._gpu = gpu
         self._cpu_cache_gib = cpu_cache_gib
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
@@ -106,7 +112,8 @@ class VllmEngine:
         if self._llm is not None:
             raise EngineError("the vLLM engine was started before; make a new one")
         self._outbox.bind(asyncio.get_running_loop(), self._room.set)
-        self._llm = self._make_llm()
+        # In a thread: it takes up to minutes, and the worker's heartbeats must go on.
+        self._llm = await asyncio.to_thread(self._make_llm)
         await self._rpc("echo2_report_both_logprobs")
 
     def _make_llm(self) -> Any:
@@ -133,7 +140,8 @@ class VllmEngine:
             disable_log_stats=True,
         )
         try:
-            return AsyncLLM.from_engine_args(arguments)
+            with _only_gpu(self._gpu):
+                return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
@@ -338,6 +346,23 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+
+
+@contextmanager
+def _only_gpu(gpu: int | None) -> Iterator[None]:
+    """The process that vLLM starts meanwhile sees this GPU alone, by its place among those seen now; None: all."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpu is None:
+        yield
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu].strip() if seen else str(gpu)
+    try:
+        yield
+    finally:
+        if seen is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = seen
 
 
 def _is_cpu() -> bool:

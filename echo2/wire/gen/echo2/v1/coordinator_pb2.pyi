@@ -216,20 +216,22 @@ class WorkerOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[WorkerWelcome, _Mapping]] = ..., lease_grant: _Optional[_Union[LeaseGrant, _Mapping]] = ..., lease_revoke: _Optional[_Union[LeaseRevoke, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ...) -> None: ...
 
 class WorkerWelcome(_message.Message):
-    __slots__ = ("run_id", "staleness_bound", "heartbeat_interval_s", "report_interval_s", "learner", "relay_address")
+    __slots__ = ("run_id", "staleness_bound", "heartbeat_interval_s", "report_interval_s", "learner", "relay_address", "unix_s")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STALENESS_BOUND_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     REPORT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     staleness_bound: int
     heartbeat_interval_s: float
     report_interval_s: float
     learner: LearnerWhereabouts
     relay_address: str
-    def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., relay_address: _Optional[str] = ...) -> None: ...
+    unix_s: float
+    def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., relay_address: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class LearnerWhereabouts(_message.Message):
     __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address")

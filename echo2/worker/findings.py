@@ -1,0 +1,82 @@
+"""What a look at the machine found, one line each, good or bad, and why a bad one matters. Pure.
+
+Guarantees: each line names the thing, what was found and, where it is not good, what was expected. A finding that makes
+work impossible is an error elsewhere (ResourceError); these are for the log and `echo-worker status`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.base.units import format_bytes
+
+DRIVER_MIN = 525
+"""The oldest NVIDIA driver that any CUDA 12 build runs on; builds for CUDA 13 need 580."""
+DRIVER_CUDA_13 = 580
+SKEW_S_MAX = 5.0
+"""Deadlines of leases are the coordinator's times; they are corrected by the skew, certificates are not."""
+FREE_MEMORY_MIN = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    text: str
+    is_good: bool = True
+
+    def line(self) -> str:
+        return f"{self.what}: {self.text}"
+
+
+def gpu_finding(names: str, memory_bytes: int, driver: str) -> Finding:
+    """`driver` empty: there is no GPU."""
+    if not driver:
+        return Finding("GPU", "none; the embedded engine works on the CPU")
+    major = int(driver.partition(".")[0]) if driver.partition(".")[0].isdigit() else 0
+    text = f"{names}, {format_bytes(memory_bytes)} of memory, driver {driver}"
+    if major < DRIVER_MIN:
+        return Finding("GPU", f"{text}: expected a driver of at least {DRIVER_MIN}", is_good=False)
+    if major < DRIVER_CUDA_13:
+        return Finding("GPU", f"{text}, too old for builds for CUDA 13 (they need {DRIVER_CUDA_13})")
+    return Finding("GPU", text)
+
+
+def memory_finding(total_bytes: int, free_bytes: int) -> Finding:
+    text = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
+    if free_bytes < FREE_MEMORY_MIN:
+        return Finding("memory", f"{text}: expected at least {format_bytes(FREE_MEMORY_MIN)} free", is_good=False)
+    return Finding("memory", text)
+
+
+def disk_finding(folder: str, free_bytes: int, store_bytes: int) -> Finding:
+    text = f"{format_bytes(free_bytes)} free at {folder}"
+    if free_bytes < store_bytes:
+        return Finding(
+            "disk", f"{text}: expected {format_bytes(store_bytes)} for chunks (worker.store_bytes)", is_good=False
+        )
+    return Finding("disk", text)
+
+
+def clock_finding(skew_s: float) -> Finding:
+    """`skew_s`: by how much the coordinator's clock is ahead of this one."""
+    side = "behind" if skew_s > 0 else "ahead of"
+    text = f"{abs(skew_s):.1f} s {side} the coordinator's"
+    if abs(skew_s) > SKEW_S_MAX:
+        return Finding("clock", f"{text}: expected at most {SKEW_S_MAX:.0f} s; is time synchronised?", is_good=False)
+    return Finding("clock", text)
+
+
+def reach_finding(addresses: list[str], refused: dict[str, str]) -> Finding:
+    """`refused`: addresses that this machine itself could not connect to, and why."""
+    if not addresses:
+        return Finding("reach", "no address to tell peers: it forwards over connections that it opens", is_good=False)
+    if refused:
+        each = "; ".join(f"{address} ({reason})" for address, reason in refused.items())
+        return Finding(
+            "reach", f"peers are told {', '.join(addresses)}, but from here it does not answer: {each}", is_good=False
+        )
+    return Finding("reach", f"peers are told {', '.join(addresses)}")
+
+
+def rate_finding(tokens_per_s: float, slot_count: int) -> Finding:
+    return Finding("rate", f"{tokens_per_s:.0f} tokens/s with {slot_count} sequences, measured before the first lease")

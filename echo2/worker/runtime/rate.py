@@ -1,0 +1,65 @@
+"""How fast this machine generates, measured once the first weights are live and before the first lease.
+
+Guarantees: takes `PROBE_S_MAX` at most; what the probe samples reaches nobody; a probe that the engine refuses counts
+as no measurement. Leaves to others: declaring the rate (telemetry, heartbeats). Waits for tokens, looking every
+`LOOK_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from echo2.base.errors import EngineError, LimitExceeded
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.worker.engine import Engine, GenerateRequest, TokenChunk
+
+PROBE_S_MAX = 1.0
+LOOK_S = 0.02
+PROMPT_TOKENS = 8
+TOKENS_EACH = 12
+_LEASE = "rate probe"
+
+
+class RateProbe:
+    """One measurement with all slots busy."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: set[str] = set()
+
+    async def run(self) -> float:
+        """Tokens per second; 0 where nothing could be measured."""
+        engine = self._engine
+        began, before = time.monotonic(), engine.stats().sampled_tokens
+        try:
+            for index in range(engine.slot_count):
+                self._submit(f"{_LEASE}/{index}", index)
+        except (EngineError, LimitExceeded):
+            pass  # a context or vocabulary too small for the probe: what was taken is measured
+        wanted = before + TOKENS_EACH * len(self._open)
+        while self._open and engine.stats().sampled_tokens < wanted and time.monotonic() < began + PROBE_S_MAX:
+            await asyncio.sleep(LOOK_S)
+        elapsed_s = time.monotonic() - began
+        tokens = engine.stats().sampled_tokens - before
+        for request_id in list(self._open):
+            await engine.abort(request_id)
+        return tokens / elapsed_s
+
+    def without_probe(self, chunks: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
+        """The chunks that are not the probe's."""
+        if not self._open:
+            return chunks
+        others = []
+        for chunk in chunks:
+            if chunk.request_id not in self._open:
+                others.append(chunk)
+            elif chunk.finish_reason is not FinishReason.UNFINISHED:
+                self._open.discard(chunk.request_id)
+        return others
+
+    def _submit(self, request_id: str, seed: int) -> None:
+        sampling = SamplingParams(max_new_tokens=TOKENS_EACH, seed=seed)
+        self._engine.submit(GenerateRequest(request_id, (0,) * PROMPT_TOKENS, (), sampling, _LEASE))
+        self._open.add(request_id)
