@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = worker_options(own, config)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options), options.folder)
+    return run_daemon(lambda: _daemon(options, own.log_json), options.folder)
 
 
 def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
@@ -69,6 +69,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         slowdown=worker.slowdown,
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
+        base_model=config.model.path,
         link_file=Path(own.link[1:]) if own.link.startswith("@") else None,
         seed=config.run.seed,
         model_path=config.model.path,
@@ -82,10 +83,11 @@ def _default_folder(config: RunConfig, name: str) -> Path:
     return Path(f"~/.local/share/echo2/worker-{name}").expanduser()
 
 
-def _daemon(options: WorkerOptions) -> Daemon:
+def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
     from echo2.worker.runtime.daemon import WorkerDaemon  # pays for gRPC after bad arguments were refused
+    from echo2.worker.runtime.progress import progress_for
 
-    return WorkerDaemon(options)
+    return WorkerDaemon(options, progress_for(sys.stderr, as_json))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,13 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """The host holds a whole version already: a base checkpoint with the fingerprint that its publisher signed."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """All of it is decoded and has the fingerprint that its publisher signed."""
 
@@ -75,7 +82,7 @@ class Checked:
     is_equal: bool
 
 
-Event = Began | Dropped | Decoded | DecodeFailed | Swapped | SwapFailed | Checked
+Event = Began | Dropped | Adopted | Decoded | DecodeFailed | Swapped | SwapFailed | Checked
 
 # ---- actions
 
@@ -219,6 +226,8 @@ class SwapMachine:
                 if self._state is _State.DECODING:
                     self._state = _State.IDLE
                     yield DropDecoder()
+            case Adopted(version):
+                yield from self._adopted(version)
             case Decoded(version, more_is_here):
                 yield from self._decoded(version, more_is_here, now)
             case DecodeFailed(message):
@@ -239,6 +248,17 @@ class SwapMachine:
         self._state = _State.DECODING
         self._began = began
         yield StartDecoder()
+
+    def _adopted(self, version: Version) -> Iterator[Action]:
+        assert self._state in (_State.IDLE, _State.BROKEN), f"weights were adopted while the worker {self.state}"
+        if self._state is _State.BROKEN:
+            return
+        self.host = version
+        self._began = Began(version, None)
+        self._state = _State.SWAPPING
+        self._source = Source.HOST
+        yield HoldTokens(version)
+        yield Swap(version, Source.HOST, self.mode)
 
     def _decoded(self, version: Version, more_is_here: bool, now: float) -> Iterator[Action]:
         if self._state is not _State.DECODING or self._began is None:

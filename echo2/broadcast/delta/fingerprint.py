@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from echo2.base.rng import derived_seed
 from echo2.broadcast.delta.bitstream import U64
 from echo2.broadcast.delta.elements import (
     Bits,
@@ -47,6 +48,11 @@ _0 = np.uint64(0)
 
 
 @lru_cache(maxsize=8)
+def key_of_run(run_id: str) -> int:
+    """The key under which all of a run's fingerprints are made."""
+    return derived_seed(0, "fingerprint", run_id)
+
+
 def column_coefficients(key: int) -> U64:
     """T: the 4096 odd coefficients within a row."""
     stream = hashlib.shake_256(b"echo2 fingerprint columns" + struct.pack("<Q", key % MODULUS))

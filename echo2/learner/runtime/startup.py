@@ -21,6 +21,7 @@ from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.broadcast.delta import fingerprint
+from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
@@ -124,7 +125,7 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
         store=store,
         schedule=PublicationSchedule(PublicationConfig(bound, options.kappa, chain_max=options.keyframe_chain_max)),
         published=base,
-        fingerprint_key=derived_seed(0, "fingerprint", options.run_id),
+        fingerprint_key=key_of_run(options.run_id),
         trained_again=0,
         checkpoint_step=None,
     )

@@ -41,12 +41,14 @@ from echo2.worker.options import WorkerOptions
 from echo2.worker.price import Price, price_of
 from echo2.worker.runtime import machine as machine_check
 from echo2.worker.runtime.addresses import advertised_addresses, listen_host
+from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
 from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.join import coordinator_address, join
 from echo2.worker.runtime.make_engine import fit_engine, make_engine, parse_model_config, warm_up
 from echo2.worker.runtime.orders import Orders
 from echo2.worker.runtime.preemption import source_of, watch
+from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
 from echo2.worker.runtime.provider import tagged_price
 from echo2.worker.runtime.rate import RateProbe
 from echo2.worker.runtime.receiving import Receiving
@@ -68,9 +70,10 @@ _log = logging.getLogger("echo2.worker")
 class WorkerDaemon:
     """One worker. Make it on the loop that runs it."""
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: WorkerOptions, progress: ShowsProgress | None = None) -> None:
         link = JoinLink.parse(options.join_link)
         self.options = replace(options, listen_host=listen_host(options, link))
+        self._progress: ShowsProgress = progress or ProgressLines()
         self.waits = Waits(SystemClock())
         self._clock = SystemClock()
         self._link = link
@@ -281,14 +284,17 @@ class WorkerDaemon:
         assert whereabouts is not None, "it came"
         config = parse_model_config(whereabouts.model_config_json)
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
+        base = BaseCheckpoint(self.telling.run_id, self.options.base_model, whereabouts.model_name)
         fit = fit_engine(self._choice, config, self.options, self._machine)
         _log.info("engine: %s", fit.reason)
         await self._warm_up
         engine = await asyncio.to_thread(make_engine, self._choice, config, self.options, fit)
         self.telling.slot_count = engine.slot_count
         self._probe = RateProbe(engine)
-        self.telling.found(await machine_check.reach(self.telling.addresses))
+        self.telling.found(await machine_check.reach(self.telling.where.advertised))
+        self._progress.at(f"load of the {self._choice.value} engine", 0, 0)
         await engine.start()
+        self._progress.ended(f"load of the {self._choice.value} engine")
         self._engine = self.desk.engine = engine
 
         def check(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
@@ -299,7 +305,7 @@ class WorkerDaemon:
         )
         machine = SwapMachine(self.options.swap_mode)
         self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks)
-        receiving = Receiving(node, self._keeper, self.waits)
+        receiving = Receiving(node, self._keeper, self.waits, base, self._progress)
         self._start(receiving.run(), "weights")
         await self._pump(engine)
 
@@ -338,7 +344,7 @@ class WorkerDaemon:
         assert self._engine is not None and self._keeper is not None, "weights are live on an engine"
         live = self._keeper.machine.live
         assert live is not None, "a version is live"
-        self.session.heartbeat_soon()
+        self.session.heartbeat()
         self.desk.send(duties.Live(live, self._engine.slot_count))
 
     # -- the owner's commands

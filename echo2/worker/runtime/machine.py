@@ -85,21 +85,16 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def look(folder: Path) -> Machine:
     """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
-<<<<<<< HEAD
-=======
-    memory_bytes, free_memory_bytes = _memory()
->>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
     return Machine(
         gpus=_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_total_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,
         has_vllm=importlib.util.find_spec("vllm") is not None,
-        free_memory_bytes=free_memory_bytes,
+        free_memory_bytes=memory_free_bytes(),
     )
 
 
-<<<<<<< HEAD
 def memory_used_bytes() -> int:
     """Resident memory of this process and of those that it has started, an engine of its own process among them."""
     page, own, found = os.sysconf("SC_PAGE_SIZE"), os.getpid(), 0
@@ -114,21 +109,24 @@ def memory_used_bytes() -> int:
 
 
 def memory_total_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-=======
-def _memory() -> tuple[int, int]:
-    """All and free, in bytes; a container's limit counts where it is lower."""
+    """All of this machine's, or the container's limit where it is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = total
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def memory_free_bytes() -> int:
+    """What this machine, and the container that this process may be in, have left."""
+    free = memory_total_bytes()
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) << 10
+                free = min(free, int(line.split()[1]) << 10)
     with contextlib.suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, free = min(total, limit), min(free, max(0, limit - used))
-    return total, free
+        free = min(free, max(0, limit - int(Path("/sys/fs/cgroup/memory.current").read_text())))
+    return free
 
 
 def findings(machine: Machine, folder: Path, store_bytes: int) -> list[Finding]:
@@ -154,7 +152,6 @@ async def reach(addresses: list[str]) -> Finding:
         except (OSError, TimeoutError, ValueError) as error:
             refused[address] = str(error) or "no answer"
     return reach_finding(addresses, refused)
->>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
 
 
 def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:

@@ -17,13 +17,10 @@ from echo2.base.ids import Version
 from echo2.broadcast.delta import HostWeights
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, WorkerOptions
-<<<<<<< HEAD
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
-=======
 from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import Machine, check_room
 from echo2.worker.sizing import cpu_slots, gpu_layout, gpu_slots, model_size
->>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
 
 LINGER_S = 0.1
 """Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
@@ -81,9 +78,6 @@ def fit_engine(choice: EngineChoice, config: dict[str, object], options: WorkerO
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: EngineFit) -> Engine:
     """The engine, not started. May take seconds: run it in a thread."""
-<<<<<<< HEAD
-    adapter = adapter_spec(config)
-=======
     if fit.engine_count == 1:
         return _one_engine(choice, config, options, fit.slot_count, None)
     gpus = range(fit.engine_count)
@@ -93,7 +87,7 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
 def _one_engine(
     choice: EngineChoice, config: dict[str, object], options: WorkerOptions, slot_count: int, gpu: int | None
 ) -> Engine:
->>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
+    adapter = adapter_spec(config)
     if choice is EngineChoice.VLLM:
         if adapter is not None:
             raise ConfigError("engine: the learner publishes a LoRA adapter, which the embedded engine alone applies")
@@ -110,14 +104,9 @@ def _one_engine(
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 
     return EmbeddedEngine(
-<<<<<<< HEAD
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
-        slot_count=slots_of(options),
-=======
-        config,
         slot_count=slot_count,
->>>>>>> 1946aef (Worker: machine checks, slots and engines by memory and GPUs, rate measured before the first lease, price by its source, a moved coordinator is found, deadlines by the coordinator's clock)
         context_tokens=options.context_tokens_max,
         slowdown=options.slowdown,
         linger_s=LINGER_S,

@@ -6,7 +6,6 @@ delivery; what is missing is shown. Leaves to others: which artifacts (broadcast
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from echo2.base.ids import Version
@@ -14,22 +13,28 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
+from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
+from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
 
-PROGRESS_S = 3.0
-"""An artifact that takes longer tells how far it is, so often."""
 _log = logging.getLogger("echo2.worker")
 
 
 class Receiving:
-    def __init__(self, node: BroadcastNode, keeper: WeightKeeper, waits: Waits) -> None:
+    """`base`: a checkpoint of this machine's own that may turn out to be the version that is asked for."""
+
+    def __init__(
+        self, node: BroadcastNode, keeper: WeightKeeper, waits: Waits, base: BaseCheckpoint, progress: ShowsProgress
+    ) -> None:
+        self._progress = progress
+        self._lines = ProgressLines()
+        self._base = base
         self._node = node
         self._keeper = keeper
         self._waits = waits
         self._artifact: ArtifactId | None = None
         self._received_bytes = 0
-        self._told_at = 0.0
 
     async def run(self) -> None:
         """Until the node stops or the keeper gives up."""
@@ -39,29 +44,49 @@ class Receiving:
                 case ArtifactBegun(header):
                     self._artifact = header.artifact
                     _log.debug("receiving %s", header.artifact)
-                    self._received_bytes, self._told_at = 0, asyncio.get_running_loop().time()
+                    self._received_bytes = 0
                     await self._keeper.began(header.artifact.version, header.artifact.parent)
+                    await self._adopt(header.artifact)
                 case BlockArrived(artifact, payload):
                     self._tell_progress(artifact, len(payload))
-                    await self._keeper.chunk(payload)
+                    if not await self._adopt(artifact):
+                        await self._keeper.chunk(payload)
                 case ArtifactSealed(artifact, _, total_bytes):
                     _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
+                    self._told(artifact)
                     await self._keeper.ended(self._more_is_here(artifact.version))
                     if self._keeper.machine.live is not None:
                         self._waits.end("weights")
                 case ArtifactDropped(artifact, reason):
                     _log.info("giving up %s half-way: %s", artifact, reason)
+                    self._told(artifact)
                     await self._keeper.dropped()
+
+    async def _adopt(self, artifact: ArtifactId) -> bool:
+        """Takes the base checkpoint in the place of a keyframe that is only the same from elsewhere."""
+        if artifact.parent is not None or self._keeper.machine.host is not None:
+            return False
+        fingerprint = self._node.fingerprint_of(artifact)
+        weights = self._base.proven(artifact.version, fingerprint) if fingerprint else None
+        if weights is None:
+            return False
+        _log.info("version %d is this machine's base checkpoint: nothing to fetch", artifact.version)
+        self._told(artifact)
+        self._node.adopted(artifact)
+        await self._keeper.adopt(weights)
+        self._waits.end("weights")
+        return True
 
     def _tell_progress(self, artifact: ArtifactId, more_bytes: int) -> None:
         self._received_bytes += more_bytes
-        now = asyncio.get_running_loop().time()
-        if now < self._told_at + PROGRESS_S:
-            return
-        self._told_at = now
         sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
-        whole = f" of {format_bytes(max(sizes))}" if any(sizes) else ""
-        _log.info("%s: %s%s here and decoded", artifact, format_bytes(self._received_bytes), whole)
+        # Once it works, versions come and go without bars; one that takes long is told in the log.
+        progress = self._progress if self._keeper.machine.live is None else self._lines
+        progress.at(_what(artifact), self._received_bytes, max(sizes, default=0))
+
+    def _told(self, artifact: ArtifactId) -> None:
+        for progress in (self._progress, self._lines):
+            progress.ended(_what(artifact))
 
     def start_over(self, version: Version | None) -> None:
         """The artifact under way was bad."""
@@ -76,3 +101,8 @@ class Receiving:
             offered.is_complete and offered.artifact.version > version and offered.artifact.parent in (None, version)
             for offered in self._node.artifacts_available()
         )
+
+
+def _what(artifact: ArtifactId) -> str:
+    """As a person sees it."""
+    return f"{'download' if artifact.parent is None else 'catch-up'} of version {artifact.version}"

@@ -77,7 +77,6 @@ class CoordinatorSession:
         self._failures = 0
         self._is_open = False  # messages are taken
         self._is_welcome = False
-        self._heartbeat_now = asyncio.Event()
 
     # -- called by the desk and the daemon; nothing is kept for a coordinator that is away, the next hello says it all
 
@@ -97,9 +96,9 @@ class CoordinatorSession:
         """Says good-bye; the coordinator forgets the worker's claim to leases at once."""
         self._send(coordinator_pb2.WorkerMessage(leaving=coordinator_pb2.WorkerLeaving(reason=reason)))
 
-    def heartbeat_soon(self) -> None:
-        """Something worth telling has changed, such as the live version."""
-        self._heartbeat_now.set()
+    def heartbeat(self) -> None:
+        """Something worth telling has changed, such as the live version: told before whatever is said next."""
+        self._send(coordinator_pb2.WorkerMessage(heartbeat=self._hooks.heartbeat()))
 
     async def flush(self, within_s: float) -> None:
         """Waits until what was said has been handed to the stream, `within_s` at most."""
@@ -248,9 +247,5 @@ class CoordinatorSession:
 
     async def _beat(self, interval_s: float) -> None:
         while self._is_open:
-            self._heartbeat_now.clear()
-            self._send(coordinator_pb2.WorkerMessage(heartbeat=self._hooks.heartbeat()))
-            try:
-                await asyncio.wait_for(self._heartbeat_now.wait(), interval_s)
-            except TimeoutError:
-                continue
+            self.heartbeat()
+            await asyncio.sleep(interval_s)

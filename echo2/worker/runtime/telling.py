@@ -57,9 +57,9 @@ class Telling:
         self._waits = waits
         self._node = node
         self._reporting = reporting
-        self._where = whereabouts
+        self.where = whereabouts
         self._told_links: tuple[tuple[str, str, str], ...] | None = None
-        self._run_id = run_id
+        self.run_id = run_id
         self._gpu, self._choice, self._price = machine
         self._clock = SystemClock()
         self.slot_count = options.slot_count  # of the engine, once it is known
@@ -70,8 +70,8 @@ class Telling:
         return coordinator_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self._options.name,
-            run_id=self._run_id,
-            addresses=self._where.advertised,
+            run_id=self.run_id,
+            addresses=self.where.advertised,
             price_usd_per_hour=self._price.usd_per_hour,
             is_spot=self._options.is_spot,
             gpu=self._gpu,
@@ -138,7 +138,7 @@ class Telling:
             memory_used_bytes=memory_used_bytes(),
             memory_total_bytes=memory_total_bytes(),
             reach=reach_of(
-                self._where.transport.facts, self._where.advertised, self._where.port, self._where.coordinator
+                self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator
             ),
             links=self._links_if_changed(node),
         )
@@ -158,9 +158,9 @@ class Telling:
         told = self._told_links
         beat = self.heartbeat(engine, keeper)
         self._told_links = told  # the owner was told, not the coordinator
-        facts = self._where.transport.facts
+        facts = self.where.transport.facts
         return {
-            "run": self._run_id,
+            "run": self.run_id,
             "name": self._options.name,
             "engine": self._choice.value,
             "version": beat.version if beat.has_version else None,

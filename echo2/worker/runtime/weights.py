@@ -108,6 +108,14 @@ class WeightKeeper:
             self._hooks.check_model((s.name, s.shape, s.element.name) for s in self._staged.table.specs)
         await self._send(swap.Decoded(self._staged.version, more_is_here))
 
+    async def adopt(self, weights: HostWeights) -> None:
+        """Weights that are proven to be a version already. Returns when it is live or given up."""
+        assert weights.version is not None, "what is adopted is a version"
+        await self.dropped()
+        self._hooks.check_model((s.name, s.shape, s.element.name) for s in weights.table.specs)
+        self.host = weights
+        await self._send(swap.Adopted(weights.version))
+
     async def dropped(self) -> None:
         await self._send(swap.Dropped())
 

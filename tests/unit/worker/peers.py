@@ -18,6 +18,7 @@ import torch
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict, spans_of
 from echo2.broadcast.delta import DeltaHeader, HostWeights, encode_delta, encode_keyframe
+from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.broadcast.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
@@ -34,7 +35,7 @@ from echo2.wire.gen.echo2.v1 import (
 from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
 
 RUN = RunId("small-run")
-KEY = 77
+KEY = key_of_run(RUN)
 
 
 def issued(authority: RunAuthority, role: Role, coordinator_address: str) -> tls.Credentials:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from echo2.base.errors import BadToken, NotAllowed, StateError, VersionMismatch
 from echo2.base.ids import GroupId
@@ -247,5 +248,70 @@ def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -
         async with SmallRun(tmp_path / "other") as other:
             with pytest.raises(StateError, match="give this run a folder of its own"):
                 await WorkerDaemon(options(other, tmp_path / "w")).run()
+
+    asyncio.run(scene())
+
+
+def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_the_signed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2.worker")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            for name, model in (("base", models[0]), ("another", models[1])):
+                (tmp_path / name).mkdir()
+                tensors = {key: value.detach().clone() for key, value in model.named_parameters()}
+                save_file(tensors, str(tmp_path / name / "model.safetensors"))
+            run.coordinator.groups = [group("g1")]
+            async with working(run, tmp_path / "w1", base_model=str(tmp_path / "base")):
+                await run.learner.until(lambda it: len(it.finished) == 4)
+                assert "nothing to fetch" in caplog.text
+                await run.publish(1, models[1])
+                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+            caplog.clear()
+            run.coordinator.groups = [group("g2")]
+            async with working(run, tmp_path / "w2", base_model=str(tmp_path / "another")):
+                await run.learner.until(lambda it: len(it.finished) == 8)
+            assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
+            for rollout in run.learner.finished.values():
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_its_rate_is_declared_before_it_asks_for_work_and_its_clock_is_compared(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            run.coordinator.clock_ahead_s = 3600.0
+            run.coordinator.lease_s = 3630.0  # by the coordinator's clock in half a minute
+            async with working(run, tmp_path / "w1"):
+                await run.coordinator.until(lambda it: it.requests)
+                declared = [beat for beat in run.coordinator.heartbeats if beat.tokens_per_s > 0]
+                assert declared and declared[0].sampled_tokens == 0, "what the probe samples is nobody's"
+                told = await ask(tmp_path / "w1", "status")
+                assert "measured before the first lease" in str(told["rate"])
+                assert "behind the coordinator's" in str(told["clock"]) and "synchronised" in str(told["clock"])
+                assert told["price_usd_per_hour"] == 0.5 and told["slots"] == 8
+                run.coordinator.groups = [group("g1")]
+                await run.learner.until(lambda it: len(it.finished) == 4)
+            assert run.coordinator.heartbeats[-1].sampled_tokens <= 4 * 24
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_that_moved_is_found_through_the_link(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            async with working(run, tmp_path / "w1"):
+                await run.coordinator.until(lambda it: it.heartbeats)
+                await run.stop("coordinator")
+                old, run.coordinator_address = run.coordinator_address, "127.0.0.1:0"
+                await run.start_coordinator()
+                assert run.coordinator_address != old
+                await run.coordinator.until(lambda it: len(it.hellos) == 2, within_s=40.0)
 
     asyncio.run(scene())

@@ -1,0 +1,91 @@
+"""How far download, load and catch-up are: bars where a person looks on, lines elsewhere.
+
+Guarantees: lines come at most every `LINE_EVERY_S` for one thing, so quick things are not told at all; bars leave
+nothing behind, and log lines pass above them. Leaves to others: what there is to tell (receiving, daemon).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from echo2.base.units import format_bytes
+
+LINE_EVERY_S = 3.0
+_log = logging.getLogger("echo2.worker")
+
+
+class ShowsProgress(Protocol):
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        """`what` is so far; `whole_bytes` 0: not known, or not counted in bytes."""
+        ...
+
+    def ended(self, what: str) -> None: ...
+
+
+class ProgressLines:
+    """For logs."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._told_at: dict[str, float] = {}
+
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        now = self._now()
+        if now < self._told_at.setdefault(what, now) + LINE_EVERY_S:
+            return
+        self._told_at[what] = now
+        whole = f" of {format_bytes(whole_bytes)}" if whole_bytes else ""
+        _log.info("%s: %s%s", what, format_bytes(done_bytes), whole)
+
+    def ended(self, what: str) -> None:
+        self._told_at.pop(what, None)
+
+
+class ProgressBars:
+    """For a terminal. The handlers of echo2's log write through the same console while a bar is drawn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bars: dict[str, TaskID] = {}
+        self._progress: Progress | None = None
+
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        progress = self._progress or self._begin()
+        if what not in self._bars:
+            self._bars[what] = progress.add_task(what, total=None)
+        progress.update(self._bars[what], completed=done_bytes, total=whole_bytes or None)
+
+    def ended(self, what: str) -> None:
+        bar = self._bars.pop(what, None)
+        if bar is None or self._progress is None:
+            return
+        self._progress.remove_task(bar)
+        if not self._bars:
+            self._progress.stop()
+            self._progress = None
+            _log_to(self._stream)
+
+    def _begin(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
+        self._progress.start()
+        _log_to(sys.stderr)  # what rich put in its place
+        return self._progress
+
+
+def progress_for(stream: TextIO, as_json: bool) -> ShowsProgress:
+    """Bars on a terminal, unless the log is for machines."""
+    return ProgressBars(stream) if stream.isatty() and not as_json else ProgressLines()
+
+
+def _log_to(stream: TextIO) -> None:
+    for handler in logging.getLogger("echo2").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(stream)
