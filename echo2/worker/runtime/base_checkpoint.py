@@ -70,6 +70,7 @@ class BaseCheckpoint:
         weights = self._loading.result()
         if weights is None or self._fingerprint != fingerprint:
             return None
+        self._fingerprint = ""  # from now on they change: they are given once
         weights.version = version
         return weights
 
