@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.worker.options import EngineChoice
-from echo2.worker.runtime.machine import Gpu, Machine, check_room, chosen_engine, look, parse_gpus
+from echo2.worker.runtime.machine import Gpu, Machine, check_room, chosen_engine, findings, look, parse_gpus, reach
 
 BARE = Machine(gpus=(), cores=2, memory_bytes=8 << 30, free_disk_bytes=10 << 30, has_vllm=False)
 WITH_GPUS = replace(BARE, gpus=parse_gpus("NVIDIA H200, 143771, 570.1\nNVIDIA H200, 143771, 570.1\n"), has_vllm=True)
@@ -40,3 +41,22 @@ def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     machine = look(tmp_path)
     assert machine.cores >= 1 and machine.memory_bytes > 1 << 28 and machine.free_disk_bytes > 0
     assert "cores" in machine.describe()
+
+
+def test_findings_name_gpu_memory_and_disk(tmp_path: Path) -> None:
+    found = {finding.what: finding for finding in findings(replace(BARE, free_memory_bytes=4 << 30), tmp_path, 8 << 30)}
+    assert set(found) == {"GPU", "memory", "disk"} and all(finding.is_good for finding in found.values())
+    assert not findings(replace(BARE, free_disk_bytes=1 << 20), tmp_path, 8 << 30)[2].is_good
+
+
+def test_an_address_that_nobody_answers_at_is_found_out() -> None:
+    async def scene() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert (await reach([f"127.0.0.1:{port}"])).is_good
+        server.close()
+        await server.wait_closed()
+        closed = await reach([f"127.0.0.1:{port}"])
+        assert not closed.is_good and f"127.0.0.1:{port} (" in closed.text
+
+    asyncio.run(scene())

@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.worker.runtime.preemption import CLOUDS, NoticeSource, source_of, watch
+from echo2.worker.runtime.preemption import CLOUDS, NoticeSource, answer_of, source_of, watch
+from echo2.worker.runtime.provider import TAGS, tagged_price
 
 
 class Metadata(BaseHTTPRequestHandler):
@@ -72,3 +73,12 @@ def test_a_source_is_a_cloud_or_an_address() -> None:
     assert source_of("http://10.0.0.1/notice").url == "http://10.0.0.1/notice"
     with pytest.raises(ConfigError, match="expected aws, azure, gcp or an http address, got 'ibm'"):
         source_of("ibm")
+
+
+def test_a_price_tag_is_read_as_the_notice_is_and_a_cloud_without_tags_says_nothing(service: str) -> None:
+    Metadata.looks = 10
+    assert answer_of(NoticeSource(f"{service}/tags/price")) == "terminate"
+    Metadata.looks = 0
+    assert answer_of(NoticeSource(f"{service}/tags/price")) is None, "404: no such tag"
+    assert set(TAGS) < set(CLOUDS)
+    assert tagged_price("azure") is None and tagged_price("http://somewhere") is None

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from echo2.base.errors import ConfigError, EngineError
+from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
@@ -145,6 +146,32 @@ def test_outbox_joins_tokens_of_one_version_and_ends_with_its_failure() -> None:
         box.close(EngineError("the reason"))
         with pytest.raises(EngineError, match="the reason"):
             await waiting
+
+    run(body())
+
+
+def test_growing_sequences_linger_in_the_outbox_and_an_end_does_not() -> None:
+    async def body() -> None:
+        box = Outbox(linger_s=30.0)
+        box.bind(asyncio.get_running_loop(), lambda: None)
+
+        def token(reason: FinishReason = FinishReason.UNFINISHED) -> SampledToken:
+            return SampledToken("a", Version(1), reason, 7, -1.0, -2.0)
+
+        taking = asyncio.create_task(box.take())
+        box.put([token()])
+        box.put([token()])
+        await asyncio.wait([taking], timeout=0.05)
+        assert not taking.done()
+        box.put([token(FinishReason.LENGTH)])
+        assert [chunk.token_ids for chunk in await taking] == [(7, 7, 7)]
+        brief = Outbox(linger_s=0.01)
+        brief.bind(asyncio.get_running_loop(), lambda: None)
+        brief.put([token()])
+        assert len(await brief.take()) == 1, "after a while growing ones leave too"
+        brief.put([token()])
+        brief.close()
+        assert len(await brief.take()) == 1 and await brief.take() == []
 
     run(body())
 

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from echo2.worker.runtime.engines.products import ROW_CLASSES, Products, _by_onednn
+
+
+def test_whatever_is_chosen_gives_the_same_product() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(96, 64), torch.randn(64, 96)]
+    products = Products()
+    with torch.inference_mode():
+        products.choose(weights)
+        for count in (1, 3, 8, 40, 300):
+            for weight in weights:
+                rows, bias = torch.randn(count, weight.shape[1]), torch.randn(weight.shape[0])
+                expected = (rows.double() @ weight.double().T + bias).float()
+                for found in (products.product(rows, weight, bias), _by_onednn(rows, weight, bias)):
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(products.product(rows, weight), F.linear(rows, weight), rtol=1e-4, atol=1e-4)
+
+
+def test_each_number_of_rows_falls_into_the_largest_class_that_it_reaches() -> None:
+    products = Products()
+    seen: list[int] = []
+
+    def noting(at: int) -> object:
+        return lambda rows, weight, bias: seen.append(at) or F.linear(rows, weight, bias)
+
+    products._chosen = [noting(at) for at in range(len(ROW_CLASSES))]  # type: ignore[misc]
+    for count in (1, 3, 4, 255, 256, 5000):
+        products.product(torch.zeros(count, 2), torch.zeros(2, 2))
+    last = len(ROW_CLASSES) - 1
+    assert seen == [0, 0, 1, last - 1, last, last]

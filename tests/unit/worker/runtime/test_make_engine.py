@@ -1,0 +1,57 @@
+"""How a model goes on a machine: slots by memory, engines by GPUs, refusals by name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import ResourceError
+from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.engines.vllm import _only_gpu
+from echo2.worker.runtime.machine import Machine, parse_gpus
+from echo2.worker.runtime.make_engine import fit_engine
+from tests.contract.engine_rig import tiny_config
+from tests.unit.worker.test_sizing import QWEN3_8B
+
+CPU = Machine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
+FOUR_GPUS = replace(CPU, gpus=parse_gpus("NVIDIA L40S, 46068, 580.65\n" * 4), has_vllm=True, memory_bytes=200 << 30)
+
+
+def options(folder: Path, slot_count: int = 0) -> WorkerOptions:
+    return WorkerOptions(join_link="", folder=folder, slot_count=slot_count)
+
+
+def test_slots_are_as_told_or_by_memory(tmp_path: Path) -> None:
+    small = tiny_config("qwen3")
+    assert fit_engine(EngineChoice.EMBEDDED, small, options(tmp_path), CPU).slot_count == 32
+    told = fit_engine(EngineChoice.EMBEDDED, small, options(tmp_path, 7), CPU)
+    assert (told.slot_count, told.engine_count, told.reason) == (7, 1, "7 sequences as told")
+
+
+def test_gpus_become_engines_and_a_model_too_large_for_one_is_refused(tmp_path: Path) -> None:
+    fit = fit_engine(EngineChoice.VLLM, QWEN3_8B, options(tmp_path), FOUR_GPUS)
+    assert fit.engine_count == 4 and "4 engines" in fit.reason
+    large = QWEN3_8B | {"num_hidden_layers": 80}
+    with pytest.raises(ResourceError, match="expected a model that one GPU holds"):
+        fit_engine(EngineChoice.VLLM, large, options(tmp_path), FOUR_GPUS)
+
+
+def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="memory: expected"):
+        fit_engine(EngineChoice.EMBEDDED, QWEN3_8B, options(tmp_path), CPU)
+
+
+def test_an_engine_is_shown_one_gpu_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with _only_gpu(2):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    with _only_gpu(1):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    with _only_gpu(None):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6"
