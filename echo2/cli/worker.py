@@ -69,7 +69,6 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         slowdown=worker.slowdown,
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
-        base_model=config.model.path,
         link_file=Path(own.link[1:]) if own.link.startswith("@") else None,
         seed=config.run.seed,
         model_path=config.model.path,

@@ -67,12 +67,11 @@ class WorkerOptions:
     slowdown: float = 1.0
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     report_interval_s: float = 0.0  # 0: what the coordinator says
-    base_model: str = ""  # folder or hub id of the base checkpoint, where it may be on this machine
     link_file: Path | None = None  # read again where the coordinator is not found: an operator may have moved it
     preemption_notice: str = ""  # where a cloud says that it takes the machine: aws, azure, gcp or an address
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
-    model_path: str = ""  # the base model, for a learner that publishes an adapter only
+    model_path: str = ""  # folder or hub id of the base model, where this machine may have it; an adapter needs it
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.slowdown <= 1000.0:

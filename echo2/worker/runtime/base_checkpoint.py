@@ -60,9 +60,6 @@ class BaseCheckpoint:
         self._fingerprint = ""
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, model_path, model_name))
 
-    def close(self) -> None:
-        self._loading.cancel()
-
     def proven(self, version: Version, fingerprint: str) -> HostWeights | None:
         """The weights, as `version`, if they are loaded and have the fingerprint (hex) that was signed for it."""
         if not self._loading.done() or self._loading.cancelled():

@@ -44,6 +44,7 @@ from echo2.worker.runtime.addresses import advertised_addresses, listen_host
 from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
 from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.engines.adapter import CONFIG_KEY
 from echo2.worker.runtime.join import coordinator_address, join
 from echo2.worker.runtime.make_engine import fit_engine, make_engine, parse_model_config, warm_up
 from echo2.worker.runtime.orders import Orders
@@ -284,7 +285,9 @@ class WorkerDaemon:
         assert whereabouts is not None, "it came"
         config = parse_model_config(whereabouts.model_config_json)
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
-        base = BaseCheckpoint(self.telling.run_id, self.options.base_model, whereabouts.model_name)
+        # Where an adapter is published, the base is no version; the engine loads it itself.
+        names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
+        base = BaseCheckpoint(self.telling.run_id, *names)
         fit = fit_engine(self._choice, config, self.options, self._machine)
         _log.info("engine: %s", fit.reason)
         await self._warm_up

@@ -265,14 +265,14 @@ def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_t
                 tensors = {key: value.detach().clone() for key, value in model.named_parameters()}
                 save_file(tensors, str(tmp_path / name / "model.safetensors"))
             run.coordinator.groups = [group("g1")]
-            async with working(run, tmp_path / "w1", base_model=str(tmp_path / "base")):
+            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")):
                 await run.learner.until(lambda it: len(it.finished) == 4)
                 assert "nothing to fetch" in caplog.text
                 await run.publish(1, models[1])
                 await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
             caplog.clear()
             run.coordinator.groups = [group("g2")]
-            async with working(run, tmp_path / "w2", base_model=str(tmp_path / "another")):
+            async with working(run, tmp_path / "w2", model_path=str(tmp_path / "another")):
                 await run.learner.until(lambda it: len(it.finished) == 8)
             assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
             for rollout in run.learner.finished.values():
