@@ -137,9 +137,7 @@ class Telling:
             fingerprint=keeper.live_fingerprint if keeper else "",
             memory_used_bytes=memory_used_bytes(),
             memory_total_bytes=memory_total_bytes(),
-            reach=reach_of(
-                self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator
-            ),
+            reach=reach_of(self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator),
             links=self._links_if_changed(node),
         )
 
