@@ -239,7 +239,7 @@ class WorkerDaemon:
             find=lambda: coordinator_address(self._link, self.options.link_file, self.options.folder),
         )
         self.session = CoordinatorSession(credentials, hooks, self.waits, self._backoff("coordinator"), connect_s)
-        transport.changed = lambda _: self.session.heartbeat_soon()
+        transport.changed = lambda _: self.session.heartbeat()
         orders.refuse = self.session.end_lease
         self.desk.learner = self.reporting
         self.desk.coordinator = self.session

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
 """A batch of rows is treated as the largest class that it reaches."""
 TRIALS = 5
+PIECE_ROWS = 64
+"""oneDNN compiles and keeps code for each shape that it meets, so beyond this it is given multiples of it only."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -33,10 +35,11 @@ class Products:
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[0]
-        at = 0
-        while at + 1 < len(ROW_CLASSES) and count >= ROW_CLASSES[at + 1]:
-            at += 1
-        return self._chosen[at](rows, weight, bias)
+        chosen = self._chosen[_class_of(count)]
+        whole = count - count % PIECE_ROWS
+        if chosen is F.linear or count <= PIECE_ROWS or whole == count:
+            return chosen(rows, weight, bias)
+        return torch.cat((chosen(rows[:whole], weight, bias), F.linear(rows[whole:], weight, bias)))
 
     def choose(self, weights: Sequence[torch.Tensor]) -> None:
         """Times both libraries on these matrices; keeps MKL where oneDNN is missing or not faster."""
@@ -45,6 +48,13 @@ class Products:
         for at, rows in enumerate(ROW_CLASSES):
             if _spent_s(_by_onednn, weights, rows) < _spent_s(F.linear, weights, rows):
                 self._chosen[at] = _by_onednn
+
+
+def _class_of(count: int) -> int:
+    at = 0
+    while at + 1 < len(ROW_CLASSES) and count >= ROW_CLASSES[at + 1]:
+        at += 1
+    return at
 
 
 def _spent_s(product: Product, weights: Sequence[torch.Tensor], row_count: int) -> float:
