@@ -255,6 +255,12 @@ class Library:
     def path(self, start: Version | None) -> list[ArtifactKey]:
         return best_path(self.offers(), start)
 
+    def fingerprint_of(self, artifact: ArtifactId) -> str:
+        """As the publisher signed it, in hex; empty while its seal has not come."""
+        key = self.find(artifact)
+        entry = self.entries[key] if key is not None else None
+        return entry.seal.fingerprint if entry is not None and entry.seal is not None else ""
+
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
         """The newest publication of an artifact; complete ones first."""
         keys = [key for key, entry in self.entries.items() if entry.header.artifact == artifact]

@@ -193,12 +193,6 @@ class BroadcastNode:
         self._reader.restart_from(version)
         self._update_wants()
 
-    def fingerprint_of(self, artifact: ArtifactId) -> str:
-        """As the publisher signed it, in hex; empty while its seal has not come."""
-        key = self.library.find(artifact)
-        entry = self.library.entries[key] if key is not None else None
-        return entry.seal.fingerprint if entry is not None and entry.seal is not None else ""
-
     def adopted(self, artifact: ArtifactId) -> None:
         """The consumer has this version from elsewhere: the artifact is fetched no further."""
         key = self.library.find(artifact)

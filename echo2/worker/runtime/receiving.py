@@ -66,7 +66,7 @@ class Receiving:
         """Takes the base checkpoint in the place of a keyframe that is only the same from elsewhere."""
         if artifact.parent is not None or self._keeper.machine.host is not None:
             return False
-        fingerprint = self._node.fingerprint_of(artifact)
+        fingerprint = self._node.library.fingerprint_of(artifact)
         weights = self._base.proven(artifact.version, fingerprint) if fingerprint else None
         if weights is None:
             return False
