@@ -28,6 +28,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.catch_up import Offer, best_path
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords, read_records
+from echo2.broadcast.runtime.progress import AvailableArtifact
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
@@ -260,6 +261,17 @@ class Library:
         key = self.find(artifact)
         entry = self.entries[key] if key is not None else None
         return entry.seal.fingerprint if entry is not None and entry.seal is not None else ""
+
+    def available(self) -> list[AvailableArtifact]:
+        """What is held or was heard of, oldest version first."""
+        found = [
+            AvailableArtifact(
+                entry.header.artifact, key, entry.held_bytes, entry.seal.total_bytes if entry.seal else 0,
+                entry.is_complete,
+            )
+            for key, entry in self.entries.items()
+        ]  # fmt: skip
+        return sorted(found, key=lambda available: (available.artifact.version, available.held_bytes))
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
         """The newest publication of an artifact; complete ones first."""

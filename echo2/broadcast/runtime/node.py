@@ -283,14 +283,7 @@ class BroadcastNode:
 
     def artifacts_available(self) -> list[AvailableArtifact]:
         """What this node holds or has heard of, oldest version first."""
-        found = [
-            AvailableArtifact(
-                entry.header.artifact, key, entry.held_bytes, entry.seal.total_bytes if entry.seal else 0,
-                entry.is_complete,
-            )
-            for key, entry in self.library.entries.items()
-        ]  # fmt: skip
-        return sorted(found, key=lambda available: (available.artifact.version, available.held_bytes))
+        return self.library.available()
 
     def want(self, artifact: ArtifactId) -> None:
         """Fetch an artifact that lies on no path, for instance to serve it to others."""

@@ -30,6 +30,9 @@ from echo2.worker.runtime.weights import WeightKeeper
 _log = logging.getLogger("echo2.worker")
 
 
+BEATS_BETWEEN_LINKS = 6
+
+
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
     """How this worker is met: as it advertises itself, and as the transport finds out. `port`: of its gRPC service."""
@@ -59,6 +62,7 @@ class Telling:
         self._reporting = reporting
         self.where = whereabouts
         self._told_links: tuple[tuple[str, str, str], ...] | None = None
+        self._beats = 0
         self.run_id = run_id
         self._gpu, self._choice, self._price = machine
         self._clock = SystemClock()
@@ -142,20 +146,21 @@ class Telling:
         )
 
     def _links_if_changed(self, node: NodeStats) -> coordinator_pb2.LinkTable | None:
-        """Links change seldom and heartbeats are many."""
+        """Links change seldom and heartbeats are many. Said again now and then: a heartbeat may have been dropped."""
+        self._beats += 1
         links = tuple(sorted((one.peer_id, one.way.kind.value, one.way.reason) for one in node.links))
-        if links == self._told_links:
+        if links == self._told_links and self._beats < BEATS_BETWEEN_LINKS:
             return None
-        self._told_links = links
+        self._told_links, self._beats = links, 0
         return coordinator_pb2.LinkTable(
             links=[coordinator_pb2.PeerLink(peer_id=peer, kind=kind, reason=reason) for peer, kind, reason in links]
         )
 
     def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> Answer:
         """For `echo-worker status`."""
-        told = self._told_links
+        told, beats = self._told_links, self._beats
         beat = self.heartbeat(engine, keeper)
-        self._told_links = told  # the owner was told, not the coordinator
+        self._told_links, self._beats = told, beats  # the owner was told, not the coordinator
         facts = self.where.transport.facts
         return {
             "run": self.run_id,
