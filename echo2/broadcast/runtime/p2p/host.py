@@ -105,6 +105,7 @@ class P2pHost:
         self._relays: dict[PeerId, trio.CancelScope] = {}
         self._seen_at: dict[PeerId, float] = {}
         self._judged_at = -JUDGE_S
+        self._told: dict[PeerId, str] = {}
 
     async def run(self, started: Callable[[], object]) -> None:
         """Until cancelled."""
@@ -202,10 +203,13 @@ class P2pHost:
         try:
             await self._settle_at(peer, address)
             has_settled = True
+            self._told.pop(peer, None)
             await self._stay_at(peer)
         except Exception as error:  # a relay may fail in any way; it is tried again
             text = f"relay {peer} at {address}: {error or type(error).__name__}"
-            _log.info("%s", text)
+            if self._told.get(peer) != text:  # it is tried for ever, and said once
+                self._told[peer] = text
+                _log.info("%s", text)
             self._without(peer, text)
         return has_settled
 
