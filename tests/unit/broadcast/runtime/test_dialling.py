@@ -1,0 +1,57 @@
+"""Whom a node dials, where, and which of two hidden nodes does."""
+
+from __future__ import annotations
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import Access, circuit_address
+from echo2.broadcast.runtime.dialling import GRACE_S, Dialling
+from echo2.broadcast.topology import BroadcastPlan, NodeLink
+
+SEED, LOW, HIGH = PeerId("seed"), PeerId("a-low"), PeerId("b-high")
+HUB, LEARNER = PeerId("hub"), PeerId("learner")
+
+
+def hidden(peer: PeerId, host: str, *relays: PeerId) -> NodeLink:
+    return NodeLink(peer, access=Access(public_host=host, relays=relays))
+
+
+def dialling(me: PeerId, *workers: NodeLink) -> Dialling:
+    made = Dialling(me)
+    made.plan = BroadcastPlan(1, (NodeLink(SEED, addresses=("seed:1",)), *workers), ())
+    made.refresh(0.0)
+    return made
+
+
+PAIR = (hidden(LOW, "198.51.100.1", HUB, LEARNER), hidden(HIGH, "198.51.100.2", HUB, LEARNER))
+
+
+def due(of: Dialling, now: float) -> dict[PeerId, str]:
+    return {target.peer_id: address for target, address in of.due(set(), now)}
+
+
+def test_a_hidden_node_dials_the_seed_and_meets_the_hidden_peer_at_the_first_relay() -> None:
+    assert due(dialling(LOW, *PAIR), 0.0) == {SEED: "seed:1", HIGH: circuit_address(HUB)}
+
+
+def test_the_other_hidden_node_leaves_the_first_try_to_it() -> None:
+    other = dialling(HIGH, *PAIR)
+    assert due(other, 0.0) == {SEED: "seed:1"}
+    assert due(other, GRACE_S) == {SEED: "seed:1", LOW: circuit_address(HUB)}
+
+
+def test_after_a_failure_the_next_relay_is_tried() -> None:
+    mine = dialling(LOW, *PAIR)
+    for at, relay in ((0.0, HUB), (10.0, LEARNER), (20.0, HUB)):
+        assert due(mine, at)[HIGH] == circuit_address(relay)
+        mine.failed(mine.targets[HIGH], "no answer", at)
+        assert HIGH not in due(mine, at)
+
+
+def test_hidden_nodes_without_a_shared_relay_are_no_neighbours() -> None:
+    mine = dialling(LOW, hidden(LOW, "198.51.100.1", HUB), hidden(HIGH, "198.51.100.2", LEARNER))
+    assert due(mine, 0.0) == {SEED: "seed:1"}
+
+
+def test_a_node_that_can_be_dialled_waits_for_the_hidden_one() -> None:
+    mine = dialling(LOW, NodeLink(LOW, addresses=("low:1",)), PAIR[1])
+    assert HIGH not in due(mine, 100.0)
