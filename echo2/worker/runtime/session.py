@@ -232,7 +232,11 @@ class CoordinatorSession:
         self, call: grpc.aio.StreamStreamCall[coordinator_pb2.WorkerMessage, coordinator_pb2.WorkerOrder]
     ) -> None:
         while True:
-            await call.write(await self._outbox.get())
+            message = await self._outbox.get()
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # what gRPC raises for a stream that ended a moment ago
+                raise errors.Unreachable("the coordinator: the stream ended while something was said on it") from None
 
     async def _read(
         self, call: grpc.aio.StreamStreamCall[coordinator_pb2.WorkerMessage, coordinator_pb2.WorkerOrder]
