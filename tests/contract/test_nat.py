@@ -106,6 +106,9 @@ class Run:
         for node in self.nodes.values():
             node.process.kill()
             node.process.wait()
+            if node.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    node.process.stdin.close()
 
 
 @contextlib.contextmanager
