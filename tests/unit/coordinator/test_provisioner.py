@@ -19,11 +19,13 @@ from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.provisioning import Machine, MachineState, Offer, Sighting
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.provisioner import Provisioner
 from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.telemetry import WorkerHello
+from echo2.coordinator.telemetry import Heartbeat, WorkerHello
 from tests.unit.coordinator.test_daemon import RUN, options
+from tests.unit.coordinator.test_fleet_advice import plan as made_plan
 
 OFFER = Offer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
 
@@ -291,5 +293,29 @@ def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
             await asyncio.sleep(0)
         assert not loop.done()
         loop.cancel()
+
+    play(scene)
+
+
+def test_over_provisioning_lets_more_groups_in_and_stragglers_are_recalled_for_idle_workers(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud(), over_provision=1.5)
+        run.hub.adopt_plan(made_plan(9, 9), [], is_acted_on=False)
+        assert run.hub.plan_update is not None
+        assert run.hub.plan_update.in_flight_cap_rollouts == 96
+        slow = run.join(await run.provisioner.rent("gpu", "", ""), "slow", leases=1)
+        fast = run.join(await run.provisioner.rent("gpu", "", ""), "fast")
+        for peer, rate in ((slow, 0.01), (fast, 1.0)):
+            beat = Heartbeat(rollouts_per_s=rate, tokens_per_s=rate * 8, rollout_s_mean=1 / rate)
+            run.hub.membership.heard(peer, beat, run.clock.now())
+        run.hub.book.lengths.learn(run.hub.book.groups[GroupId("g0")].spec, 8, 1)
+        run.clock.time += 60
+        assert consolidate(run.hub) == 0, "nobody has room"
+        run.hub.book.handle(le.Wanted(fast, 1, run.hub.board.report.newest_version), run.clock.now())
+        assert consolidate(run.hub) == 1
+        (lease,) = run.hub.book.leases_of(slow)
+        assert lease.is_recalled
+        assert consolidate(run.hub) == 0, "once"
+        assert "is moved: it is among the last of its step" in run.hub.keeper.events[-1].text
 
     play(scene)

@@ -165,6 +165,9 @@ class StateView:
         }  # fmt: skip
         if plan is not None:
             is_small = len(plan.nodes) <= TREES_SHOWN_NODES_MAX
+            newest = board.newest
+            scale = newest.published.artifact_bytes / plan.predicted_bytes if newest and plan.predicted_bytes else 1.0
+            took = newest.live_after_s if newest else {}
             value |= {
                 "epoch": plan.epoch, "topology": plan.topology, "reason": plan.reason,
                 "predicted_bytes": plan.predicted_bytes, "node_count": len(plan.nodes),
@@ -172,7 +175,8 @@ class StateView:
                 "trees": [
                     {"weight": round(tree.weight, 4), "parents": list(tree.parents)} for tree in plan.trees
                 ] if is_small else [],
-                "predicted_s": [finite(s, 3) for s in plan.predicted_s] if is_small else [],
+                "predicted_s": [finite(s * scale, 3) for s in plan.predicted_s] if is_small else [],
+                "actual_s": [finite(took.get(node.peer_id), 3) for node in plan.nodes[1:]] if is_small else [],
             }  # fmt: skip
         return value
 

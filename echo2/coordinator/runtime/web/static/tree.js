@@ -2,6 +2,11 @@
 import { $, make } from "./dom.js";
 import { bytes, percent, seconds } from "./format.js";
 const SHOWN = 12;
+function times(broadcast, index, isNarrow) {
+  const predicted = broadcast.predicted_s?.[index - 1], actual = broadcast.actual_s?.[index - 1];
+  if (actual != null) return isNarrow ? seconds(actual) : `took ${seconds(actual)}${predicted != null ? `, ~${seconds(predicted)}` : ""}`;
+  return predicted != null ? `${isNarrow ? "~" : "predicted "}${seconds(predicted)}` : "";
+}
 export function drawTree(broadcast, workers, learner) {
   const host = $("tree"), nodes = broadcast.nodes || [];
   $("broadcast-topology").textContent = broadcast.topology ? broadcast.topology.replaceAll("_", " ") : "";
@@ -31,7 +36,7 @@ export function drawTree(broadcast, workers, learner) {
     svg.append(make("svg:rect", { class: "track", x: at.bar, y: y - 4, width: at.barWidth, height: 8, rx: 4 }), make("svg:rect", { class: part >= 1 ? "held done" : "held", x: at.bar, y: y - 4, width: at.barWidth * part, height: 8, rx: 4 }));
     const chunks = isCurrent ? `v${worker.version} live` : worker.chunk_count ? `${worker.chunks_held}/${worker.chunk_count} of v${worker.in_flight}` : worker.version == null ? "no version yet" : `v${worker.version}`;
     svg.append(make("svg:text", { x: at.side, y: y - 2 }, isNarrow ? chunks.replace(/ of .*/, "") : chunks));
-    svg.append(make("svg:text", { x: at.side, y: y + 12, class: "soft" }, broadcast.predicted_s?.[index - 1] != null ? `${isNarrow ? "~" : "predicted "}${seconds(broadcast.predicted_s[index - 1])}` : ""));
+    svg.append(make("svg:text", { x: at.side, y: y + 12, class: "soft" }, times(broadcast, index, isNarrow)));
   });
   svg.append(make("svg:rect", { class: "node seed", x: 2, y: middle - 28, width: at.seed - 2, height: 56, rx: 10 }), make("svg:text", { class: "seed-text", x: isNarrow ? 12 : 20, y: middle - 5 }, "learner"), make("svg:text", { class: "seed-text", x: isNarrow ? 12 : 20, y: middle + 12, style: "font-size:11px;font-weight:400" }, newest ? `v${newest.version}${isNarrow ? "" : " · " + bytes(newest.bytes)}` : learner.version != null ? `v${learner.version}` : ""));
   const rest = nodes.length - 1 - order.length;
