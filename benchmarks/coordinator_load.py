@@ -26,6 +26,8 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.worker.backoff import Backoff
 
 GROUP_SIZE = 8
+OPENING_MAX = 48
+"""Handshakes at a time: the fleet's half of them would be made on its own machines, here it shares the coordinator's."""
 FOREIGN = "the lease has gone to another worker or its group is closed"
 GPUS = (("RTX 4090", 0.34, 1.0), ("A100 80GB", 1.19, 2.2), ("H100", 2.49, 4.1), ("RTX 3090", 0.19, 0.6))
 
@@ -58,6 +60,7 @@ class Ledger:
     version: int = 0
     step: int = 0
     closable: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OPENING_MAX))
 
 
 class SimWorker:
@@ -87,7 +90,11 @@ class SimWorker:
                 )
                 try:
                     async with channel:
-                        await self._talk(channel, backoff)
+                        async with self.ledger.opening:
+                            self._call = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession()
+                            await self._call.write(pb.WorkerMessage(hello=self._hello()))
+                            welcome = await self._call.read()
+                        await self._talk(welcome, backoff)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     pass
                 finally:
@@ -108,12 +115,12 @@ class SimWorker:
         while True:
             await self._call.write(await self._said.get())
 
-    async def _talk(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
-        self._call, self._said = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(), asyncio.Queue()
-        await self._call.write(pb.WorkerMessage(hello=self._hello()))
+    async def _talk(self, order: Any, backoff: Backoff) -> None:
+        """From the first answer to the end of the stream."""
+        self._said = asyncio.Queue()
         tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._writes())]
         try:
-            while (order := await self._call.read()) is not grpc.aio.EOF:
+            while order is not grpc.aio.EOF:
                 match order.WhichOneof("kind"):
                     case "welcome":
                         backoff.succeeded()
@@ -128,6 +135,7 @@ class SimWorker:
                         self._revoked(order.lease_revoke)
                     case "refusal":
                         raise SystemExit(f"{self.name} was refused: {order.refusal.code}: {order.refusal.message}")
+                order = await self._call.read()
         finally:
             for task in tasks:
                 task.cancel()
@@ -211,7 +219,7 @@ class SimWorker:
                 newest_version_in_flight=self.ledger.version,
             )  # fmt: skip
             self._write(pb.WorkerMessage(heartbeat=beat))
-            self._ask()
+            self._ask(again=True)
             await asyncio.sleep(self.beat_s * self.rng.uniform(0.95, 1.05))
 
 
