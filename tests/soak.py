@@ -1,7 +1,8 @@
 """`make soak`: the cluster simulator, chaos on real processes and the fuzzers for a stated time; docs/reliability.md's table.
 
 `python -m tests.soak --seconds 1800 --first-seed 1000`. Shares of the time: half for the simulator, a quarter each for
-chaos and fuzz. Whatever fails is printed with the command that replays it, and the exit code is 1.
+chaos and fuzz; `--parts` chooses some of them, `--add` adds to the figures of the last soak, kept in `build/soak.json`.
+Whatever fails is printed with the command that replays it, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 
@@ -28,6 +29,8 @@ BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 FUZZ_BATCH = 2000
 CHAOS_TEST = "tests/e2e/test_chaos.py::test_long_chaos"
 CHAOS_S_MAX = 900
+KEPT = ROOT / "build" / "soak.json"
+SHARES = {"sim": 2.0, "fuzz": 1.0, "chaos": 1.0}
 
 
 @dataclass(slots=True)
@@ -39,10 +42,27 @@ class Results:
     fuzzed: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     fuzz_failed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def is_clean(self) -> bool:
         return not (self.tally.failed or self.chaos_failed or self.fuzz_failed)
+
+
+def kept_results() -> Results:
+    """Those of the last soak."""
+    kept = json.loads(KEPT.read_text())
+    tally = kept.pop("tally")
+    counters = {name: Counter(kept.pop(name)) for name in ("chaos", "fuzzed", "refused")}
+    checks = Counter({int(number): times for number, times in tally.pop("checks").items()})
+    faults, restarts = Counter(tally.pop("faults")), Counter(tally.pop("restarts"))
+    return Results(Tally(**tally, checks=checks, faults=faults, restarts=restarts), **counters, **kept)
+
+
+def keep(results: Results) -> None:
+    KEPT.parent.mkdir(exist_ok=True)
+    tally = {one.name: getattr(results.tally, one.name) for one in fields(Tally)}
+    KEPT.write_text(json.dumps({one.name: getattr(results, one.name) for one in fields(Results)} | {"tally": tally}))
 
 
 def simulate(results: Results, first_seed: int, limit_s: float) -> None:
@@ -135,12 +155,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--first-seed", type=int, default=1000)
+    parser.add_argument("--parts", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--add", action="store_true")
     given = parser.parse_args()
-    results, began = Results(), time.monotonic()
-    simulate(results, given.first_seed, given.seconds / 2)
-    fuzz(results, given.first_seed, given.seconds / 4)
-    chaos(results, given.first_seed, given.seconds / 4)
-    write_page(page_of(results, time.monotonic() - began))
+    results = kept_results() if given.add else Results()
+    whole = sum(SHARES[part] for part in given.parts)
+    for part in given.parts:
+        began = time.monotonic()
+        {"sim": simulate, "fuzz": fuzz, "chaos": chaos}[part](
+            results, given.first_seed, given.seconds * SHARES[part] / whole
+        )
+        results.seconds += time.monotonic() - began
+        keep(results)
+        write_page(page_of(results, results.seconds))
     print(f"{PAGE}: {'nothing failed' if results.is_clean else 'there are failures'}")
     return 0 if results.is_clean else 1
 

@@ -20,6 +20,8 @@ from echo2.sim.host import Host
 
 KEEPALIVE_S = 18.0
 CONNECT_S = 10.0
+WINDOW_S = 0.3
+"""A transport takes no more than its receiver's link carries in this time."""
 MESSAGE_BYTES = 300
 
 
@@ -165,7 +167,7 @@ class Network:
         end.arrives_after = max(theirs.down_free_at, end.arrives_after + 1e-7)
         self.counts["messages"] += 1
         if taken is not None:
-            self._tell_taken(end, taken, left_at)
+            self._tell_taken(end, taken, max(left_at, theirs.down_free_at - WINDOW_S))
         self.clock.at(end.arrives_after, lambda: self._arrive(end.peer, message))
 
     def _tell_taken(self, end: End, taken: Callable[[], None], at: float) -> None:
