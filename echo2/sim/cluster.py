@@ -239,13 +239,13 @@ class Cluster:
         )
 
     def _await_newest(self) -> None:
-        """Training stops; all honest workers must come to the newest version and the learner must hold what it took."""
+        """Training stops: every honest worker must be back and at the newest version, nothing admitted may be lost."""
         learner = self.learner_driver()
         self.truth.progress(learner is not None, "the learner does not run")
         assert learner is not None
         learner.is_drawing = False
         is_there = self._wait(lambda: not self._behind(), CATCH_UP_S)
-        self.truth.progress(is_there, f"{self._behind()} are not at the newest version: {self._waits()}")
+        self.truth.progress(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
         self.truth.nothing_is_lost(learner.batcher, learner.drawn)
 
     def _behind(self) -> list[str]:
@@ -257,7 +257,7 @@ class Cluster:
             driver = self.drivers.get(name)
             if name in self.malice or (isinstance(driver, WorkerDriver) and driver.has_left):
                 continue
-            if not isinstance(driver, WorkerDriver) or driver.live != learner.newest_version:
+            if not isinstance(driver, WorkerDriver) or driver.live != learner.newest_version or not driver.is_connected:
                 behind.append(name)
         return behind
 

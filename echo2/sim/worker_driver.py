@@ -120,6 +120,11 @@ class WorkerDriver:
         return self.weights.machine.live if self.weights is not None else None
 
     @property
+    def is_connected(self) -> bool:
+        """To the coordinator and to the learner."""
+        return self._is_welcome and self._report_stream is not None
+
+    @property
     def waits_for(self) -> str:
         """What it waits for, in words; empty while it works."""
         if not self._is_welcome:
