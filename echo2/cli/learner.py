@@ -80,6 +80,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         keyframe_chain_max=learner.keyframe_every_versions,
         drops_equal_rewards=learner.drop_equal_groups,
         overlong_buffer_tokens=learner.overlong_buffer_tokens,
+        audit_share=learner.audit_share,
         prunes_hopeless=learner.prune_hopeless,
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,

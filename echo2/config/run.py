@@ -139,6 +139,9 @@ class LearnerSection(Section):
     keyframe_every_versions: Annotated[
         Count, Field(description="Whole snapshots among the published versions, for newcomers.")
     ] = 16
+    audit_share: Annotated[
+        Fraction, Field(description="Share of the groups scored again, to find workers that cheat; 0: none.")
+    ] = 0.02
     host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
     advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""
     port: Annotated[Port, Field(description="Port of ingest and broadcast; 0: any free one.")] = 0

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.rng import derived_rng
 from echo2.base.rollout import Rollout
 
+NEWCOMER_TOKENS = 2048
 FLOOR_NATS = -12.0
 """Log-probabilities below this count as this where a token's likelihood is judged, so that the judgement is bounded."""
 
@@ -61,15 +63,18 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What was claimed of a piece and what is so. `previous`: log-probabilities under the version before; empty where
-    that is not kept."""
+    that is not kept. `is_raw`: of the raw model, for tokens were sampled with a filter."""
 
     piece: Piece
     exact: TokenScores
     previous: tuple[float, ...]
+    is_raw: bool = False
 
     @property
     def claimed(self) -> tuple[float, ...]:
-        return self.piece.rollout.logprobs[self.piece.start : self.piece.stop]
+        rollout = self.piece.rollout
+        numbers = rollout.raw_logprobs if self.is_raw else rollout.logprobs
+        return numbers[self.piece.start : self.piece.stop]
 
 
 def pieces_of(rollout: Rollout, senders: Sequence[tuple[PeerId, int]], first_span_only: bool = False) -> list[Piece]:
@@ -85,8 +90,13 @@ def pieces_of(rollout: Rollout, senders: Sequence[tuple[PeerId, int]], first_spa
     return [Piece(peers[start], rollout, versions[start], start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-def examined(pieces: Sequence[Piece], kept: Sequence[Version], score: ScoreUnderVersion) -> list[Evidence]:
-    """Scores of the pieces whose version is among the `kept` ones (ascending), each version loaded once."""
+def examined(
+    pieces: Sequence[Piece], kept: Sequence[Version], score: ScoreUnderVersion, is_raw: bool = False
+) -> list[Evidence]:
+    """Scores of the pieces whose version is among the `kept` ones (ascending), each version loaded once.
+
+    `is_raw`: tokens were sampled with top-p or top-k; `score` is then of the raw model, temperature 1.
+    """
     exact: dict[int, TokenScores] = {}
     previous: dict[int, tuple[float, ...]] = {}
     for place, version in enumerate(kept):
@@ -96,7 +106,14 @@ def examined(pieces: Sequence[Piece], kept: Sequence[Version], score: ScoreUnder
                 exact[number] = score(version, piece.rollout, piece.start, piece.stop)
             elif piece.version == after:
                 previous[number] = score(version, piece.rollout, piece.start, piece.stop).logprobs
-    return [Evidence(pieces[number], exact[number], previous.get(number, ())) for number in sorted(exact)]
+    return [Evidence(pieces[n], exact[n], previous.get(n, ()), is_raw) for n in sorted(exact)]
+
+
+def is_chosen(seed: int, group_id: GroupId, share: float, tokens_seen: int) -> bool:
+    """Whether a group is audited: `share` of all, by its name, and all of a worker of which little was seen yet."""
+    if share <= 0:
+        return False
+    return tokens_seen < NEWCOMER_TOKENS or derived_rng(seed, "audit", group_id).random() < share
 
 
 def copies(rollouts: Sequence[Rollout], logprobs: Sequence[Sequence[float]]) -> float:

@@ -98,7 +98,7 @@ class Closure:
     """A group that is not open any longer. `retry` is the draw that takes its place, if its prompt gets another try."""
 
     group_id: GroupId
-    reason: str  # complete | stale | no contrast | reward failed
+    reason: str  # complete | stale | quarantined | no contrast | reward failed
     retry: Draw | None = None
 
 
@@ -110,6 +110,7 @@ class BatcherCounts:
     duplicate: int = 0
     refused: int = 0
     dropped_stale: int = 0
+    dropped_quarantined: int = 0
     dropped_equal_rewards: int = 0
     dropped_reward_failed: int = 0
     pruned: int = 0
@@ -416,6 +417,14 @@ class Batcher:
             ):
                 self._drop(group, "stale")
 
+    def drop_sent_by(self, peer_id: PeerId) -> None:
+        """Closes every group that holds a token which this worker reported; its prompt gets another try."""
+        for group_id, group in list(self.groups.items()):
+            if group_id in self.groups and any(
+                sent.peer_id == peer_id for senders in group.senders.values() for sent in senders
+            ):
+                self._drop(group, "quarantined")
+
     def publish(self, version: Version) -> None:
         """From now on workers may name `version`."""
         assert version > self.published[-1], f"version {version} after {self.published[-1]}"
@@ -440,8 +449,10 @@ class Batcher:
         retry = None
         if reason == "stale":
             self.counts.dropped_stale += group.begun_rollouts
-            if group.draw.retry < self.config.retries_max:
-                retry = group.draw.again()
+        if reason == "quarantined":
+            self.counts.dropped_quarantined += group.begun_rollouts
+        if reason in ("stale", "quarantined") and group.draw.retry < self.config.retries_max:
+            retry = group.draw.again()
         for group_id in self._family(group.spec.group_id):
             del self.groups[group_id]
             self.closures.append(Closure(group_id, reason, retry if group_id == group.spec.group_id else None))

@@ -102,8 +102,8 @@ class Suspicion:
     _shift_squares: float = 0.0
     _counted: int = 0
 
-    def observe(self, evidence: Evidence, is_filtered: bool = False) -> None:
-        """Takes a piece into account. `is_filtered`: sampled with top-p or top-k, so no draw from the whole distribution."""
+    def observe(self, evidence: Evidence) -> None:
+        """Takes a piece into account. Tokens sampled with a filter are no draw from the whole distribution."""
         differences = [
             claimed - exact for claimed, exact in zip(evidence.claimed, evidence.exact.logprobs, strict=True)
         ]
@@ -113,7 +113,7 @@ class Suspicion:
             self._noise.bet(share - NOISE_CAP**-2)
         if evidence.previous:
             self._bet_on_version(differences, evidence)
-        if not is_filtered:
+        if not evidence.is_raw:
             for logprob, expected in zip(evidence.exact.logprobs, evidence.exact.expected, strict=True):
                 self._draw.bet((max(logprob, FLOOR_NATS) - expected) / -FLOOR_NATS)
             for chance, stopped in zip(evidence.exact.stop_chances, evidence.exact.stopped, strict=True):

@@ -326,6 +326,12 @@ class Hub:
         order = pb.Activation(is_active=is_active, reason=member.activation_reason)
         self._send(member.peer_id, pb.WorkerOrder(activation=order))
 
+    def worker_accused(self, peer_id: PeerId, reason: str) -> None:
+        """The learner's audit speaks: quarantine, until the operator lifts it."""
+        if peer_id in self.membership.members:
+            self.note("audit", f"{self.membership.members[peer_id].name}: {reason}")
+            self.set_worker(peer_id, Setting.BANNED, f"audit: {reason}")
+
     def set_worker(self, peer_id: PeerId, setting: Setting, reason: str) -> None:
         """The operator's word on a worker."""
         member = self.membership.set(peer_id, setting, reason, self.clock.now())

@@ -117,6 +117,9 @@ class LearnerParty:
                 self._hub.learner_event(le.GroupsClosed(ids, reason))
             case "published":
                 self._hub.published(wire.published_from_message(message.published, whose))
+            case "accused":
+                reason = wire.text_of(message.accused.reason, f"reason of {whose}")
+                self._hub.worker_accused(PeerId(message.accused.peer_id), reason)
             case "leaving":
                 self._hub.learner_leaving(wire.text_of(message.leaving.reason, f"reason of {whose}"))
             case other:

@@ -224,6 +224,7 @@ class LearnerDaemon:
         loop.intake.on_offer = self._send_offer
         loop.intake.on_close = self._send_close
         publisher.on_published = self._send_published
+        loop.auditor.on_accused = lambda peer_id, accusation: self._accuse(peer_id, accusation.text, ingest)
         for part in (loop, loop.intake, ingest, publisher):
             part.on_failure = self._fail
         if self._stop.is_set():
@@ -292,6 +293,7 @@ class LearnerDaemon:
         await loop.intake.close()
         await broadcaster.stop()
         await server.stop(STOP_GRACE_S)
+        loop.auditor.close()
         loop.p.prompts.close()
         loop.p.journal.close()
         for sink in sinks:
@@ -328,6 +330,16 @@ class LearnerDaemon:
                 _log.warning("worker %s is banned: %s", order.banned.peer_id, order.banned.reason)
             case _:
                 pass
+
+    def _accuse(self, peer_id: PeerId, reason: str, ingest: IngestService) -> None:
+        """Nothing more is taken from the worker, what it sent and was not trained on is dropped, the operator is told."""
+        assert self.loop is not None, "audits run while the loop does"
+        ingest.banned[peer_id] = f"audit: {reason}"
+        self.loop.p.batcher.drop_sent_by(peer_id)
+        self.loop.intake.settle()
+        self._send(
+            coordinator_pb2.LearnerMessage(accused=coordinator_pb2.WorkerAccused(peer_id=peer_id, reason=reason))
+        )
 
     def _send(self, message: coordinator_pb2.LearnerMessage) -> None:
         if self.session is not None:

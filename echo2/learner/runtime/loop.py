@@ -25,13 +25,14 @@ from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.learner.batcher import Batch
+from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.checkpoint import batcher_state
 from echo2.learner.runtime.evaluate import HeldOut
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink, past_evaluations
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import Publisher
-from echo2.learner.runtime.record import RunFacts, StepTimes, state_fields, step_row
+from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, state_fields, step_row
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
@@ -61,6 +62,9 @@ class TrainingLoop:
         self.sinks = sinks
         self.executor = executor
         self.facts = RunFacts(flops_per_position=prepared.model.flops_per_position)
+        share = 0.0 if options.trainer.lora_rank else options.audit_share
+        self.auditor = Auditor(prepared.model.config, share, prepared.prompts.sampling, options.seed)
+        self.auditor.keep(prepared.schedule.newest, prepared.published)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
@@ -117,6 +121,7 @@ class TrainingLoop:
         except TrainingError:
             self._keep_for_inspection(batch)
             raise
+        self.auditor.consider(batch, time.time())
         if snapshot is not None:
             await self._publish(snapshot, times)
         self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)
@@ -143,6 +148,7 @@ class TrainingLoop:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
     async def _publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
+        self.auditor.keep(Version(self.step), snapshot)
         times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot)
 
     # ---- evaluation
@@ -221,6 +227,7 @@ class TrainingLoop:
         row = step_row(batch, result, times, self.facts)
         row |= state_fields(self.intake.batcher, self.publisher, self.p.schedule, self.utilisation)
         rewards = self.intake.rewards
+        row |= audit_fields(self.auditor.counts)
         row |= {"rewards/failed": rewards.failed, "rewards/score_s": rewards.seconds}
         self._write(row)
         _log.info(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from echo2.learner.batcher import Batch, Batcher
 from echo2.learner.loss import LossMetrics
 from echo2.learner.publication import PublicationSchedule
+from echo2.learner.runtime.auditor import AuditCounts
 from echo2.learner.runtime.publisher import Publisher
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
@@ -136,6 +137,7 @@ def state_fields(
         "rollouts/trained": counts.trained,
         "rollouts/admitted": counts.admitted,
         "rollouts/dropped_stale": counts.dropped_stale,
+        "rollouts/dropped_quarantined": counts.dropped_quarantined,
         "rollouts/duplicate": counts.duplicate,
         "rollouts/refused": counts.refused,
         "rollouts/dropped_equal_rewards": counts.dropped_equal_rewards,
@@ -143,6 +145,15 @@ def state_fields(
         "rollouts/pruned": counts.pruned,
         "tokens/trained": counts.trained_tokens,
         "tokens/over_stale": batcher.ledger.over_stale_tokens(),
+    }
+
+
+def audit_fields(counts: AuditCounts) -> dict[str, object]:
+    return {
+        "audit/tokens": counts.tokens,
+        "audit/groups": counts.groups,
+        "audit/skipped_groups": counts.skipped,
+        "audit/accused_workers": counts.accused,
     }
 
 

@@ -9,7 +9,6 @@ Shapes: L tokens of prompt and completion, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,10 +55,11 @@ class KeptSnapshots:
 
 
 class SnapshotScorer:
-    """Scores tokens under kept versions; what `audit.exact_scores` calls. Groups' prompts are told before."""
+    """Scores tokens under kept versions. `hf_model` is the scorer's own: weights are loaded into it. Groups' prompts are
+    told before."""
 
     def __init__(self, hf_model: Any, snapshots: KeptSnapshots, temperature: float, stop_token_ids: Sequence[int]):
-        self._model = copy.deepcopy(hf_model).eval()
+        self._model = hf_model.eval()
         self._snapshots = snapshots
         self._temperature = temperature
         self._stop_token_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.long)

@@ -24,6 +24,7 @@ class PublishedModel(Protocol):
     """The model as workers and prompts need to know it."""
 
     path: str
+    config: Any  # transformers'
 
     @property
     def device(self) -> torch.device: ...

@@ -58,7 +58,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
             for master in model.masters:
                 master.add_(UPDATE * master.abs().mean() * torch.randn_like(master))
         model.round_to_policy()
-    return Bench(model, snapshots, SnapshotScorer(model.hf_model, snapshots, TEMPERATURE, [STOP]))
+    return Bench(model, snapshots, SnapshotScorer(copy.deepcopy(model.hf_model), snapshots, TEMPERATURE, [STOP]))
 
 
 def engine_of(bench: Bench, version: int, dtype: torch.dtype = torch.float32, alter: Alter | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def sampled(model: PolicyModel, snapshots: KeptSnapshots, spans: list[tuple[int,
 def test_tokens_are_scored_under_their_own_versions(tmp_path: Path) -> None:
     model, snapshots = model_with_history(tmp_path)
     rollouts = [sampled(model, snapshots, [(2, TOKENS // 2), (4, TOKENS // 2)], seed) for seed in range(2)]
-    scorer = SnapshotScorer(model.hf_model, snapshots, TEMPERATURE, [1])
+    scorer = SnapshotScorer(copy.deepcopy(model.hf_model), snapshots, TEMPERATURE, [1])
     scorer.prompts[GroupId("g")] = PROMPT
     pieces = [piece for rollout in rollouts for piece in pieces_of(rollout, [(PeerId("w"), TOKENS)])]
     found = examined(pieces, snapshots.versions, scorer)

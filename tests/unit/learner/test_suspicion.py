@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_filtered_sampling_is_not_taken_for_cold_sampling() -> None:
     rng = random.Random(4)
     suspicion = Suspicion(SuspicionConfig(), 0.0)
     for _ in range(100):
-        suspicion.observe(evidence(rng, lambda: 0.0, coldness=3.0), is_filtered=True)
+        suspicion.observe(replace(evidence(rng, lambda: 0.0, coldness=3.0), is_raw=True))
     assert suspicion.accusation is None
 
 

@@ -1,0 +1,24 @@
+"""`echo-worker` with an engine whose log-probabilities are made up; for the test of the audit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+
+from echo2.cli.worker import main
+from echo2.worker import partial
+from echo2.worker.engine import TokenChunk
+
+_rng = random.Random(0)
+_honest = partial.PartialRollout.append
+
+
+def _made_up(self: partial.PartialRollout, chunk: TokenChunk) -> None:
+    numbers = tuple(-_rng.expovariate(1.0) for _ in chunk.logprobs)
+    _honest(self, dataclasses.replace(chunk, logprobs=numbers, raw_logprobs=numbers))
+
+
+if __name__ == "__main__":
+    partial.PartialRollout.append = _made_up  # type: ignore[method-assign]
+    sys.exit(main())
