@@ -23,3 +23,13 @@ def test_a_worker_that_fabricates_its_log_probabilities_is_banned(tmp_path: Path
         last = cluster.metrics()[-1]
         assert last["step"] == 12 and last["audit/accused_workers"] == 1
         assert cluster.processes["w0"].poll() is None, "the honest one works on"
+        assert_no_secret_is_logged(cluster)
+
+
+def assert_no_secret_is_logged(cluster: Cluster) -> None:
+    secrets = [path.read_text().strip() for path in (cluster.run_folder / "links").iterdir()]
+    secrets += [link.partition("token=")[2] for link in secrets if "token=" in link]
+    assert len(secrets) >= 5, "three links with their tokens, and the page's"
+    for name in cluster.commands:
+        text = cluster.log(name)
+        assert text and not any(secret in text for secret in secrets), name
