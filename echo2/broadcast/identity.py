@@ -102,6 +102,12 @@ class Identity:
         return f"Identity({self.peer_id})"
 
 
+def _without_token(text: str) -> str:
+    """What may be shown of a join link that is wrong."""
+    before, mark, _ = text.partition("token=")
+    return repr(before[:200] + mark + ("…" if mark else ""))
+
+
 @dataclass(frozen=True, slots=True)
 class JoinLink:
     """`echo2://HOST:PORT/PEER_ID?token=...`: where to enrol, whom to expect there, and the right to."""
@@ -119,9 +125,9 @@ class JoinLink:
             parts = urllib.parse.urlsplit(text.strip())
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise ConfigError(f"join link: expected {shape}, got {text!r} ({error})") from None
+            raise ConfigError(f"join link: expected {shape}, got {_without_token(text)} ({error})") from None
         if parts.scheme != "echo2" or not host or not port:
-            raise ConfigError(f"join link: expected {shape}, got {text!r}")
+            raise ConfigError(f"join link: expected {shape}, got {_without_token(text)}")
         peer_id = parts.path.strip("/")
         try:
             public_key_of(peer_id)

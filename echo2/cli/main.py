@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_config(commands)
     _add_demo(commands)
+    _add_doctor(commands)
     _add_export(commands)
     _add_status(commands)
     _add_token(commands)
@@ -72,6 +73,19 @@ def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(own.files, own.preset, parse_overrides(rest))
     print(to_toml(config, with_descriptions=not own.plain))
     return 0
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = add_command(commands, "doctor", _doctor, "look at this machine and say what to do about each finding")
+    doctor.add_argument("--link", default="", help="join link, or @FILE that holds it: can its coordinator be reached?")
+    doctor.add_argument("--folder", type=Path, help="where the daemon would keep its files (default: here)")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def _doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.doctor import run_doctor
+
+    return run_doctor(own)
 
 
 def _add_demo(commands: Commands) -> None:

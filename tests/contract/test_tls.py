@@ -19,7 +19,7 @@ from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreac
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.enrolling import enrol
+from echo2.broadcast.runtime.enrolling import check_coordinator, enrol
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 RUN = RunId("a-run")
@@ -111,6 +111,20 @@ def test_stranger_of_another_run_is_refused_by_the_server() -> None:
             with pytest.raises(grpc.aio.AioRpcError):
                 async with tls.open_channel(f"127.0.0.1:{port}", ours.peer_id, stranger) as channel:
                     await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=3)
+
+    asyncio.run(scene())
+
+
+def test_a_look_at_the_coordinator_joins_nothing_and_knows_another_peer() -> None:
+    async def scene() -> None:
+        authority = _authority()
+        served = _Enrolment(authority)
+        async with _serving(served, tls.enrolment_server_credentials(authority)) as port:
+            taken_s = await asyncio.to_thread(check_coordinator, _link(port, authority.identity.peer_id, "any"))
+            assert 0 < taken_s < 20
+            other = Identity.generate().peer_id
+            with pytest.raises(TrustError, match=f"expected the peer {other}"):
+                await asyncio.to_thread(check_coordinator, _link(port, other, "any"))
 
     asyncio.run(scene())
 

@@ -63,6 +63,12 @@ def test_plain_install_has_no_torch_and_says_what_is_missing(plain: Environment,
     assert joined.returncode == 2 and "echo2[engine]" in joined.stderr
 
 
+def test_doctor_looks_at_the_machine_without_torch(plain: Environment) -> None:
+    found = {row["what"]: row["found"] for row in json.loads(plain.run("echo2", "doctor", "--json").stdout)}
+    assert found["torch"] == "not installed; coordinators and operators need none"
+    assert "can be coordinator;" in found["packages"] and "engine lacks torch" in found["packages"]
+
+
 def test_planner_and_config_work_without_torch(plain: Environment, tmp_path: Path) -> None:
     config = plain.run("echo2", "config", "show", "--preset", "wan")
     assert tomllib.loads(config.stdout)["staleness"]["bound"] == 4

@@ -50,6 +50,19 @@ def _fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
     return shown
 
 
+def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> float:
+    """Whether the coordinator that `link` pins answers there; returns the seconds that the handshake took.
+
+    Nothing is joined and no token is used. Unreachable, TrustError for another peer or a certificate out of its time.
+    """
+    began = time.perf_counter()
+    shown = NodeCertificate.parse(_fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
+    taken_s = time.perf_counter() - began
+    shown.check_peer(link.peer_id)
+    shown.check_time(time.time())
+    return taken_s
+
+
 async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
     """Joins the run that `link` names. TrustError for a wrong peer or role, BadToken, Unreachable."""
     shown = NodeCertificate.parse(

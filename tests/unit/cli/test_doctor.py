@@ -1,0 +1,65 @@
+"""`echo2 doctor` on this machine, with things that are wrong with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from echo2.broadcast.identity import Identity
+from echo2.cli import doctor
+from echo2.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def no_workers_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 1 << 20)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(doctor, "PORTS", {port: "enrolment"})
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    return {row["what"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def link_to(port: int) -> str:
+    return f"echo2://127.0.0.1:{port}/{Identity.generate().peer_id}?token=secret"
+
+
+def test_every_finding_of_a_fit_machine_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--folder", str(tmp_path / "not" / "made" / "yet"), "--json"]) == 0
+    found = rows(capsys)
+    assert {"Python", "packages", "GPU", "torch", "memory", "disk", "disk speed", "clock", "ports"} <= found.keys()
+    assert all(row["is_good"] and not row["advice"] for row in found.values())
+
+
+def test_a_busy_port_is_bad_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("0.0.0.0", next(iter(doctor.PORTS)))):
+        assert main(["doctor"]) == 6
+    out = capsys.readouterr()
+    assert "BAD  ports:" in out.out and "stop what listens there" in out.out
+    assert "expected this machine to be fit, found ports not to be" in out.err
+
+
+def test_too_small_a_disk_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 1 << 60)
+    assert main(["doctor", "--json"]) == 6
+    assert rows(capsys)["disk"]["advice"] == doctor.ADVICE["disk"]
+
+
+def test_a_coordinator_that_does_not_answer_is_bad(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert main(["doctor", "--json", "--link", link_to(port)]) == 6
+    found = rows(capsys)["coordinator"]
+    assert f"127.0.0.1:{port}" in str(found["found"]) and "firewall" in str(found["advice"])
+
+
+def test_a_link_that_is_wrong_is_named_without_its_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--link", "http://127.0.0.1:1/x?token=secret"]) == 2
+    err = capsys.readouterr().err
+    assert "join link: expected echo2://" in err and "http://127.0.0.1:1/x" in err and "secret" not in err
