@@ -17,13 +17,14 @@ from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.make_engine import make_engine, parse_model_config
+from echo2.worker.runtime.make_engine import EngineFit, make_engine, parse_model_config
 from echo2.worker.runtime.weights import HostSnapshot
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_daemon import Run, go, prepared_from
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT, SEED = (5, 6, 7, 8, 9), 3
+FIT = EngineFit(4, 1, "a trial")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def lora_options(folder: Path, model: Path, weights_dtype: str = "bfloat16") -> 
 
 def worker_engine(config_json: bytes, folder: Path, base: str) -> Any:
     options = WorkerOptions("link", folder, model_path=base)
-    return make_engine(EngineChoice.EMBEDDED, parse_model_config(config_json), options)
+    return make_engine(EngineChoice.EMBEDDED, parse_model_config(config_json), options, FIT)
 
 
 async def sampled(engine: Any, host: Any) -> tuple[list[int], list[float], int]:
@@ -119,4 +120,4 @@ def test_another_base_or_none_is_refused_by_the_worker(model_path: Path, tmp_pat
     with pytest.raises(ConfigError, match="expected a rank of 1"):
         worker_engine(json.dumps(broken).encode(), tmp_path, str(model_path))
     with pytest.raises(ConfigError, match="which the embedded engine alone applies"):
-        make_engine(EngineChoice.VLLM, parse_model_config(config), WorkerOptions("link", tmp_path))
+        make_engine(EngineChoice.VLLM, parse_model_config(config), WorkerOptions("link", tmp_path), FIT)
