@@ -31,7 +31,7 @@ LOOK_S_MAX = 3600.0
 _log = logging.getLogger("echo2.broadcast")
 
 
-def _fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
+def fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
     """The certificate that the enrolment port shows, not yet believed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -66,7 +66,7 @@ def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> flo
 async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
     """Joins the run that `link` names. TrustError for a wrong peer or role, BadToken, Unreachable."""
     shown = NodeCertificate.parse(
-        await asyncio.to_thread(_fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
+        await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
     )
     shown.check_peer(link.peer_id)
     shown.check_time(time.time())

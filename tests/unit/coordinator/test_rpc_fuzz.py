@@ -12,6 +12,7 @@ import grpc.aio
 
 from echo2.broadcast.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
 from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.enrolling import fetch_certificate
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import enrolment_pb2
@@ -179,9 +180,9 @@ def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_path: Pa
 
 async def enrolment_channel(link: JoinLink) -> grpc.aio.Channel:
     """As a newcomer opens it."""
-    shown = NodeCertificate.parse(await asyncio.to_thread(tls._fetch_certificate, link, 10), "the coordinator")
+    shown = NodeCertificate.parse(await asyncio.to_thread(fetch_certificate, link, 10), "the coordinator")
     credentials = grpc.ssl_channel_credentials(shown.pem)
-    return grpc.aio.secure_channel(link.address, credentials, tls._channel_options(link.peer_id, ()))
+    return grpc.aio.secure_channel(link.address, credentials, tls.channel_options(link.peer_id, ()))
 
 
 def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None:
