@@ -1,0 +1,58 @@
+"""The real daemons through NATs: coordinator and learner public, two workers behind NATs of their own, no flag given."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.base.errors import EchoError
+from echo2.worker.runtime.control import ask
+from tests.contract.nat_lab import NatLab, reason_unavailable
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.network_namespaces
+HOSTS = {"coordinator": "hub", "learner": "learner", "w0": "left", "w1": "right"}
+
+
+def status(cluster: Cluster, name: str) -> dict[str, Any]:
+    """What `echo-worker status` shows; empty while it does not answer."""
+    try:
+        return dict(asyncio.run(ask(cluster.run_folder / "workers" / name, "status", 5)))
+    except (EchoError, OSError):
+        return {}
+
+
+def kinds(cluster: Cluster, name: str) -> list[str]:
+    """How its links came about, such as `hole-punched`."""
+    links = status(cluster, name).get("links", [])
+    return sorted(link.split(" ")[1].rstrip(":") for link in links)
+
+
+def test_hidden_workers_join_without_flags_train_and_meet(tmp_path: Path, run_config: str) -> None:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    with NatLab(("hub", "learner"), ("left", "right")) as lab:
+        config = (
+            run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n')
+            .replace("[learner]\n", f'[learner]\nhost = "{lab.addresses["learner"]}"\n')
+            .replace("steps = 30", "steps = 400")
+        )
+        with Cluster(tmp_path, config) as cluster:
+            cluster.placed = lambda name, argv: lab.command(HOSTS[name], argv)
+            cluster.start_all()
+            cluster.wait_until(lambda: cluster.step() >= 2, 120, "two steps of training")
+            for name in ("w0", "w1"):
+                cluster.wait_until(
+                    lambda n=name: kinds(cluster, n) == ["direct", "hole-punched"], 60, f"links of {name}"
+                )  # type: ignore[misc]
+                assert status(cluster, name)["can_be_dialled"] == "no"
+            reached = cluster.step()
+            cluster.kill("coordinator")  # with the relay in it; it comes back
+            cluster.start("coordinator")
+            cluster.wait_until(lambda: cluster.step() >= reached + 3, 120, "three more steps")
+            for name in ("w0", "w1"):
+                cluster.wait_until(lambda n=name: status(cluster, n).get("relays") == 2, 60, f"both relays at {name}")  # type: ignore[misc]
+                assert kinds(cluster, name) == ["direct", "hole-punched"]
