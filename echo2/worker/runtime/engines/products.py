@@ -17,8 +17,9 @@ import torch.nn.functional as F
 ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
 """A batch of rows is treated as the largest class that it reaches."""
 TRIALS = 5
-PIECE_ROWS = 64
-"""oneDNN compiles and keeps code for each shape that it meets, so beyond this it is given multiples of it only."""
+STEP_ROWS, PIECE_ROWS = 8, 64
+"""oneDNN compiles and keeps code for each shape that it meets: up to `PIECE_ROWS` it is given multiples of `STEP_ROWS`,
+beyond it multiples of that, and MKL the rest."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -36,9 +37,12 @@ class Products:
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[0]
         chosen = self._chosen[_class_of(count)]
-        whole = count - count % PIECE_ROWS
-        if chosen is F.linear or count <= PIECE_ROWS or whole == count:
+        rest = count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
+        if chosen is F.linear or not rest:
             return chosen(rows, weight, bias)
+        if count <= PIECE_ROWS:
+            return F.linear(rows, weight, bias)
+        whole = count - rest
         return torch.cat((chosen(rows[:whole], weight, bias), F.linear(rows[whole:], weight, bias)))
 
     def choose(self, weights: Sequence[torch.Tensor]) -> None:
