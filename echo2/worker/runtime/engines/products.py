@@ -17,9 +17,9 @@ import torch.nn.functional as F
 ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
 """A batch of rows is treated as the largest class that it reaches."""
 TRIALS = 5
-STEP_ROWS, PIECE_ROWS = 8, 64
+STEP_ROWS, PIECE_ROWS, BLOCK_ROWS = 8, 64, 256
 """oneDNN compiles and keeps code for each shape that it meets: up to `PIECE_ROWS` it is given multiples of `STEP_ROWS`,
-beyond it multiples of that, and MKL the rest."""
+beyond it multiples of that, `BLOCK_ROWS` at most, and MKL the rest."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -36,6 +36,8 @@ class Products:
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[0]
+        if count > BLOCK_ROWS:
+            return torch.cat([self.product(part, weight, bias) for part in rows.split(BLOCK_ROWS)])
         chosen = self._chosen[_class_of(count)]
         rest = count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
         if chosen is F.linear or not rest:
