@@ -1,0 +1,44 @@
+"""The run files of examples/ are what the programs take, and their tasks exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import TaskError
+from echo2.cli.coordinator import coordinator_options
+from echo2.cli.learner import learner_options
+from echo2.config.load import load_config
+from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.task import TaskSpec
+
+ROOT = Path(__file__).parents[3]
+RUNS = sorted((ROOT / "examples" / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_run_file_gives_options_of_learner_and_coordinator(path: Path, tmp_path: Path) -> None:
+    config = load_config([path], None, {})
+    assert config.run.name in path.read_text()
+    options = learner_options(config, "", tmp_path)
+    assert options.run_id == config.run.name and options.steps == config.learner.steps
+    assert coordinator_options(config, tmp_path).staleness_bound == config.staleness.bound
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_its_task_can_be_made(path: Path) -> None:
+    config = load_config([path], None, {})
+    spec = TaskSpec(config.task.name, config.task.args, seed=0)
+    if config.task.name == "math":
+        with pytest.raises(TaskError, match=r"data/math\.parquet"):
+            make_task(spec)  # the data is yours to bring
+        return
+    made = make_environment_source(spec) if is_environment(spec) else make_task(spec)
+    assert made.name
+
+
+def test_page_lists_every_run_file() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    for path in RUNS:
+        assert path.stem.removeprefix("math-qwen3") in page, path.name
