@@ -56,7 +56,7 @@ def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> flo
     Nothing is joined and no token is used. Unreachable, TrustError for another peer or a certificate out of its time.
     """
     began = time.perf_counter()
-    shown = NodeCertificate.parse(_fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
+    shown = NodeCertificate.parse(fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
     taken_s = time.perf_counter() - began
     shown.check_peer(link.peer_id)
     shown.check_time(time.time())
