@@ -37,7 +37,7 @@ class Products:
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[0]
         if count > BLOCK_ROWS:
-            return torch.cat([self.product(part, weight, bias) for part in rows.split(BLOCK_ROWS)])
+            return torch.cat([self.product(part, weight, bias) for part in torch.split(rows, BLOCK_ROWS)])
         chosen = self._chosen[_class_of(count)]
         rest = count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
         if chosen is F.linear or not rest:
