@@ -54,6 +54,41 @@ def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: st
     assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
 
 
+def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path: Path, run_config: str) -> None:
+    """Real workers that know nothing of environments sample both turns; kill -9 of the learner in between."""
+    config = run_config.replace('name = "sort_digits"', 'name = "tests.e2e.worlds:AskedTwice"')
+    config = config.replace("args = { digit_count = 5 }\n", "").replace("steps = 30", "steps = 12")
+    with Cluster(tmp_path, config) as cluster:
+        cluster.start_all()
+        cluster.wait_until(lambda: cluster.step() >= 5, RUN_WITHIN_S, "step 5")
+        cluster.kill("learner")
+        cluster.start("learner")
+        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
+        assert_run_ended_well(cluster, 12, 4, kills=1)
+    rows = cluster.metrics()
+    assert [row["eval/turns"] for row in rows if "eval/turns" in row][-1] == 2.0
+    assert rows[-1]["completion_tokens/mean"] > 7, "two turns of sampled tokens, the world's not among them"
+    assert all(count == 12 for count in Counter(trained_groups(cluster).values()).values())
+
+
+def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(tmp_path: Path, run_config: str) -> None:
+    """Sharded parameters, real workers; SIGTERM in between leaves a checkpoint from which two go on."""
+    config = run_config.replace("steps = 30", "steps = 8")
+    with Cluster(tmp_path, config) as cluster:
+        _, *arguments = cluster.commands["learner"]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "echo2.cli.learner"]
+        cluster.commands["learner"] = [*torchrun, *arguments]
+        cluster.start_all()
+        cluster.wait_until(lambda: cluster.step() >= 3, RUN_WITHIN_S, "step 3")
+        cluster.kill("learner", 15)
+        cluster.wait("learner", 60)
+        checkpoints = list((cluster.run_folder / "learner" / "checkpoints").glob("step-????????"))
+        assert len(list(max(checkpoints).glob("*.safetensors"))) == 2, "one file of shards a rank"
+        cluster.start("learner")
+        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
+        assert_run_ended_well(cluster, 8, 4)
+
+
 def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: str) -> None:
     """kill -9 and the same command again, one process after the other, in one run."""
     config = run_config.replace("steps = 30", "steps = 40")
