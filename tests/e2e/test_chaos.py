@@ -34,7 +34,7 @@ def chaotic_run(
     config += f"[staleness]\nbound = {STALENESS_BOUND}\n"
     cluster = Cluster(tmp_path, config, workers=2)
     disks = {
-        "w0": SmallDisk(cluster.run_folder / "workers" / "w0", "8m"),
+        "w0": SmallDisk(cluster.run_folder / "workers" / "w0", "160m"),
         "learner": SmallDisk(cluster.run_folder / "learner", "256m"),
     }
     archive_folder = cluster.run_folder / "learner" / "archive"
