@@ -131,7 +131,8 @@ def _argument(action: argparse.Action) -> str:
     if action.choices and action.option_strings:
         name += f" ({', '.join(map(str, action.choices))})"
     empty = action.default in (None, "", False, [], argparse.SUPPRESS) or action.nargs == 0
-    return f"| {name} | {'' if empty else f'`{action.default}`'} | {_cell(action.help or '')} |"
+    default = "this interpreter" if action.default == sys.executable else f"`{action.default}`"
+    return f"| {name} | {'' if empty else default} | {_cell(action.help or '')} |"
 
 
 def metrics() -> str:

@@ -13,7 +13,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.test_run import trained_groups
 
 RUN_WITHIN_S = 150
-STEPS = 24
+STEPS = 16
 
 
 def steps_printed(cluster: Cluster) -> list[int]:
