@@ -1,17 +1,27 @@
-"""Which artifacts lead to the newest version: finish, skip or drop what is in flight, by the bytes still missing.
+"""Which artifacts lead to the newest version: finish, skip or drop what is in flight, by when it is expected to end.
 
-Guarantees: of all chains of deltas from the live version, or from a keyframe, the path returned costs the fewest
-missing bytes. Leaves to others: fetching (session), handing out (runtime/reader).
+Guarantees: of all ways from the live version, or from a keyframe, to the newest version that can be reached, the one
+expected to arrive first over the node's link (delta/policy); what comes by itself is left for what must be asked for
+only where that is clearly sooner. Leaves to others: fetching (session), handing out (runtime/reader).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo2.base.ids import Version
+from echo2.broadcast.delta.container import Setting
+from echo2.broadcast.delta.policy import CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey
+
+SWITCH_SHARE = 0.8
+"""What is asked for must be expected in less than this share of the time of what comes by itself: it is paid twice."""
+
+DELTA_BYTES_PER_S, KEYFRAME_BYTES_PER_S = 1e9, 3.5e8
+"""Full weights decoded per second where nothing was measured yet: about those of one core (make bench-delta)."""
+DOWNLINK_BYTES_PER_S = 2e6
+ROUND_TRIP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,42 +31,69 @@ class Offer:
     key: ArtifactKey
     artifact: ArtifactId
     missing_bytes: float
+    full_snapshot_bytes: int = 0
+    is_pushed: bool = True
+    is_begun: bool = False
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether no round trip is needed to ask for it. Whoever has no weights was not there when a keyframe left."""
+        return self.is_begun or (self.is_pushed and not self.artifact.is_keyframe)
 
 
-def best_path(offers: Sequence[Offer], start: Version | None) -> list[ArtifactKey]:
-    """The cheapest chain from `start` (or from a keyframe) to the newest version that can be reached."""
-    by_parent: dict[Version | None, list[Offer]] = {}
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The artifacts to apply, in order. `kind` is CatchUp's, or `delta`: one that is pushed to all."""
+
+    kind: str
+    keys: tuple[ArtifactKey, ...]
+    expected_s: float
+    reason: str
+
+
+def link_of(
+    downlink_bytes_per_s: float, round_trip_s: float, delta_bytes_per_s: float = 0.0, keyframe_bytes_per_s: float = 0.0
+) -> WorkerLink:
+    """A node's link and speed; 0: not known."""
+    decoding = dict.fromkeys(Setting, delta_bytes_per_s or DELTA_BYTES_PER_S)
+    return WorkerLink(
+        downlink_bytes_per_s or DOWNLINK_BYTES_PER_S,
+        round_trip_s or ROUND_TRIP_S,
+        decoding,
+        keyframe_bytes_per_s or KEYFRAME_BYTES_PER_S,
+    )
+
+
+UNKNOWN_LINK = link_of(0.0, 0.0)
+
+
+def plan_way(offers: Sequence[Offer], start: Version | None, link: WorkerLink) -> Way | None:
+    """The way from `start` (or from nothing) to the newest version that can be reached; None: nothing newer is there."""
+    of_edge: dict[Edge, Offer] = {}
     for offer in offers:
         if start is None or offer.artifact.version > start:
-            by_parent.setdefault(offer.artifact.parent, []).append(offer)
-    costs: dict[Version, tuple[float, int]] = {}
-    arrived_by: dict[Version, Offer] = {}
-    heap: list[tuple[float, int, int, Version]] = []
-    tie = 0
+            edge = Edge(
+                offer.artifact.parent, offer.artifact.version, round(offer.missing_bytes),
+                is_coming=offer.is_coming,
+            )  # fmt: skip
+            of_edge[edge] = offer
+    newest = newest_reachable(start, list(of_edge))
+    if newest is None or newest == start:
+        return None
+    weights_bytes = max(offer.full_snapshot_bytes for offer in offers)
+    plan = plan_catch_up(start, newest, list(of_edge), link, weights_bytes)
+    assert plan is not None, "a version that is reachable has a way to it"
+    coming = [edge for edge in of_edge if edge.is_coming]
+    if not all(piece.is_coming for piece in plan.pieces):
+        by_itself = plan_catch_up(start, newest, coming, link, weights_bytes)
+        if by_itself is not None and plan.expected_s >= SWITCH_SHARE * by_itself.expected_s:
+            plan = by_itself
+    return _way(plan, of_edge)
 
-    def offer_all(parent: Version | None, cost: float, hops: int) -> None:
-        nonlocal tie
-        for offer in by_parent.get(parent, ()):
-            total = (cost + offer.missing_bytes, hops + 1)
-            version = offer.artifact.version
-            if version not in costs or total < costs[version]:
-                costs[version], arrived_by[version] = total, offer
-                tie += 1
-                heapq.heappush(heap, (*total, tie, version))
 
-    if start is not None:
-        offer_all(start, 0.0, 0)
-    offer_all(None, 0.0, 0)
-    while heap:
-        cost, hops, _, version = heapq.heappop(heap)
-        if (cost, hops) == costs[version]:
-            offer_all(version, cost, hops)
-    if not costs:
-        return []
-    path: list[ArtifactKey] = []
-    at: Version | None = max(costs)
-    while at is not None and at != start:
-        offer = arrived_by[at]
-        path.append(offer.key)
-        at = offer.artifact.parent
-    return path[::-1]
+def _way(plan: CatchUp, of_edge: dict[Edge, Offer]) -> Way:
+    found = [of_edge[piece] for piece in plan.pieces]
+    is_plain = plan.kind == "merged" and found[0].is_pushed
+    return Way(
+        "delta" if is_plain else plan.kind, tuple(offer.key for offer in found), plan.expected_s, plan.reason
+    )  # fmt: skip

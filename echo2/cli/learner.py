@@ -73,6 +73,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         relay_port=learner.relay_port,
         join_link=link,
         chunk_bytes=config.broadcast.chunk_bytes,
+        delta_setting=config.broadcast.delta_setting,
         uplink_limit_bytes_per_s=config.broadcast.uplink_limit,
         link=LinkShape(
             config.broadcast.emulated_uplink, config.broadcast.emulated_downlink, config.broadcast.emulated_rtt

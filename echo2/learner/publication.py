@@ -7,13 +7,21 @@ larger one the newest version would be over the bound before the next comes. Lea
 The keyframe rule. A joiner fetches the newest keyframe and the deltas behind it. A keyframe of the newest version is
 made when those deltas together weigh more than `keyframe_share` of a keyframe, or when they are more than
 `chain_max`: so a joiner never fetches more than (1 + share) keyframes nor applies a longer chain.
+
+The merging rule. The n-th publication also gets a delta from the one 2^j before it where 2^j divides n, put together
+from two halves that were published before. So whoever is k publications behind needs at most 2 log2(k) + 1 pieces.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from echo2.base.ids import Step, Version
+from echo2.broadcast.delta.policy import parents_to_publish
+
+MERGED_LAG_MAX = 64
+"""No merged delta spans more publications."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +75,32 @@ class PublicationSchedule:
     def is_keyframe_due(self) -> bool:
         over_bytes = self.chain_bytes > self.config.keyframe_share * self.keyframe_bytes
         return self.chain_length > 0 and (over_bytes or self.chain_length >= self.config.chain_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A delta `parent` -> `version` to be put together from those to and from `middle`."""
+
+    parent: Version
+    middle: Version
+    version: Version
+
+
+@dataclass(slots=True)
+class MergeSchedule:
+    """Which merged deltas go with a version. Counts from the version that this process found published."""
+
+    _ordinal: int = 0
+    _recent: deque[Version] = field(default_factory=lambda: deque(maxlen=MERGED_LAG_MAX + 1))
+
+    def published(self, version: Version, parent: Version) -> list[Merge]:
+        """The delta to `version` has left: what can be merged now, the shortest first."""
+        if not self._recent or self._recent[-1] != parent:
+            self._ordinal = 0
+            self._recent.clear()
+            self._recent.append(parent)
+        self._ordinal += 1
+        self._recent.append(version)
+        reaches = [self._ordinal - before for before in parents_to_publish(self._ordinal, MERGED_LAG_MAX)]
+        recent = self._recent
+        return [Merge(recent[-1 - reach], recent[-1 - reach // 2], version) for reach in reaches if reach > 1]

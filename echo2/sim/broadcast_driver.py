@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from echo2.base.errors import BadSignature, CorruptChunk, DiskFull
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast import events as be
-from echo2.broadcast.catch_up import Offer, best_path
+from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, plan_way
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
@@ -254,7 +254,7 @@ class BroadcastDriver:
         return dropped
 
     def _victim(self, spared: ArtifactKey) -> ArtifactKey | None:
-        needed = set(best_path(self._offers(), None)) | {spared}
+        needed = {*self.path(None), spared}
         free = [key for key in self.entries if key not in needed]
         return min(free, key=lambda key: self.entries[key].header.published_unix_s, default=None)
 
@@ -301,10 +301,17 @@ class BroadcastDriver:
         return found
 
     def _offers(self) -> list[Offer]:
-        return [Offer(key, entry.header.artifact, entry.missing_bytes) for key, entry in self.entries.items()]
+        return [
+            Offer(
+                key, entry.header.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
+                entry.header.is_pushed, bool(entry.digests),
+            )
+            for key, entry in self.entries.items()
+        ]  # fmt: skip
 
     def path(self, start: Version | None) -> list[ArtifactKey]:
-        return best_path(self._offers(), start)
+        way = plan_way(self._offers(), start, UNKNOWN_LINK)
+        return list(way.keys) if way is not None else []
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
         keys = [key for key, entry in self.entries.items() if entry.header.artifact == artifact]

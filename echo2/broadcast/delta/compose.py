@@ -149,6 +149,9 @@ def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
     ends = [frame for frame in frames if isinstance(frame, EndFrame)]
     if len(ends) != len(frames) or any(end.block_count != index for end in ends):
         raise DeltaFormatError(f"{header.describe()}: expected all deltas to end after {index} blocks")
+    for end, after in zip(ends, containers[1:], strict=False):
+        if end.target_fingerprint != after.head.header.parent_fingerprint:
+            raise DeltaFormatError(f"{after.whose}: expected its parent to be where the delta before it ends")
     yield encode_end(container_id_of(head), index, ends[-1].target_fingerprint)
 
 

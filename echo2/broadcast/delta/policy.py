@@ -2,7 +2,7 @@
 
 A piece (edge) is a delta or a keyframe that exists somewhere. Versions and edges form a graph; the plan is its shortest
 path in seconds. The time of a piece is the larger of carrying and of decoding it, since these overlap, and one round
-trip to ask for it.
+trip to ask for it, unless it comes anyway.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from echo2.broadcast.delta.container import Setting
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A container that can be fetched. `parent` None: a keyframe."""
+    """A container that can be fetched. `parent` None: a keyframe. `is_coming`: it is under way without being asked for.
+
+    To a worker that holds a part of it, `encoded_bytes` are those that it still lacks.
+    """
 
     parent: Version | None
     target: Version
     encoded_bytes: int
     setting: Setting = Setting.FAST
+    is_coming: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,27 @@ class CatchUp:
 def piece_s(edge: Edge, link: WorkerLink, weights_bytes: int) -> float:
     """Seconds until a piece is applied."""
     rate = link.keyframe_bytes_per_s if edge.parent is None else link.decode_bytes_per_s[edge.setting]
-    return link.round_trip_s + max(edge.encoded_bytes / link.bytes_per_s, weights_bytes / rate)
+    asking_s = 0.0 if edge.is_coming else link.round_trip_s
+    return asking_s + max(edge.encoded_bytes / link.bytes_per_s, weights_bytes / rate)
+
+
+def newest_reachable(at: Version | None, edges: Sequence[Edge], base: BaseCheckpoint | None = None) -> Version | None:
+    """The newest version to which edges lead; `at` itself where none is newer."""
+    leaving: dict[Version | None, list[Version]] = {}
+    for edge in edges:
+        leaving.setdefault(edge.parent, []).append(edge.target)
+    to_see = [
+        *leaving.get(None, []),
+        *((base.version,) if base is not None else ()),
+        *((at,) if at is not None else ()),
+    ]
+    seen: set[Version] = set()
+    while to_see:
+        version = to_see.pop()
+        if version not in seen:
+            seen.add(version)
+            to_see += leaving.get(version, [])
+    return max(seen, default=None)
 
 
 def plan_catch_up(
@@ -139,11 +163,22 @@ class SettingCost:
     decode_bytes_per_s: float
 
 
+STAY_SHARE = 0.9
+
+
 def choose_setting(
-    costs: Mapping[Setting, SettingCost], weights_bytes: int, uplink_bytes_per_s: float, cores: int, worker_cores: int
+    costs: Mapping[Setting, SettingCost],
+    weights_bytes: int,
+    uplink_bytes_per_s: float,
+    cores: int,
+    worker_cores: int,
+    current: Setting | None = None,
 ) -> tuple[Setting, str]:
-    """The setting whose slowest stage (encoding, sending, decoding; they overlap) ends first, and why."""
-    best: tuple[float, Setting, str] | None = None
+    """The setting whose slowest stage (encoding, sending, decoding; they overlap) ends first, and why.
+
+    The current one stays while another would not end in less than `STAY_SHARE` of its time.
+    """
+    found: dict[Setting, tuple[float, str]] = {}
     for setting in Setting:
         cost = costs[setting]
         stages = {
@@ -153,10 +188,11 @@ def choose_setting(
         }
         slowest = max(stages, key=lambda name: stages[name])
         why = f"{setting.name.lower()}: {slowest} takes {stages[slowest]:.3g} s, the other stages less"
-        if best is None or stages[slowest] < best[0]:
-            best = (stages[slowest], setting, why)
-    assert best is not None, "there are settings"
-    return best[1], best[2]
+        found[setting] = (stages[slowest], why)
+    best = min(found, key=lambda setting: found[setting][0])
+    if current is not None and found[best][0] > STAY_SHARE * found[current][0]:
+        best = current
+    return best, found[best][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +207,26 @@ class Retention:
 def plan_retention(
     edges: Sequence[Edge], newest: Version, in_use: Sequence[Version], memory_bytes: int, disk_bytes: int
 ) -> Retention:
-    """Which containers stay, within byte budgets for memory and disk; the most useful first.
+    """Which containers stay, within byte budgets for memory and disk; the most useful first."""
+    ranked = by_usefulness(edges, newest, in_use)
+    in_memory = _fill(ranked, memory_bytes)
+    on_disk = _fill(ranked, disk_bytes)
+    return Retention(in_memory, on_disk, frozenset(ranked) - in_memory - on_disk)
 
-    First what leads to the newest version from a version that workers hold; then the newest keyframe and the shortest
+
+def by_usefulness(edges: Sequence[Edge], newest: Version, in_use: Sequence[Version]) -> list[Edge]:
+    """First what leads to the newest version from a version that workers hold; then the newest keyframe and the shortest
     chain from it to the newest version, so that anyone can join; then the rest, newest targets first.
     """
     held = set(in_use)
     essential = {edge for edge in edges if edge.target == newest and edge.parent in held}
-    joining = _joining_path(edges, newest)
+    joining = joining_path(edges, newest)
 
     def rank(edge: Edge) -> tuple[int, int, int]:
         importance = 0 if edge in essential else 1 if edge in joining else 2
         return importance, -edge.target, edge.encoded_bytes
 
-    ranked = sorted(set(edges), key=rank)
-    in_memory = _fill(ranked, memory_bytes)
-    on_disk = _fill(ranked, disk_bytes)
-    return Retention(in_memory, on_disk, frozenset(ranked) - in_memory - on_disk)
+    return sorted(set(edges), key=rank)
 
 
 def _fill(ranked: Sequence[Edge], budget: int) -> frozenset[Edge]:
@@ -199,7 +238,7 @@ def _fill(ranked: Sequence[Edge], budget: int) -> frozenset[Edge]:
     return frozenset(kept)
 
 
-def _joining_path(edges: Sequence[Edge], newest: Version) -> frozenset[Edge]:
+def joining_path(edges: Sequence[Edge], newest: Version) -> frozenset[Edge]:
     """The newest keyframe from which the newest version can be reached, and the fewest bytes from there."""
     keyframes = sorted((edge for edge in edges if edge.parent is None), key=lambda edge: -edge.target)
     link = WorkerLink(1.0, 0.0, dict.fromkeys(Setting, math.inf), math.inf)

@@ -109,6 +109,11 @@ class ChunkStore:
         frame = os.pread(file.handle, length, offset)
         return frame if len(frame) == length else None
 
+    def size_of(self, key: ArtifactKey) -> int:
+        """Bytes of an artifact's file; 0 where it has none."""
+        file = self._files.get(key)
+        return file.end if file is not None else 0
+
     def drop(self, key: ArtifactKey) -> None:
         file = self._files.pop(key, None)
         if file is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,9 @@ from echo2.base.errors import (
     ResourceError,
 )
 from echo2.base.ids import RunId, Version
-from echo2.broadcast.catch_up import Offer, best_path
+from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, Way, plan_way
+from echo2.broadcast.chunks import BlockAssembler
+from echo2.broadcast.delta.policy import Edge, WorkerLink, joining_path, plan_retention
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords, read_records
 from echo2.broadcast.runtime.progress import AvailableArtifact
@@ -52,6 +54,11 @@ class Entry:
         return self.seal is not None and len(self.digests) == self.seal.chunk_count
 
     @property
+    def rank(self) -> tuple[int, bool, float]:
+        """Newest last; of one version, after those that are only offered comes what is under way here."""
+        return self.header.artifact.version, self.header.is_pushed or bool(self.digests), self.header.published_unix_s
+
+    @property
     def missing_bytes(self) -> float:
         if self.seal is not None:
             return max(0, self.seal.total_bytes - self.held_bytes)
@@ -71,6 +78,7 @@ class Library:
         self.run_id = run_id
         self.limits = limits
         self.entries: dict[ArtifactKey, Entry] = {}
+        self.link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK
         self.trouble = ""
         self._memory_bytes = 0
 
@@ -128,9 +136,8 @@ class Library:
         ]  # fmt: skip
         for key in dropped:
             self.drop(key)
-        while len(self.entries) >= self.limits.artifacts_max and (victim := self._victim(header.key)) is not None:
-            self.drop(victim)
-            dropped.append(victim)
+        while len(self.entries) >= self.limits.artifacts_max and (victims := self._victims(header.key, 1)):
+            dropped += victims
         entry = Entry(header)
         self.entries[header.key] = entry
         try:
@@ -150,14 +157,13 @@ class Library:
                 self.store.put_chunk(chunk.key, chunk.index, frame)
                 break
             except ResourceError as error:
-                victim = self._victim(chunk.key)
-                if victim is None:
-                    self._keep_in_memory(entry, chunk.index, frame, error)
+                victims = self._victims(chunk.key, len(frame))
+                if not victims:
+                    dropped += self._keep_in_memory(entry, chunk.index, frame, error)
                     break
-                self.drop(victim)
-                dropped.append(victim)
+                dropped += victims
         else:
-            self._keep_in_memory(entry, chunk.index, frame, LimitExceeded("no file for this artifact"))
+            dropped += self._keep_in_memory(entry, chunk.index, frame, LimitExceeded("no file for this artifact"))
         entry.digests[chunk.index] = digest
         entry.checks[chunk.index] = xxhash.xxh3_64_intdigest(frame)
         entry.held_bytes += len(chunk.payload)
@@ -185,23 +191,44 @@ class Library:
                 f"{entry.seal.total_bytes} bytes, got {root.hex()[:16]} and {entry.held_bytes}; its publisher erred"
             )
 
-    def _keep_in_memory(self, entry: Entry, index: int, frame: bytes, error: ResourceError) -> None:
+    def _keep_in_memory(self, entry: Entry, index: int, frame: bytes, error: ResourceError) -> list[ArtifactKey]:
+        over_bytes = self._memory_bytes + len(frame) - self.limits.memory_bytes_max
+        victims = self._victims(entry.header.key, over_bytes, in_memory=True) if over_bytes > 0 else []
         if self._memory_bytes + len(frame) > self.limits.memory_bytes_max:
             raise error
         self._in_trouble(error)
         entry.memory[index] = frame
         self._memory_bytes += len(frame)
+        return victims
 
     def _in_trouble(self, error: ResourceError) -> None:
         if not self.trouble:
             log.error("chunks are kept in memory, up to %d bytes: %s", self.limits.memory_bytes_max, error)
         self.trouble = str(error)
 
-    def _victim(self, spared: ArtifactKey) -> ArtifactKey | None:
-        """The oldest artifact that the newest version can do without."""
-        needed = set(best_path(self.offers(), None)) | {spared}
-        free = [key for key in self.entries if key not in needed]
-        return min(free, key=lambda key: self.entries[key].header.published_unix_s, default=None)
+    def _victims(self, spared: ArtifactKey, room_bytes: int, *, in_memory: bool = False) -> list[ArtifactKey]:
+        """Drops the least useful artifacts (delta/policy) until `room_bytes` are free, on disk or in memory.
+
+        Never what a newcomer needs to reach the newest version: then too little is dropped, or nothing.
+        """
+        sizes = {
+            key: sum(map(len, entry.memory.values())) if in_memory else max(1, self.store.size_of(key))
+            for key, entry in self.entries.items()
+        }
+        of_edge = {
+            Edge(entry.header.artifact.parent, entry.header.artifact.version, sizes[key]): key
+            for key, entry in self.entries.items() if key != spared and sizes[key]
+        }  # fmt: skip
+        if not of_edge:
+            return []
+        edges, newest = list(of_edge), max(edge.target for edge in of_edge)
+        budget = max(0, sum(edge.encoded_bytes for edge in edges) - room_bytes)
+        kept = plan_retention(edges, newest, [edge.target for edge in edges], 0, budget)
+        free = kept.dropped - joining_path(edges, newest)
+        victims = [key for edge, key in of_edge.items() if edge in free]
+        for key in victims:
+            self.drop(key)
+        return victims
 
     # ---- giving out
 
@@ -219,11 +246,10 @@ class Library:
 
     def chunk(self, key: ArtifactKey, index: int) -> Chunk:
         """A chunk read back for decoding; CorruptChunk when the disk changed it."""
-        frame, entry = self.frame(key, index), self.entries[key]
-        if frame is None:
-            raise CorruptChunk(
-                f"chunk {index} of {entry.header.artifact}: expected it in {self.store.folder}, got none"
-            )
+        entry, frame = self.entries.get(key), self.frame(key, index)
+        if entry is None or frame is None:
+            whose = entry.header.artifact if entry is not None else key.hex()
+            raise CorruptChunk(f"chunk {index} of {whose}: expected it in {self.store.folder}, got none")
         try:
             chunk = wire.chunk_from(wire.parse(frame, str(self.store.folder)).chunk)
         except ProtocolError as error:
@@ -251,10 +277,41 @@ class Library:
             self.store.drop(key)
 
     def offers(self) -> list[Offer]:
-        return [Offer(key, entry.header.artifact, entry.missing_bytes) for key, entry in self.entries.items()]
+        return [
+            Offer(
+                key, entry.header.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
+                entry.header.is_pushed, bool(entry.digests),
+            )
+            for key, entry in self.entries.items()
+        ]  # fmt: skip
+
+    def way(self, start: Version | None) -> Way | None:
+        """How the newest version that can be reached is expected first over this node's link."""
+        return plan_way(self.offers(), start, self.link())
 
     def path(self, start: Version | None) -> list[ArtifactKey]:
-        return best_path(self.offers(), start)
+        way = self.way(start)
+        return list(way.keys) if way is not None else []
+
+    def blocks_of(self, artifact: ArtifactId) -> Iterator[bytes] | None:
+        """The blocks of an artifact that lies here whole, read as they are drawn; None where it does not."""
+        key = self.find(artifact)
+        return self._blocks(key) if key is not None and self.entries[key].is_complete else None
+
+    def _blocks(self, key: ArtifactKey) -> Iterator[bytes]:
+        """On any thread; CorruptChunk where it is dropped meanwhile."""
+        assembler, index = BlockAssembler(), 0
+        while True:
+            entry = self.entries.get(key)
+            if entry is None or entry.seal is None:
+                raise CorruptChunk(f"artifact {key.hex()}: expected it in {self.store.folder}, it was dropped")
+            if index == entry.seal.chunk_count:
+                return
+            chunk = self.chunk(key, index)
+            block = assembler.add(chunk.payload, chunk.ends_block)
+            index += 1
+            if block is not None:
+                yield block
 
     def fingerprint_of(self, artifact: ArtifactId) -> str:
         """As the publisher signed it, in hex; empty while its seal has not come."""

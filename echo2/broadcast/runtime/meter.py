@@ -1,4 +1,4 @@
-"""Counters of chunk bytes by artifact, and the uplink rate measured over the last busy second."""
+"""Counters of chunk bytes by artifact, and the rates measured over the last busy second, out and in."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ ARTIFACTS_MAX = 256
 BUSY_SPAN_S = 1.0
 
 
-class Meter:
+class BusyRate:
+    """Bytes per second while bytes flow; 0 before the first busy second."""
+
+    __slots__ = ("_span_begun_at", "_span_bytes", "bytes_per_s")
+
     def __init__(self) -> None:
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.sent_by_artifact: dict[ArtifactId, int] = {}
-        self.received_by_artifact: dict[ArtifactId, int] = {}
-        self.uplink_bytes_per_s = 0.0
+        self.bytes_per_s = 0.0
         self._span_begun_at = float("-inf")
         self._span_bytes = 0
 
-    def sent(self, artifact: ArtifactId | None, size_bytes: int, now: float) -> None:
-        self.sent_bytes += size_bytes
-        _add(self.sent_by_artifact, artifact, size_bytes)
+    def add(self, size_bytes: int, now: float) -> None:
         span_s = now - self._span_begun_at
         if span_s > 2 * BUSY_SPAN_S:  # a pause: begin anew
             self._span_begun_at, self._span_bytes = now, 0
@@ -28,9 +26,23 @@ class Meter:
         self._span_bytes += size_bytes
         if span_s >= BUSY_SPAN_S:
             rate = self._span_bytes / span_s
-            known = self.uplink_bytes_per_s
-            self.uplink_bytes_per_s = rate if known == 0.0 else 0.7 * known + 0.3 * rate
+            self.bytes_per_s = rate if self.bytes_per_s == 0.0 else 0.7 * self.bytes_per_s + 0.3 * rate
             self._span_begun_at, self._span_bytes = now, 0
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.sent_by_artifact: dict[ArtifactId, int] = {}
+        self.received_by_artifact: dict[ArtifactId, int] = {}
+        self.uplink = BusyRate()
+        self.downlink = BusyRate()
+
+    def sent(self, artifact: ArtifactId | None, size_bytes: int, now: float) -> None:
+        self.sent_bytes += size_bytes
+        _add(self.sent_by_artifact, artifact, size_bytes)
+        self.uplink.add(size_bytes, now)
 
     def received(self, artifact: ArtifactId, size_bytes: int) -> None:
         self.received_bytes += size_bytes

@@ -44,6 +44,7 @@ from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Sea
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.dialling import Dialling, Target
+from echo2.broadcast.runtime.following import Following
 from echo2.broadcast.runtime.inbox import Inbox
 from echo2.broadcast.runtime.library import Library, LibraryLimits
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink
@@ -100,6 +101,7 @@ class BroadcastNode:
         rate = options.uplink_limit_bytes_per_s / WIRE_OVERHEAD
         self.session = Session(SessionConfig(me=self.peer_id, uplink_bytes_per_s=rate), options.seed)
         self.meter = Meter()
+        self.following = Following(self.peer_id, self.library, self.meter, options.shape)
         self._grpc = GrpcTransport(credentials)
         self._transport: Transport = transport or self._grpc
         self._shaper = NodeShaper(options.shape)
@@ -173,7 +175,7 @@ class BroadcastNode:
         """The coordinator's plan. Its seed is the publisher unless `set_publisher` named one."""
         if plan.seed is not None and self._inbox.publisher is None:
             self._trust(plan.seed.peer_id)
-        self._dialling.plan = plan
+        self._dialling.plan = self.following.plan = plan
         self._dialling.refresh(self._now())
         self._act(PlanSet(plan))
 
@@ -238,11 +240,15 @@ class BroadcastNode:
         sign = functools.partial(signed_chunks, size, self.credentials.identity)
         index, total = 0, 0
         digests: list[bytes] = []
-        while (block := await asyncio.to_thread(next, blocks, None)) is not None:
-            for chunk, digest in await asyncio.to_thread(sign, header.key, index, block):
-                self._keep(chunk, digest, is_fresh=is_pushed)
-                digests.append(digest)
-                index, total = index + 1, total + len(chunk.payload)
+        try:
+            while (block := await asyncio.to_thread(next, blocks, None)) is not None:
+                for chunk, digest in await asyncio.to_thread(sign, header.key, index, block):
+                    self._keep(chunk, digest, is_fresh=is_pushed)
+                    digests.append(digest)
+                    index, total = index + 1, total + len(chunk.payload)
+        except EchoError:  # a part of it is of no use to anyone
+            self._forget(header.key)
+            raise
         seal = Seal(header.key, index, total, root_of(digests), fingerprint()).signed(self.credentials.identity)
         self.library.add_seal(header.key, seal)
         self._act(SealSeen(None, header.key, index))
@@ -301,7 +307,8 @@ class BroadcastNode:
             asyncio.get_running_loop().call_later(SETTLE_S, self._update_wants)
         if now < self._settled_at:
             return
-        for key in self.library.path(self._reader.version):
+        way = self.following.choose(self._reader.version)
+        for key in way.keys if way is not None else ():
             artifact = self.session.artifacts.get(key)
             if artifact is not None and not artifact.is_wanted:
                 self._act(Wanted(key))
@@ -414,7 +421,7 @@ class BroadcastNode:
 
     def stats(self) -> NodeStats:
         """A picture of now, for heartbeats and the operator."""
-        newest = max(self.library.entries.values(), key=lambda e: e.header.published_unix_s, default=None)
+        newest = max(self.library.entries.values(), key=lambda entry: entry.rank, default=None)
         links = tuple(
             LinkStatus(
                 peer, way_of(link.connection), link.sent_bytes, link.received_bytes,
@@ -430,13 +437,14 @@ class BroadcastNode:
             pulled_chunks=self.session.pulled_chunks,
             sent_by_artifact=dict(self.meter.sent_by_artifact),
             received_by_artifact=dict(self.meter.received_by_artifact),
-            uplink_bytes_per_s=self.session.governor.capacity_bytes_per_s or self.meter.uplink_bytes_per_s,
+            uplink_bytes_per_s=self.session.governor.capacity_bytes_per_s or self.meter.uplink.bytes_per_s,
             newest_version_in_flight=newest.header.artifact.version if newest else 0,
             newest_chunks_held=len(newest.digests) if newest else 0,
             newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,
             banned=dict(self._banned),
             trouble=self.library.trouble,
             waits_for=self._waits_for(),
+            way=self.following.describe(),
         )
 
     def _waits_for(self) -> str:
@@ -454,6 +462,7 @@ class BroadcastNode:
     # ---- frames in, actions out
 
     def _received(self, peer: PeerId, frame: bytes) -> None:
+        self.meter.downlink.add(len(frame), self._now())
         self._take_events(self._inbox.events_of(peer, frame))
 
     def _take_events(self, events: list[Event]) -> None:

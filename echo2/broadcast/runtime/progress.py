@@ -35,7 +35,7 @@ class ArtifactSealed:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactDropped:
-    """Half-way abandoned: throw away what came of it. Another way to a newer version is cheaper, or it was replaced."""
+    """Half-way abandoned: throw away what came of it. Another way to a newer version is quicker, or it was replaced."""
 
     artifact: ArtifactId
     reason: str
@@ -93,3 +93,4 @@ class NodeStats:
     banned: dict[PeerId, str]
     trouble: str
     waits_for: str
+    way: str = ""  # how the newest version was or is to be reached, and why

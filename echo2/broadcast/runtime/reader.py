@@ -40,7 +40,7 @@ class ArtifactReader:
         if entry is None:
             return self._drop("it was replaced or no longer kept")
         if key not in path and not entry.is_complete:
-            return self._drop("another way to a newer version is cheaper")
+            return self._drop("another way to a newer version is quicker")
         block = self._next_block(key, entry)
         if block is not None:
             return BlockArrived(artifact, block)

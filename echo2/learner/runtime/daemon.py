@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from echo2.broadcast.runtime.tls import (
     save_credentials,
     server_credentials,
 )
+from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.offers import OfferConfig
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.intake import Intake
@@ -114,6 +116,7 @@ class LearnerDaemon:
         self._stop = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._encoders: ThreadPoolExecutor | None = None
         self.loop: TrainingLoop | None = None
         self.session: CoordinatorSession | None = None
         self.address = self.relay_address = ""
@@ -147,6 +150,8 @@ class LearnerDaemon:
             return summary
         finally:
             self._executor.shutdown(wait=True, cancel_futures=True)
+            if self._encoders is not None:
+                self._encoders.shutdown(wait=True, cancel_futures=True)
             folder.release()
 
     # ---- joining
@@ -189,9 +194,7 @@ class LearnerDaemon:
         ingest = IngestService(intake, RunId(options.run_id), credentials.coordinator_peer_id)
         ingest_pb2_grpc.add_IngestServicer_to_server(ingest, server)
         broadcaster = self._make_broadcaster(server, credentials, options)
-        publisher = Publisher(
-            broadcaster, prepared.journal, prepared.schedule, prepared.batcher, prepared.fingerprint_key
-        )
+        publisher = self._publisher(prepared, broadcaster)
         port = bind_server(server, f"{options.host}:{options.port}", server_credentials(credentials))
         self.address = options.advertise or joined(outward_host(options.host, credentials.coordinator_address), port)
         sinks = open_sinks(options.folder, options.run_id, options.sinks)
@@ -216,6 +219,15 @@ class LearnerDaemon:
             return await self._train(loop, publisher)
         finally:
             await self._close(loop, server, broadcaster, sinks)
+
+    def _publisher(self, prepared: Prepared, broadcaster: Broadcaster) -> Publisher:
+        cores = encode_cores(prepared.model.device.type, os.cpu_count() or 1)
+        if cores > 1:
+            self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder")
+        return Publisher(
+            broadcaster, prepared.journal, prepared.schedule, prepared.batcher, prepared.fingerprint_key,
+            SettingChoice(self.options.delta_setting, cores), self._encoders,
+        )  # fmt: skip
 
     def _connect(self, loop: TrainingLoop, ingest: IngestService, publisher: Publisher) -> None:
         """Who tells whom."""

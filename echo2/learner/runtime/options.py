@@ -10,6 +10,7 @@ from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
+from echo2.learner.delta_setting import SettingWish
 from echo2.learner.loss import PolicyLossConfig
 
 
@@ -105,6 +106,7 @@ class LearnerOptions:
     relay_port: int = 0
     join_link: str = ""
     chunk_bytes: int = 256 << 10
+    delta_setting: SettingWish = "auto"
     keyframe_chain_max: int = 16
     store_bytes: int = 8 << 30
     uplink_limit_bytes_per_s: float = 0.0  # 0: none

@@ -2,8 +2,9 @@
 
 Guarantees: versions leave one at a time and in order; that a version may have left is on the disk before its first
 byte does, so that a restart makes the same one again; deltas are taken from the last published weights, which nothing
-changes in place. Waits for: the encoder's thread, never for the network. Leaves to others: when (learner/publication),
-the codec (broadcast/delta), chunks, signatures and transport (broadcast/runtime).
+changes in place; a merged delta that cannot be put together is left out. Waits for: the encoder's thread, never for the
+network. Leaves to others: when (learner/publication), in which setting (learner/delta_setting), the codec
+(broadcast/delta), chunks, signatures and transport (broadcast/runtime).
 """
 
 from __future__ import annotations
@@ -11,17 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from echo2.base.errors import EchoError
 from echo2.base.ids import Version
-from echo2.broadcast.delta import DeltaHeader, Encoding, HostWeights, Setting, encode_delta, encode_keyframe
+from echo2.broadcast.delta import (
+    DeltaHeader,
+    Encoding,
+    HostWeights,
+    Setting,
+    compose,
+    encode_delta,
+    encode_keyframe,
+)  # fmt: skip
 from echo2.learner.batcher import Batcher
+from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import Published
-from echo2.learner.publication import PublicationSchedule
+from echo2.learner.publication import Merge, MergeSchedule, PublicationSchedule
 from echo2.learner.runtime.journal import Journal
 
 _log = logging.getLogger("echo2.learner")
@@ -57,6 +69,21 @@ class Broadcaster(Protocol):
         """
         ...
 
+    def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
+        """A delta that left before, as it was published; None where it is no longer kept."""
+        ...
+
+    async def publish_merged(
+        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
+    ) -> int:
+        """Offers a delta of several versions to those who ask; draws the frames in a thread. Returns its size."""
+        ...
+
+    @property
+    def spread_bytes_per_s(self) -> float:
+        """How fast one artifact gets to all workers; 0 while it is not known."""
+        ...
+
 
 @dataclass(slots=True)
 class ByteCounts:
@@ -64,6 +91,7 @@ class ByteCounts:
 
     deltas: int = 0
     keyframes: int = 0
+    merged: int = 0
     full_snapshots: int = 0  # what whole snapshots of the same versions would have been
     versions: int = 0
 
@@ -72,14 +100,24 @@ class Publisher:
     """`newest` holds the weights of the version published last."""
 
     def __init__(
-        self, broadcaster: Broadcaster, journal: Journal, schedule: PublicationSchedule, batcher: Batcher, key: int
+        self,
+        broadcaster: Broadcaster,
+        journal: Journal,
+        schedule: PublicationSchedule,
+        batcher: Batcher,
+        key: int,
+        choice: SettingChoice | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self.broadcaster = broadcaster
         self.journal = journal
         self.schedule = schedule
         self.batcher = batcher
         self.key = key
-        self.setting = Setting.FAST
+        self.choice = choice or SettingChoice()
+        self.merges = MergeSchedule()
+        self._executor = executor
+        self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # what left coded densely, as it can be merged
         self.newest: HostWeights | None = None
         self.newest_tensors: Mapping[str, Tensor] = {}
         self.newest_fingerprint = 0
@@ -154,10 +192,15 @@ class Publisher:
             parent_version=parent.version,
             parent_fingerprint=self.newest_fingerprint,
             fingerprint_key=self.key,
-            setting=self.setting,
+            setting=self._choose_setting(tensors),
         )
-        encoding = encode_delta(parent, target, header)
+        encoding = encode_delta(parent, target, header, None, self._executor)
         artifact = await self._send(encoding, target, parent.version)
+        if encoding.stats.encoded_bytes:
+            self.choice.encoded(
+                header.setting, artifact.full_snapshot_bytes, artifact.artifact_bytes, artifact.encode_s
+            )
+        await self._merge(parent, target, header, artifact)
         self.newest, self.newest_tensors, self.newest_fingerprint = target, tensors, int(artifact.fingerprint, 16)
         self.journal.append(Published(version, artifact.fingerprint))
         self.bytes.deltas += artifact.artifact_bytes
@@ -167,10 +210,52 @@ class Publisher:
         if self.schedule.is_keyframe_due:
             await self.publish_keyframe()
 
+    def _choose_setting(self, tensors: Mapping[str, Tensor]) -> Setting:
+        has_changed = self.choice.choose(_bytes_of(tensors), self.broadcaster.spread_bytes_per_s)
+        if has_changed or not self.bytes.versions:
+            _log.info("deltas are coded %s", self.choice.reason)
+        return self.choice.setting
+
+    async def _merge(
+        self, parent: HostWeights, target: HostWeights, header: DeltaHeader, artifact: PublishedArtifact
+    ) -> None:
+        """Offers what this version's delta can be merged to with earlier ones."""
+        assert artifact.parent is not None, "a delta has a parent"
+        merges = self.merges.published(artifact.version, artifact.parent)
+        if header.setting is Setting.DENSE:  # positions that depend on the weights do not merge
+            plain = await asyncio.to_thread(
+                lambda: list(encode_delta(parent, target, header, Setting.FAST, self._executor))
+            )
+            self._plain[artifact.parent, artifact.version] = plain
+        for merge in merges:
+            if not await self._publish_merge(merge, artifact):
+                break
+        if merges:
+            self._plain.clear()
+
+    async def _publish_merge(self, merge: Merge, artifact: PublishedArtifact) -> bool:
+        halves = [self._frames(merge.parent, merge.middle), self._frames(merge.middle, merge.version)]
+        if None in halves:
+            _log.debug("no delta from %d to %d: a part of it is no longer kept", merge.parent, merge.version)
+            return False
+        frames = compose(*(half for half in halves if half is not None))
+        try:
+            self.bytes.merged += await self.broadcaster.publish_merged(
+                merge.version, merge.parent, frames, artifact.fingerprint, artifact.full_snapshot_bytes
+            )
+        except EchoError as error:
+            _log.warning("no delta from %d to %d: %s", merge.parent, merge.version, error)
+            return False
+        return True
+
+    def _frames(self, parent: Version, version: Version) -> Iterator[bytes] | None:
+        plain = self._plain.get((parent, version))
+        return iter(plain) if plain is not None else self.broadcaster.frames(version, parent)
+
     async def _send(self, encoding: Encoding, target: HostWeights, parent: Version | None) -> PublishedArtifact:
         assert target.version is not None, "what is sent has a version"
         began = time.perf_counter()
-        full_bytes = sum(t.numel() * t.element_size() for t in self.newest_tensors.values())
+        full_bytes = _bytes_of(self.newest_tensors)
         size = await self.broadcaster.publish(target.version, parent, encoding, full_bytes)
         # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
         found = encoding.fingerprint if encoding.stats.encoded_bytes else target.fingerprint()
@@ -185,3 +270,7 @@ class Publisher:
             target.version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
         )  # fmt: skip
         return artifact
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,10 +1,13 @@
 """The learner's node in the broadcast: the seed that every version starts from.
 
-Guarantees: deltas are pushed to the fleet by the plan, keyframes go to those who ask. Leaves to others: chunks,
+Guarantees: deltas are pushed to the fleet by the plan, keyframes and merged deltas go to those who ask. Leaves to others: chunks,
 signatures, trees, repair (broadcast/runtime/node).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import grpc
 
@@ -15,6 +18,7 @@ from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
 from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.broadcast.topology import fluid_bound
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
@@ -52,6 +56,16 @@ class SeedNode:
         )
         return done.total_bytes
 
+    def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
+        return self.node.library.blocks_of(ArtifactId(version, parent))
+
+    async def publish_merged(
+        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
+    ) -> int:
+        artifact = ArtifactId(version, parent)
+        done = await self.node.publish(artifact, frames, lambda: fingerprint, full_snapshot_bytes, is_pushed=False)
+        return done.total_bytes
+
     async def start(self) -> None:
         await self.node.start()
 
@@ -64,6 +78,21 @@ class SeedNode:
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None:
         self.node.set_plan(plan_from_message(plan))
+
+    @property
+    def spread_bytes_per_s(self) -> float:
+        """The fluid bound of the plan with the uplink as emulated, learned by the node or planned; 0: never seen full.
+
+        A pool that is larger, or has slower uplinks, gets an artifact later: so it is the workers', too.
+        """
+        plan, options = self.node.session.plan, self.node.options
+        planned = plan.nodes[0].uplink_bytes_per_s if plan is not None and plan.nodes else 0.0
+        known = options.shape.uplink_bytes_per_s or self.node.session.governor.capacity_bytes_per_s or planned
+        limit = options.uplink_limit_bytes_per_s
+        uplink = min(known, limit) if known and limit else known or limit
+        if not uplink or plan is None or len(plan.nodes) < 2:
+            return uplink
+        return fluid_bound([replace(plan.nodes[0], uplink_bytes_per_s=uplink), *plan.nodes[1:]]).rate_bytes_per_s
 
     @property
     def sent_bytes(self) -> int:

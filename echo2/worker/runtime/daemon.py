@@ -304,8 +304,9 @@ class WorkerDaemon:
             check_model(whereabouts.model_digest, whereabouts.model_config_json, tensors)
 
         hooks = WeightsHooks(
-            check_model=check, live=self._live, start_over=lambda version, _: receiving.start_over(version)
-        )
+            check_model=check, live=self._live, start_over=lambda version, _: receiving.start_over(version),
+            decoded=node.following.decoded,
+        )  # fmt: skip
         machine = SwapMachine(self.options.swap_mode)
         self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks)
         receiving = Receiving(node, self._keeper, self.waits, base, self._progress)

@@ -182,6 +182,7 @@ class Telling:
             "price_usd_per_hour": self._price.usd_per_hour,
             "slots": self.slot_count,
             **{finding.what: finding.text for finding in self.findings.values()},
+            "way": self._node.stats().way,
             "waits_for": beat.waits_for,
             "waits_since_s": round(beat.waits_since_s, 1),
             "can_be_dialled": {True: "yes", False: "no", None: "not known"}[facts.is_reachable],

@@ -57,6 +57,8 @@ class WeightsHooks:
     check_model: Callable[[Iterable[tuple[str, tuple[int, ...], str]]], None]  # raises when it is another model's
     live: Callable[[swap.GoLive], None]
     start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch anew, from this version on
+    # an artifact was decoded: whether it was a keyframe, bytes of the whole weights, seconds of the decoder's thread
+    decoded: Callable[[bool, int, float], None] = lambda is_keyframe, weights_bytes, seconds: None
 
 
 class WeightKeeper:
@@ -78,6 +80,7 @@ class WeightKeeper:
         self._decoder: Decoder | None = None
         self._reader = FrameReader()
         self._staged: StagedDelta | None = None
+        self._decode_s = 0.0
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -90,7 +93,7 @@ class WeightKeeper:
         if self._decoder is None:
             return  # it failed before; what follows is not wanted
         try:
-            await self._in_thread(lambda: self._feed(payload))
+            await self._in_thread(lambda: self._timed(lambda: self._feed(payload)))
         except EchoError as error:
             await self._send(swap.DecodeFailed(str(error)))
 
@@ -100,12 +103,14 @@ class WeightKeeper:
         if decoder is None:
             return
         try:
-            self._staged = await self._in_thread(decoder.finish)
+            self._staged = await self._in_thread(lambda: self._timed(decoder.finish))
         except EchoError as error:
             await self._send(swap.DecodeFailed(str(error)))
             return
         if self._staged.parent is None:
             self._hooks.check_model((s.name, s.shape, s.element.name) for s in self._staged.table.specs)
+        weights_bytes = sum(s.element_count * s.element.bits_dtype.itemsize for s in self._staged.table.specs)
+        self._hooks.decoded(self._staged.parent is None, weights_bytes, self._decode_s)
         await self._send(swap.Decoded(self._staged.version, more_is_here))
 
     async def adopt(self, weights: HostWeights) -> None:
@@ -133,6 +138,7 @@ class WeightKeeper:
         match action:
             case swap.StartDecoder():
                 self._decoder, self._reader, self._staged = Decoder(self.host), FrameReader(), None
+                self._decode_s = 0.0
             case swap.DropDecoder():
                 self._decoder = self._staged = None
             case swap.Swap():
@@ -186,6 +192,14 @@ class WeightKeeper:
         assert self._decoder is not None, "only chunks of an artifact under way are fed"
         for frame in self._reader.feed(payload):
             self._decoder.feed(frame)
+
+    def _timed(self, work: Callable[[], _T]) -> _T:
+        """On the decoder's thread."""
+        began = self._clock.now()
+        try:
+            return work()
+        finally:
+            self._decode_s += self._clock.now() - began
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

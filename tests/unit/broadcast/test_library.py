@@ -9,7 +9,7 @@ from echo2.base.errors import CorruptChunk
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.identity import Identity
-from echo2.broadcast.manifest import ArtifactId, Header
+from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Header, Seal, root_of
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.library import Library, LibraryLimits
 
@@ -33,3 +33,47 @@ def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: P
     assert library.frame(header.key, 0) and library.frame(header.key, 2)
     with pytest.raises(CorruptChunk, match="chunk 1"):
         library.chunk(header.key, 1)
+
+
+def _artifact(library: Library, identity: Identity, version: int, parent: int | None, size: int) -> ArtifactKey:
+    artifact = ArtifactId(Version(version), None if parent is None else Version(parent))
+    header = Header(artifact, RUN, "", float(version), 1000, True, identity.peer_id).signed(identity)
+    library.add_header(header)
+    digests = []
+    for chunk, digest in signed_chunks(1000, identity, header.key, 0, bytes(size)):
+        library.add_chunk(chunk, digest)
+        digests.append(digest)
+    seal = Seal(header.key, len(digests), size, root_of(digests), "print").signed(identity)
+    library.add_seal(header.key, seal)
+    return header.key
+
+
+def test_a_full_disk_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 40_000), RUN, LibraryLimits())
+    keyframe = _artifact(library, identity, 4, None, 10_000)
+    for v in range(1, 9):
+        _artifact(library, identity, v, v - 1, 2_000)
+    into_newest = _artifact(library, identity, 8, 0, 6_000)
+    _artifact(library, identity, 9, 8, 8_000)
+    held = {str(entry.header.artifact) for entry in library.entries.values()}
+    assert keyframe in library.entries and library.store.used_bytes <= 40_000
+    assert {f"delta {v - 1}->{v}" for v in range(5, 10)} <= held, "a newcomer's way from the keyframe"
+    assert into_newest in library.entries
+    assert not {"delta 0->1", "delta 1->2"} & held
+    assert not library.trouble
+
+
+def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: Path) -> None:
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits())
+    key = _artifact(library, identity, 1, 0, 2_500)
+    artifact = ArtifactId(Version(1), Version(0))
+    blocks = library.blocks_of(artifact)
+    assert blocks is not None and list(blocks) == [bytes(2_500)]
+    blocks = library.blocks_of(artifact)
+    library.drop(key)
+    assert blocks is not None
+    with pytest.raises(CorruptChunk, match="dropped"):
+        next(blocks)
+    assert library.blocks_of(artifact) is None

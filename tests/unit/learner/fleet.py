@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import grpc
 
 from echo2.base.ids import GroupId, LeaseId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
-from echo2.broadcast.delta import Decoder, Encoding, FrameReader, HostWeights, join_frames
+from echo2.broadcast.delta import Decoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
+from echo2.broadcast.delta.container import HeaderFrame
 from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.runtime.tls import (
     Credentials,
@@ -119,6 +120,9 @@ class FollowerBroadcaster:
     host: HostWeights = field(default_factory=HostWeights.empty)
     versions: list[tuple[int, int | None]] = field(default_factory=list)
     sent_bytes: int = 0
+    spread_bytes_per_s: float = 0.0
+    kept: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by parent (-1: a keyframe) and version
+    merged: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     async def publish(
         self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
@@ -126,6 +130,7 @@ class FollowerBroadcaster:
         data = await asyncio.to_thread(lambda: join_frames(encoding))
         self.sent_bytes += len(data)
         self.versions.append((version, parent))
+        self.kept[-1 if parent is None else parent, version] = data
         if self.host.version is None or parent is not None or version > self.host.version:
             if self.host.version is None:
                 self.host = HostWeights.empty()
@@ -133,6 +138,28 @@ class FollowerBroadcaster:
             for frame in FrameReader().feed(data):
                 decoder.feed(frame)
             self.host.commit(decoder.finish())
+        return len(data)
+
+    def apply(self, host: HostWeights, parent: int, version: int) -> DeltaHeader:
+        """What was published so, to a copy of one's own; returns its header."""
+        decoder = Decoder(host)
+        frames = list(FrameReader().feed(self.kept[parent, version]))
+        for frame in frames:
+            decoder.feed(frame)
+        host.commit(decoder.finish())
+        head = parse_frame(frames[0])
+        assert isinstance(head, HeaderFrame)
+        return head.header
+
+    def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
+        data = self.kept.get((parent, version))
+        return FrameReader().feed(data) if data is not None else None
+
+    async def publish_merged(
+        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
+    ) -> int:
+        data = await asyncio.to_thread(lambda: join_frames(frames))
+        self.kept[parent, version] = self.merged[parent, version] = data
         return len(data)
 
     async def start(self) -> None: ...

@@ -26,6 +26,7 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.delta import Encoding, HostWeights, fingerprint
+from echo2.learner.delta_setting import SettingWish
 from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
@@ -117,6 +118,29 @@ def test_a_run_trains_to_its_end_and_never_above_the_bound(model_path: Path, tmp
     assert summary.trained_rollouts == 6 * 8
     assert summary.version == 6, "the last step is always published"
     assert f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("wish", "uplink", "chosen"), [("auto", 0.0, "fast"), ("auto", 1e3, "dense"), ("dense", 0.0, "dense")]
+)
+def test_merged_deltas_lead_to_the_newest_version_whatever_the_setting(
+    model_path: Path, tmp_path: Path, wish: SettingWish, uplink: float, chosen: str
+) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1, delta_setting=wish))
+    run.follower.spread_bytes_per_s = uplink
+    summary = go(run.finish())
+    assert set(run.follower.merged) == {(0, 2), (2, 4), (0, 4), (4, 6)}
+    host = HostWeights.empty()
+    run.follower.apply(host, -1, 0)
+    for parent, version in ((0, 4), (4, 6)):
+        header = run.follower.apply(host, parent, version)
+        assert (header.parent_version, header.target_version) == (parent, version)
+    assert f"{host.fingerprint():016x}" == summary.fingerprint
+    row = rows_of(tmp_path / "run")[-1]
+    assert row["delta/setting"] == chosen and row["delta/setting_reason"].startswith(chosen)
+    assert row["bytes/merged"] > 0
+    two_singles = len(run.follower.kept[4, 5]) + len(run.follower.kept[5, 6])
+    assert chosen == "dense" or len(run.follower.merged[4, 6]) < two_singles
 
 
 def test_the_exported_model_is_what_was_published(model_path: Path, tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import Step, Version
-from echo2.learner.publication import PublicationConfig, PublicationSchedule
+from echo2.broadcast.catch_up import UNKNOWN_LINK
+from echo2.broadcast.delta.policy import Edge, plan_catch_up
+from echo2.learner.publication import MERGED_LAG_MAX, Merge, MergeSchedule, PublicationConfig, PublicationSchedule
 from echo2.staleness.rule import is_admissible
 
 
@@ -36,3 +40,28 @@ def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes
         if schedule.is_keyframe_due:
             schedule.keyframe_published(Version(step), 1000)
         assert schedule.chain_bytes <= 1000 and schedule.chain_length < 8
+
+
+@given(lags=st.lists(st.integers(1, 5), min_size=1, max_size=150), start=st.integers(0, 149))
+def test_merges_join_halves_that_left_before_and_any_lag_takes_few_pieces(lags: list[int], start: int) -> None:
+    schedule, versions = MergeSchedule(), [Version(0)]
+    edges: dict[tuple[Version, Version], Edge] = {}
+    for lag in lags:
+        version = Version(versions[-1] + lag)
+        edges[versions[-1], version] = Edge(versions[-1], version, 1)
+        for merge in schedule.published(version, versions[-1]):
+            assert {(merge.parent, merge.middle), (merge.middle, version)} <= edges.keys()
+            edges[merge.parent, version] = Edge(merge.parent, version, 1)
+        versions.append(version)
+    behind = len(lags) - min(start, len(lags) - 1)
+    way = plan_catch_up(versions[-1 - behind], versions[-1], list(edges.values()), UNKNOWN_LINK, 0)
+    assert way is not None
+    assert len(way.pieces) <= 2 * math.log2(min(behind, MERGED_LAG_MAX)) + 1 + behind // MERGED_LAG_MAX
+
+
+def test_merging_begins_anew_where_the_chain_was_broken() -> None:
+    schedule = MergeSchedule()
+    assert schedule.published(Version(5), Version(4)) == []
+    assert schedule.published(Version(6), Version(5)) == [Merge(Version(4), Version(5), Version(6))]
+    assert schedule.published(Version(9), Version(8)) == [], "what led to 8 was published by another process"
+    assert schedule.published(Version(10), Version(9)) == [Merge(Version(8), Version(9), Version(10))]

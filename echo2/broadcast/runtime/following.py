@@ -1,0 +1,66 @@
+"""Which way a node takes to the newest version: what is known of its link and speed goes into the rule (catch_up).
+
+Guarantees: a kind of way other than the usual one is logged once, with its reason. Never waits. Leaves to others: the rule,
+fetching what was chosen (node).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.catch_up import Way, link_of
+from echo2.broadcast.delta.policy import WorkerLink
+from echo2.broadcast.runtime.library import Library
+from echo2.broadcast.runtime.meter import Meter
+from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.broadcast.topology import BroadcastPlan
+
+log = logging.getLogger("echo2.broadcast")
+
+
+class Following:
+    """One node's. `plan` is the newest one, once there is one."""
+
+    def __init__(self, me: PeerId, library: Library, meter: Meter, shape: LinkShape) -> None:
+        self.plan: BroadcastPlan | None = None
+        self._me = me
+        self._library = library
+        self._meter = meter
+        self._shape = shape
+        self._way: Way | None = None
+        self._decode_bytes_per_s = {False: 0.0, True: 0.0}  # of full weights; by whether it was a keyframe's
+        library.link = self.link
+
+    def choose(self, version: Version | None) -> Way | None:
+        """The way from `version` to the newest one; None where nothing newer is known."""
+        way, known = self._library.way(version), self._way
+        if way is None:
+            return None
+        if known is None or known.kind != way.kind:
+            level = logging.DEBUG if way.kind == "delta" else logging.INFO
+            log.log(level, "catching up by %s: %s", way.kind, way.reason)
+        self._way = way
+        return way
+
+    def describe(self) -> str:
+        """The last choice and its reason; empty before the first."""
+        return f"{self._way.kind}: {self._way.reason}" if self._way is not None else ""
+
+    def decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
+        """How long the consumer took to decode an artifact: it counts in later choices."""
+        if seconds > 0:
+            known, rate = self._decode_bytes_per_s[is_keyframe], weights_bytes / seconds
+            self._decode_bytes_per_s[is_keyframe] = rate if known == 0.0 else 0.5 * (known + rate)
+
+    def link(self) -> WorkerLink:
+        """What is known of this node's link, best first: emulated, measured, what the plan says."""
+        mine = self.plan.index_of(self._me) if self.plan is not None else None
+        planned = self.plan.nodes[mine] if self.plan is not None and mine is not None else None
+        down = self._shape.downlink_bytes_per_s or self._meter.downlink.bytes_per_s
+        return link_of(
+            down or (planned.downlink_bytes_per_s if planned is not None else 0.0),
+            self._shape.rtt_s or (planned.rtt_s if planned is not None else 0.0),
+            self._decode_bytes_per_s[False],
+            self._decode_bytes_per_s[True],
+        )

@@ -1,0 +1,71 @@
+"""Which setting deltas are coded in: the one asked for, else by what the network and this machine can carry.
+
+Guarantees: the rule is delta/policy's; what it is fed with is measured as soon as there was something to measure, and
+until then taken from `make bench-delta`. Leaves to others: measuring the uplink, encoding.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from echo2.broadcast.delta import Setting
+from echo2.broadcast.delta.policy import SettingCost, choose_setting
+
+SettingWish = Literal["auto", "fast", "dense"]
+
+FIRST_SHARE = {Setting.FAST: 0.012, Setting.DENSE: 0.0085}
+"""Of the full weights' bytes, as long as none was encoded."""
+ENCODE_BYTES_PER_S = {Setting.FAST: 1.6e9, Setting.DENSE: 0.8e9}
+DECODE_BYTES_PER_S = {Setting.FAST: 3.0e9, Setting.DENSE: 0.7e9}
+"""Full weights per second and core."""
+WORKER_CORES = 1
+"""A worker decodes in one thread: its other cores may be busy."""
+ENCODE_CORES_MAX = 3
+"""As many blocks are coded at a time (delta/encode): one drawn and two ahead."""
+
+
+def encode_cores(device_type: str, cores: int) -> int:
+    """Threads that encode: half of the cores; one where the CPU trains, which more would only hold up."""
+    return max(1, min(ENCODE_CORES_MAX, cores // 2)) if device_type != "cpu" else 1
+
+
+class SettingChoice:
+    """`setting` and `reason` as chosen last. `cores`: those that encode."""
+
+    def __init__(self, wish: SettingWish = "auto", cores: int = 1) -> None:
+        self.wish = wish
+        self.cores = cores
+        self.setting = Setting.DENSE if wish == "dense" else Setting.FAST
+        self.reason = "nothing was published yet" if wish == "auto" else f"{wish}: asked for (broadcast.delta_setting)"
+        self._share = dict(FIRST_SHARE)
+        self._encode_bytes_per_s = dict(ENCODE_BYTES_PER_S)
+
+    def encoded(self, setting: Setting, weights_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """What a delta came to; the other setting is taken to differ from it as it did in the benchmark."""
+        if encoded_bytes <= 0 or seconds <= 0 or weights_bytes <= 0:
+            return
+        share, rate = encoded_bytes / weights_bytes, weights_bytes / seconds / self.cores
+        for each in Setting:
+            self._share[each] = share * FIRST_SHARE[each] / FIRST_SHARE[setting]
+            self._encode_bytes_per_s[each] = rate * ENCODE_BYTES_PER_S[each] / ENCODE_BYTES_PER_S[setting]
+
+    def choose(self, weights_bytes: int, spread_bytes_per_s: float) -> bool:
+        """Chooses for the next delta; whether the setting changed. `spread_bytes_per_s`: how fast one artifact gets to
+        all workers; 0 while it is not known."""
+        if self.wish != "auto":
+            return False
+        before = self.setting
+        if spread_bytes_per_s <= 0:
+            self.setting, self.reason = Setting.FAST, "fast: the uplink is not known yet"
+        else:
+            costs = {
+                each: SettingCost(
+                    self._share[each] * weights_bytes, self._encode_bytes_per_s[each], DECODE_BYTES_PER_S[each]
+                )
+                for each in Setting
+            }
+            self.setting, why = choose_setting(
+                costs, weights_bytes, spread_bytes_per_s, self.cores, WORKER_CORES, self.setting
+            )
+            self.reason = f"{why} ({spread_bytes_per_s:.3g} bytes/s to all workers, {self.cores} cores encode)"
+        return self.setting is not before
