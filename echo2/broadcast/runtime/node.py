@@ -228,18 +228,16 @@ class BroadcastNode:
         that is sealed already is not published again.
         """
         known = self.library.find(artifact)
-        if known is not None and self.library.entries[known].is_complete:
-            entry = self.library.entries[known]
-            if entry.header.lineage == lineage and entry.seal is not None:
-                return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
+        entry = self.library.entries[known] if known is not None else None
+        if entry is not None and entry.is_complete and entry.header.lineage == lineage and entry.seal is not None:
+            return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
         header = Header(
             artifact, self.credentials.run_id, lineage, time.time(), full_snapshot_bytes, is_pushed, self.peer_id
         ).signed(self.credentials.identity)
         self._enter_header(header)
         size = chunk_bytes_for(self.session.plan, self.options.chunk_bytes)
         sign = functools.partial(signed_chunks, size, self.credentials.identity)
-        index, total = 0, 0
-        digests: list[bytes] = []
+        index, total, digests = 0, 0, list[bytes]()
         try:
             while (block := await asyncio.to_thread(next, blocks, None)) is not None:
                 for chunk, digest in await asyncio.to_thread(sign, header.key, index, block):
