@@ -300,7 +300,7 @@ class BroadcastNode:
         if self._inbox.publisher == self.peer_id:
             return
         now = self._now()
-        if self._reader.version is None and self._settled_at == float("-inf") and self.library.entries:
+        if self._settled_at == float("-inf") and self.library.entries:
             self._settled_at = now + SETTLE_S
             asyncio.get_running_loop().call_later(SETTLE_S, self._update_wants)
         if now < self._settled_at:
