@@ -36,6 +36,7 @@ EFFORTS_MAX = 1
 NEIGHBOURHOOD_WORKERS_MAX = 40
 NEIGHBOURS_MAX = 30
 EFFORT_SHARE = 0.9
+NEARLY_UP = 1.1
 
 
 def plan(
@@ -91,8 +92,13 @@ def refined(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> E
 
 def _keeping_up(found: list[Evaluation]) -> list[Evaluation]:
     """Those whose broadcast keeps up with the publications, where there are any: what the relations promise else is
-    true of the first version only."""
-    return [one for one in found if one.keeps_up] or found
+    true of the first version only. Where there are none, those that come nearest to it; nobody at all only where there
+    is nobody."""
+    at_work = [one for one in found if one.point.throughput > 0] or found
+    nearest = min(one.point.transfer_s / one.period_s for one in at_work)
+    return [one for one in at_work if one.keeps_up] or [
+        one for one in at_work if one.point.transfer_s <= NEARLY_UP * nearest * one.period_s
+    ]
 
 
 @dataclass(slots=True)

@@ -69,8 +69,11 @@ class Evaluation:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether a version is spread before the next is published; else versions queue and grow ever older."""
-        return self.point.transfer_s <= self.period_s * (1 + TOLERANCE)
+        """Whether a version is spread before the next is published; else versions queue and grow ever older.
+
+        Nobody keeps up with nothing: a pool that generates nothing does not.
+        """
+        return self.point.throughput > 0 and self.point.transfer_s <= self.period_s * (1 + TOLERANCE)
 
     @property
     def least_slack(self) -> float:
