@@ -13,7 +13,8 @@ from echo2.worker.runtime.control import ask
 from tests.contract.nat_lab import NatLab, reason_unavailable
 from tests.e2e.cluster import Cluster
 
-pytestmark = pytest.mark.network_namespaces
+# tests/contract/test_nat.py has the links in the default run
+pytestmark = [pytest.mark.network_namespaces, pytest.mark.soak]
 HOSTS = {"coordinator": "hub", "learner": "learner", "w0": "left", "w1": "right"}
 
 

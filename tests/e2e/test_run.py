@@ -33,7 +33,7 @@ def assert_run_ended_well(cluster: Cluster, steps: int, staleness_bound: int, ki
     assert (cluster.run_folder / "learner" / "model" / "config.json").exists()
 
 
-@pytest.mark.parametrize("staleness_bound", [1, 4])
+@pytest.mark.parametrize("staleness_bound", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: str, staleness_bound: int) -> None:
     config = run_config + f"[staleness]\nbound = {staleness_bound}\n"
     with Cluster(tmp_path, config) as cluster:
@@ -54,6 +54,7 @@ def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: st
     assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
 
 
+@pytest.mark.soak  # tests/unit/learner has it in one process
 def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path: Path, run_config: str) -> None:
     """Real workers that know nothing of environments sample both turns; kill -9 of the learner in between."""
     config = run_config.replace('name = "sort_digits"', 'name = "tests.e2e.worlds:AskedTwice"')
@@ -71,6 +72,7 @@ def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path
     assert all(count == 12 for count in Counter(trained_groups(cluster).values()).values())
 
 
+@pytest.mark.soak  # tests/unit/learner has it in one process
 def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(tmp_path: Path, run_config: str) -> None:
     """Sharded parameters, real workers; SIGTERM in between leaves a checkpoint from which two go on."""
     config = run_config.replace("steps = 30", "steps = 8")

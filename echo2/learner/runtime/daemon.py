@@ -59,7 +59,9 @@ from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_me
 
 ENROL_RETRY_S = 2.0
 STOP_GRACE_S = 0.5
-REMIND_AFTER_S = 30.0
+REMIND_LOOK_S = 1.0
+REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
+"""A wait for rollouts is told after 3 s, 9 s, 27 s, and then every 30 s."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -271,11 +273,16 @@ class LearnerDaemon:
 
         The coordinator knows most of them and lets those be; one that it took for produced goes to a worker again.
         """
+        reminded_s = 0.0  # how long the wait had lasted at the last reminder
         while True:
-            await asyncio.sleep(REMIND_AFTER_S)
-            if self.waits_for[1] > REMIND_AFTER_S:
-                _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
+            await asyncio.sleep(REMIND_LOOK_S)
+            waited_s = self.waits_for[1]
+            if waited_s < reminded_s:
+                reminded_s = 0.0  # another wait
+            if waited_s >= reminded_s + min(REMIND_EVERY_S, max(REMIND_FIRST_S, 2 * reminded_s)):
+                _log.info("waiting for %.0f s for %s", waited_s, self.waits_for[0])
                 self._send_offer(loop.p.batcher.incomplete_specs())
+                reminded_s = waited_s
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
         """Exports the model if the run is complete."""
