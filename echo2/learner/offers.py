@@ -32,6 +32,7 @@ class OfferConfig:
 
 
 DEFAULT_BATCHES_IN_FLIGHT = 2
+REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
 """While no plan has come: one batch in the making and one in the buffer."""
 
 
@@ -50,3 +51,19 @@ def groups_wanted(config: OfferConfig, planned_cap_rollouts: int | None, in_flig
 def consume_step(config: OfferConfig, next_step: int, groups_ahead: int) -> int:
     """The step that is expected to train on a group with `groups_ahead` in flight before it."""
     return next_step + groups_ahead // config.groups_per_step
+
+
+@dataclass(slots=True)
+class Reminders:
+    """When a wait for rollouts is told again: after 3 s, 9 s, 27 s, and then every 30 s."""
+
+    _reminded_s: float = 0.0  # how long the wait had lasted at the last reminder
+
+    def is_due(self, waited_s: float) -> bool:
+        """Whether to remind now, `waited_s` into the wait; to be asked every second or so, with 0 while nothing waits."""
+        if waited_s < self._reminded_s:
+            self._reminded_s = 0.0  # another wait
+        if waited_s < self._reminded_s + min(REMIND_EVERY_S, max(REMIND_FIRST_S, 2 * self._reminded_s)):
+            return False
+        self._reminded_s = waited_s
+        return True

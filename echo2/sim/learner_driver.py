@@ -25,7 +25,7 @@ from echo2.coordinator.telemetry import LearnerHello, LearnerReport, LinkReport
 from echo2.learner.batcher import Batch, Batcher, BatcherConfig
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, drawn_of
-from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
+from echo2.learner.offers import OfferConfig, Reminders, consume_step, groups_wanted
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.sim import messages as m
 from echo2.sim.broadcast_driver import RUN, WIRE_SCALE, BroadcastDriver
@@ -46,7 +46,7 @@ from echo2.sim.tiny_model import (
 )
 from echo2.staleness.ledger import Ledger
 
-REMIND_AFTER_S = 30.0
+REMIND_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -102,6 +102,7 @@ class LearnerDriver:
         self._retries: deque[Draw] = deque()
         self._is_training = False
         self._waits_since: float | None = None
+        self._reminders = Reminders()
         self._coordinator: End | None = None
         self._failures = 0
         self._rng = derived_rng(scene.seed, "learner", host.incarnation)
@@ -124,7 +125,7 @@ class LearnerDriver:
             version, snapshot = Version(self.step), copied(self.weights)
             self.publisher.settled(lambda: self.publisher.publish_soon(version, snapshot))
         self._next_batch()
-        self.host.after(REMIND_AFTER_S, self._remind)
+        self.host.after(REMIND_LOOK_S, self._remind)
 
     def _prepare(self) -> None:
         disk = self.disk
@@ -458,6 +459,7 @@ class LearnerDriver:
         return f"rollouts: {ready} of {self.offers.groups_per_step} groups complete"
 
     def _remind(self) -> None:
-        if self._waits_since is not None and self.host.now() - self._waits_since > REMIND_AFTER_S:
+        waited_s = 0.0 if self._waits_since is None else self.host.now() - self._waits_since
+        if self._reminders.is_due(waited_s):
             self._send(le.GroupsOffered(tuple(self.batcher.incomplete_specs())))
-        self.host.after(REMIND_AFTER_S, self._remind)
+        self.host.after(REMIND_LOOK_S, self._remind)

@@ -1,8 +1,8 @@
 """The audit at work: some groups of each batch are scored again under the versions that they name, beside the training.
 
 Guarantees: training never waits for it: what does not fit the queue is left out and counted; a worker is accused once,
-on the event loop. Waits for: batches (`consider`), in a thread of its own. Leaves to others: the verdict
-(learner/suspicion), banning and dropping (`on_accused`).
+on the event loop; an audit that fails is told (`on_failure`). Waits for: batches (`consider`), in a thread of its own.
+Leaves to others: the verdict (learner/suspicion), banning and dropping (`on_accused`).
 
 Looked at are the tokens of a rollout's first version: a worker that keeps its KV cache across swaps is honest, and its
 later tokens still belong to no version exactly. Rollouts of several turns are left out. Costs the host memory of
@@ -52,6 +52,7 @@ class Auditor:
         self.counts = AuditCounts()
         self.accused: dict[PeerId, Accusation] = {}
         self.on_accused: Callable[[PeerId, Accusation], None] = lambda peer_id, accusation: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._model_config = model_config
         self._share, self._sampling, self._seed = share, sampling, seed
         self._is_raw = sampling.top_p < 1.0 or sampling.top_k > 0
@@ -60,7 +61,7 @@ class Auditor:
         self._suspicions: dict[PeerId, Suspicion] = {}
         self._scorer: SnapshotScorer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
-        self._waiting = 0
+        self._looking: set[asyncio.Task[None]] = set()
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """`tensors` of a version that was published; never changed in place."""
@@ -76,11 +77,12 @@ class Auditor:
             seen = min((self._of(peer_id, now).tokens for peer_id in workers), default=0)
             if not workers or not is_chosen(self._seed, group.spec.group_id, self._share, seen):
                 continue
-            if self._waiting >= QUEUE_GROUPS_MAX:
+            if len(self._looking) >= QUEUE_GROUPS_MAX:
                 self.counts.skipped += 1
                 continue
-            self._waiting += 1
-            asyncio.get_running_loop().create_task(self._look_at(group, now))
+            task = asyncio.get_running_loop().create_task(self._look_at(group, now))
+            self._looking.add(task)
+            task.add_done_callback(self._looked)
 
     async def _look_at(self, group: TrainGroup, now: float) -> None:
         pieces = [
@@ -90,10 +92,7 @@ class Auditor:
                 rollout, [(sent.peer_id, sent.token_count) for sent in senders], first_span_only=True
             )
         ]
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, group, pieces)
-        finally:
-            self._waiting -= 1
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, group, pieces)
         self.counts.groups += 1
         for evidence in found:
             self.counts.tokens += len(evidence.claimed)
@@ -103,6 +102,12 @@ class Auditor:
             likelihood = copies([e.piece.rollout for e in own], [e.exact.logprobs for e in own])
             self._of(worker, now).observe_copies(likelihood)
             self._judge(worker)
+
+    def _looked(self, task: asyncio.Task[None]) -> None:
+        self._looking.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.on_failure(error)
 
     def _score(self, group: TrainGroup, pieces: list[Piece]) -> list[Any]:
         """In the audit's thread."""
@@ -134,6 +139,9 @@ class Auditor:
             self.on_accused(worker, accusation)
 
     def close(self) -> None:
+        """What is still looked at is given up."""
+        for task in list(self._looking):
+            task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

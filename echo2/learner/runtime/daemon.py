@@ -39,7 +39,7 @@ from echo2.broadcast.runtime.tls import (
     server_credentials,
 )
 from echo2.learner.delta_setting import SettingChoice, encode_cores
-from echo2.learner.offers import OfferConfig
+from echo2.learner.offers import OfferConfig, Reminders
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.loop import TrainingLoop
@@ -60,8 +60,6 @@ from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_me
 ENROL_RETRY_S = 2.0
 STOP_GRACE_S = 0.5
 REMIND_LOOK_S = 1.0
-REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
-"""A wait for rollouts is told after 3 s, 9 s, 27 s, and then every 30 s."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -239,7 +237,7 @@ class LearnerDaemon:
         loop.intake.on_close = self._send_close
         publisher.on_published = self._send_published
         loop.auditor.on_accused = lambda peer_id, accusation: self._accuse(peer_id, accusation.text, ingest)
-        for part in (loop, loop.intake, ingest, publisher):
+        for part in (loop, loop.intake, loop.auditor, ingest, publisher):
             part.on_failure = self._fail
         if self._stop.is_set():
             loop.stop()
@@ -273,16 +271,12 @@ class LearnerDaemon:
 
         The coordinator knows most of them and lets those be; one that it took for produced goes to a worker again.
         """
-        reminded_s = 0.0  # how long the wait had lasted at the last reminder
+        reminders = Reminders()
         while True:
             await asyncio.sleep(REMIND_LOOK_S)
-            waited_s = self.waits_for[1]
-            if waited_s < reminded_s:
-                reminded_s = 0.0  # another wait
-            if waited_s >= reminded_s + min(REMIND_EVERY_S, max(REMIND_FIRST_S, 2 * reminded_s)):
-                _log.info("waiting for %.0f s for %s", waited_s, self.waits_for[0])
+            if reminders.is_due(self.waits_for[1]):
+                _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
                 self._send_offer(loop.p.batcher.incomplete_specs())
-                reminded_s = waited_s
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
         """Exports the model if the run is complete."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.learner.offers import OfferConfig, cap_groups, consume_step, groups_wanted
+from echo2.learner.offers import OfferConfig, Reminders, cap_groups, consume_step, groups_wanted
 
 CONFIGS = st.builds(
     lambda groups, n, bound: OfferConfig(groups * n, n, bound),
@@ -31,3 +31,10 @@ def test_consume_step_counts_the_batches_ahead(config: OfferConfig, step: int, a
 def test_without_a_plan_two_batches_are_in_flight() -> None:
     assert cap_groups(OfferConfig(192, 8, 4), None) == 48
     assert cap_groups(OfferConfig(192, 8, 0), None) == 24
+
+
+def test_a_wait_is_told_soon_and_then_ever_less_often() -> None:
+    reminders = Reminders()
+    assert [s for s in range(100) if reminders.is_due(float(s))] == [3, 9, 27, 57, 87]
+    assert [s for s in range(12) if reminders.is_due(float(s))] == [3, 9], "another wait begins anew"
+    assert not any(reminders.is_due(0.0) for _ in range(100)), "nothing waits"
