@@ -9,8 +9,6 @@ optimiser, and their checkpoints (the user), everything else (daemon, loop).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from echo2.broadcast.delta import fingerprint
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.runtime.evaluate import Completions
+from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.trainer import StepResult
 
 
@@ -51,10 +50,10 @@ class DeclaredModel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model {path}: expected its configuration: {error}") from None
         try:
-            ends = GenerationConfig.from_pretrained(path).eos_token_id
+            generation_config = GenerationConfig.from_pretrained(path)
         except OSError:
-            ends = None
-        self._ends = ends if ends is not None else getattr(self.config, "eos_token_id", None)
+            generation_config = None  # it has none: the model's config says what ends a completion
+        self.stop_token_ids = stop_tokens_of(generation_config, self.config)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(self.config)
         self.shapes = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
@@ -77,11 +76,6 @@ class DeclaredModel:
         """As if all of it were trained."""
         return 6.0 * self.parameter_count
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        listed = [] if self._ends is None else self._ends if isinstance(self._ends, list) else [self._ends]
-        return tuple(int(token) for token in listed)
-
     def check_length(self, tokens: int) -> None:
         limit = self.context_tokens
         if tokens > limit:
@@ -90,15 +84,10 @@ class DeclaredModel:
             )
 
     def config_json(self) -> bytes:
-        """As the learner's own model gives it."""
-        fields = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str).encode()
+        return config_json_of(self.config)
 
     def digest(self) -> str:
-        """sha256 of the configuration and of the table of published tensors: names, shapes, dtypes."""
-        dtype = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-        table = sorted([name, list(shape), dtype] for name, shape in self.shapes.items())
-        return hashlib.sha256(self.config_json() + json.dumps(table).encode()).hexdigest()
+        return digest_of(self.config_json(), self.shapes.items(), str(self.dtype).removeprefix("torch."))
 
     def copy_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights as they are published: host copies in the published dtype, the model's own names and shapes."""
@@ -207,7 +196,7 @@ class LentTrainer:
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
         began = time.perf_counter()
         with self._changed:
-            self._batch, self._is_published, self._is_trained = batch, is_published, False
+            self._batch, self._is_published = batch, is_published
             wanted = self.step_count + 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_over or self.step_count == wanted)

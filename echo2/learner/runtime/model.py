@@ -10,8 +10,6 @@ Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabul
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from echo2.base.errors import ConfigError, StateError
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.runtime.collate import PackedInputs
+from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, own_part, whole
 
 LOGIT_BYTES_MAX = 64 << 20
@@ -276,25 +275,18 @@ class PolicyModel:
         return self.parameter_count * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
-        """The transformers config, canonically: sorted keys, no whitespace; not where it was loaded from or by what."""
-        fields = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-        if self.adapter is not None:
-            fields[CONFIG_KEY] = self.adapter.for_workers()
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str).encode()
+        """The config as workers get it; says of an adapter that one is published."""
+        return config_json_of(self.config, {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else None)
 
     def digest(self) -> str:
         """sha256 of the config and of the table of published tensors: names, shapes, dtypes."""
-        dtype = "bfloat16" if self.is_rounded else "float32"
-        table = [[name, list(p.shape), dtype] for name, p in zip(self.published_names, self.parameters, strict=True)]
-        return hashlib.sha256(self.config_json() + json.dumps(sorted(table)).encode()).hexdigest()
+        shapes = zip(self.published_names, (p.shape for p in self.parameters), strict=True)
+        return digest_of(self.config_json(), shapes, "bfloat16" if self.is_rounded else "float32")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion, by the model's generation config."""
-        ends = getattr(self.hf_model.generation_config, "eos_token_id", None)
-        ends = ends if ends is not None else getattr(self.config, "eos_token_id", None)
-        listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        return tuple(int(token) for token in listed)
+        return stop_tokens_of(self.hf_model.generation_config, self.config)
 
     def _head_can_be_sliced(self) -> bool:
         """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
