@@ -176,5 +176,11 @@ class Truth:
     def waits_since(self, who: str, seconds: float, limit_s: float, what: str) -> None:
         self._check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
 
+    def agree(self, booked: Collection[GroupId], held: Collection[GroupId], lacking: Collection[GroupId]) -> None:
+        """A heartbeat of the learner arrives behind all that it said before: the coordinator knows the same groups."""
+        unknown, closed = sorted(set(lacking) - set(booked)), sorted(set(booked) - set(held))
+        self._check(7, not unknown, f"the learner waits for {unknown}, of which the coordinator does not know")
+        self._check(7, not closed, f"the coordinator still gives out {closed}, which the learner has closed")
+
     def progress(self, holds: bool, text: str) -> None:
         self._check(6, holds, text)

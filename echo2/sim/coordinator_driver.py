@@ -22,7 +22,7 @@ from echo2.coordinator.membership import Activation, Change, Liveness, LivenessR
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
 from echo2.coordinator.saved import Changes
-from echo2.coordinator.telemetry import Heartbeat, LearnerHello, LearnerReport, PublishedVersion, WorkerHello
+from echo2.coordinator.telemetry import Heartbeat, LearnerHello, PublishedVersion, WorkerHello
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as pool_plan
 from echo2.sim import messages as m
@@ -250,8 +250,9 @@ class CoordinatorDriver:
         if self.learner is not end:
             return
         match message:
-            case LearnerReport():
-                self.board.heard(message, self.now())
+            case m.LearnerBeat(report, held, lacking):
+                self.truth.agree(self.book.groups, held, lacking)
+                self.board.heard(report, self.now())
             case le.GroupsOffered() | le.GroupsClosed():
                 self.board.heard_at = self.now()
                 self._handle(message)

@@ -376,7 +376,7 @@ class LearnerDriver:
 
     def _step_done(self) -> None:
         self._is_training, self.drawn = False, ()
-        self._send(self._report())
+        self._send(self._beat_message())
         self._next_batch()
 
     @property
@@ -391,27 +391,31 @@ class LearnerDriver:
     # ---- the coordinator
 
     def _reach_coordinator(self) -> None:
-        self.network.dial(self.host, "coordinator", "learner", self._hello, lambda text: self._retry())
+        stale = self._hello_message() if self.scene.sabotage is Sabotage.HELLO_GAP else None
+        self.network.dial(
+            self.host, "coordinator", "learner", lambda end: self._hello(end, stale), lambda text: self._retry()
+        )
 
     def _retry(self) -> None:
         self._failures += 1
         pause_s = min(15.0, 0.25 * 2 ** min(self._failures, 10)) * self._rng.uniform(0.5, 1.0)
         self.host.after(pause_s, self._reach_coordinator)
 
-    def _hello(self, end: End) -> None:
+    def _hello(self, end: End, stale: LearnerHello | None) -> None:
         self._coordinator = end
         end.on_message = lambda message: self._ordered(end, message)
         end.on_closed = lambda reason: self._lost(end)
+        end.send(stale or self._hello_message())
+
+    def _hello_message(self) -> LearnerHello:
         link = self.network.links[self.host.name]
-        end.send(
-            LearnerHello(
-                protocol_version=1, run_id=RUN, address="learner", model_name="tiny", model_config_json=b"{}",
-                model_digest="d", staleness_bound=self.scene.staleness_bound,
-                rollouts_per_step=self.offers.rollouts_per_step, rollouts_per_group=self.offers.rollouts_per_group,
-                step=self.batcher.next_step, newest_version=self.newest_version,
-                open_groups=tuple(self.batcher.incomplete_specs()), full_snapshot_bytes=self.publisher.full_bytes * WIRE_SCALE,
-                link=LinkReport(link.up, link.down, link.rtt_s),
-            )
+        return LearnerHello(
+            protocol_version=1, run_id=RUN, address="learner", model_name="tiny", model_config_json=b"{}",
+            model_digest="d", staleness_bound=self.scene.staleness_bound,
+            rollouts_per_step=self.offers.rollouts_per_step, rollouts_per_group=self.offers.rollouts_per_group,
+            step=self.batcher.next_step, newest_version=self.newest_version,
+            open_groups=tuple(self.batcher.incomplete_specs()), full_snapshot_bytes=self.publisher.full_bytes * WIRE_SCALE,
+            link=LinkReport(link.up, link.down, link.rtt_s),
         )  # fmt: skip
 
     def _lost(self, end: End) -> None:
@@ -440,8 +444,12 @@ class LearnerDriver:
 
     def _beat(self, end: End, interval_s: float) -> None:
         if end is self._coordinator and end.is_open:
-            end.send(self._report())
+            end.send(self._beat_message())
             self.host.after(interval_s, lambda: self._beat(end, interval_s))
+
+    def _beat_message(self) -> m.LearnerBeat:
+        lacking = frozenset(spec.group_id for spec in self.batcher.incomplete_specs())
+        return m.LearnerBeat(self._report(), frozenset(self.batcher.groups), lacking)
 
     def _report(self) -> LearnerReport:
         counts = self.batcher.counts

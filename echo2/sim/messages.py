@@ -8,6 +8,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import ArtifactKey, Chunk, Header, Seal
+from echo2.coordinator.telemetry import LearnerReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,15 @@ class Refusal:
 class PlanUpdate:
     kappa: int
     in_flight_cap_rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerBeat:
+    """The learner's heartbeat; beside it, for the checkers alone, which groups it holds, and which of them lack rollouts."""
+
+    report: LearnerReport
+    held: frozenset[GroupId]
+    lacking: frozenset[GroupId]
 
 
 @dataclass(frozen=True, slots=True)

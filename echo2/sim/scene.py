@@ -27,6 +27,7 @@ class Sabotage(enum.Enum):
     TORN_COMMIT = "a commit leaves a part of the old version behind"
     TORN_JOURNAL = "a torn journal ends the next start"
     NO_REDIAL = "a lost learner is not dialled again"
+    HELLO_GAP = "what the learner says between its hello and the stream's opening is lost"
     SILENT_WAIT = "a worker without a lease says nothing"
 
 

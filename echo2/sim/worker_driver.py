@@ -255,7 +255,7 @@ class WorkerDriver:
         self._retry_coordinator()
 
     def _tell(self, message: object) -> None:
-        if self._coordinator is not None and self._is_welcome:
+        if self._coordinator is not None:  # the hello went first
             self._coordinator.send(message)
 
     def _ordered(self, end: End, order: object) -> None:
@@ -433,5 +433,4 @@ class WorkerDriver:
         assert self.engine is not None
         self.host.story.tell(self.host.name, f"version {live.version} is live")
         self.send(duties.Live(live.version, self.engine.slot_count))
-        if self._coordinator is not None and self._is_welcome:
-            self._coordinator.send(self._heartbeat())
+        self._tell(self._heartbeat())

@@ -191,6 +191,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             early_s = self._rates.take(peer_id, self._hub.clock.now())
             if early_s > 0:  # back-pressure: the stream's window fills while we do not read
                 await asyncio.sleep(early_s)
+            if not session.is_open:  # another stream has taken its place: what still comes on this one is out of date
+                return
             try:
                 party.said(peer_id, message)
             except EchoError as error:

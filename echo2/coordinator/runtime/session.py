@@ -44,6 +44,11 @@ class Session(Generic[Order]):
         self._as_order = as_order
         self._is_open = True
 
+    @property
+    def is_open(self) -> bool:
+        """False once it was ended or refused."""
+        return self._is_open
+
     def send(self, order: Order) -> None:
         if not self._is_open:
             return

@@ -1,7 +1,8 @@
 """The learner's stream to the coordinator: offers, closures, versions and reports out, plans in.
 
 Guarantees: the learner never waits for it; when the stream breaks it is opened again, for ever, with jittered back-off;
-each opening begins with a hello that carries every open group, so what was not sent meanwhile is made up for.
+each opening begins with a hello that carries every open group, so what was not sent meanwhile is made up for, and from
+the very moment at which the hello was made everything else is queued behind it, however long the connecting takes.
 `waits_for` says what it waits for. Waits for: orders from the coordinator, messages of the learner, the heartbeat
 interval; woken by any of them. Leaves to others: what the orders mean (daemon).
 """
@@ -58,7 +59,7 @@ class CoordinatorSession:
         self.reconnects = 0
 
     def send(self, message: coordinator_pb2.LearnerMessage) -> None:
-        """Queues a message if the stream is open; the next hello makes up for it if not."""
+        """Queues a message behind the last hello; without one, the next makes up for it."""
         if self._outbox is None:
             return
         try:
@@ -119,8 +120,9 @@ class CoordinatorSession:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             outbox: asyncio.Queue[coordinator_pb2.LearnerMessage] = asyncio.Queue(OUTBOX_MAX)
             stream = stub.LearnerSession()
-            await stream.write(coordinator_pb2.LearnerMessage(hello=self._hello()))
-            self._outbox = outbox
+            # No await between these two: what the hello does not say any more must find the queue.
+            hello, self._outbox = self._hello(), outbox
+            await stream.write(coordinator_pb2.LearnerMessage(hello=hello))
             sender = asyncio.get_running_loop().create_task(self._send_all(stream, outbox))
             try:
                 await self._receive_all(stream)

@@ -78,7 +78,7 @@ class CoordinatorSession:
         self._is_open = False  # messages are taken
         self._is_welcome = False
 
-    # -- called by the desk and the daemon; nothing is kept for a coordinator that is away, the next hello says it all
+    # -- called by the desk and the daemon; what is said before a hello is in it, what is said after it waits behind it
 
     def end_lease(self, lease_id: LeaseId, reason: duties.EndReason, message: str) -> None:
         ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=_REASONS[reason], message=message[:2000])
@@ -164,11 +164,19 @@ class CoordinatorSession:
                 ) from None
             call = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession()
             try:
-                await call.write(coordinator_pb2.WorkerMessage(hello=self._hooks.hello()))
+                hello = self._begin()
+                await call.write(coordinator_pb2.WorkerMessage(hello=hello))
                 interval_s = await self._welcome(call)
                 await self._talk(call, interval_s)
             finally:
                 call.cancel()
+
+    def _begin(self) -> coordinator_pb2.WorkerHello:
+        """The hello. What happens from now on is not in it, so it is queued behind it."""
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        self._is_open = True
+        return self._hooks.hello()
 
     async def _welcome(
         self, call: grpc.aio.StreamStreamCall[coordinator_pb2.WorkerMessage, coordinator_pb2.WorkerOrder]
@@ -202,9 +210,7 @@ class CoordinatorSession:
         self._backoff.succeeded()
         self._failures = 0
         self._waits.end("coordinator")
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
-        self._is_open = self._is_welcome = True
+        self._is_welcome = True
         self._hooks.welcomed(welcome)
         return welcome.heartbeat_interval_s
 

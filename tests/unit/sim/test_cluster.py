@@ -64,6 +64,7 @@ CANARIES = {  # which invariants may say so first, and the seed to begin with
     Sabotage.TORN_COMMIT: ({4}, 0),
     Sabotage.TORN_JOURNAL: ({5}, 0),
     Sabotage.NO_REDIAL: ({6}, 0),
+    Sabotage.HELLO_GAP: ({7}, 0),
     Sabotage.SILENT_WAIT: ({7}, 0),
 }
 SEEDS_TO_CATCH = 24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -105,5 +106,24 @@ def test_a_coordinator_that_names_another_run_is_refused() -> None:
             bench = Bench(run)
             with pytest.raises(StateError, match="expected run small-run, got another-run"):
                 await asyncio.wait_for(bench.task, 10)
+
+    asyncio.run(scene())
+
+
+def test_a_lease_that_ends_before_the_welcome_is_told_behind_the_hello_that_still_named_it() -> None:
+    async def scene() -> None:
+        async with SmallRun() as run:
+            loop = asyncio.get_running_loop()
+            bench = Bench(run)
+            hello = bench.session._hooks.hello
+
+            def hello_then_end() -> coordinator_pb2.WorkerHello:
+                loop.call_soon(lambda: bench.session.end_lease(LeaseId("l"), EndReason.HANDED_BACK, "why"))
+                return hello()
+
+            bench.session._hooks = replace(bench.session._hooks, hello=hello_then_end)
+            await run.coordinator.until(lambda it: it.ended)
+            assert run.coordinator.ended[0].lease_id == "l"
+            await bench.close()
 
     asyncio.run(scene())

@@ -1,0 +1,62 @@
+"""The control streams' readers: what is still heard of whom."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.identity import Role
+from echo2.coordinator.runtime.services import CoordinatorService
+from echo2.coordinator.runtime.session import Session
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_daemon import options, running
+
+
+class Heard:
+    """A party that only listens."""
+
+    role = Role.LEARNER
+
+    def __init__(self) -> None:
+        self.said_by_peer: list[str] = []
+
+    def began(self, peer_id: PeerId, first: Any, session: Any) -> None: ...
+
+    def said(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
+        self.said_by_peer.append(message.close.reason)
+
+    def ended(self, peer_id: PeerId, session: Any) -> None: ...
+
+
+class Stream:
+    """What a replaced stream may still hold: one message before, one after its session was ended."""
+
+    def __init__(self, session: Session[pb.LearnerOrder]) -> None:
+        self.session = session
+        self.left = ["in time", "out of date"]
+
+    async def read(self) -> pb.LearnerMessage | None:
+        if not self.left:
+            return None
+        reason = self.left.pop(0)
+        if reason == "out of date":
+            self.session.end()
+        return pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g"], reason=reason))
+
+
+def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path) -> None:
+    """An old offer, read behind a newer hello, would put a group on the queue that the learner has closed."""
+
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            peer = PeerId("learner")
+            session: Session[pb.LearnerOrder] = Session(peer, 8, lambda refusal: pb.LearnerOrder(refusal=refusal))
+            hub = daemon.hub
+            assert hub is not None
+            heard = Heard()
+            await CoordinatorService(hub)._read(Stream(session), heard, peer, session)
+            assert heard.said_by_peer == ["in time"]
+
+    asyncio.run(scene())
