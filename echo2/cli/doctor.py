@@ -1,40 +1,39 @@
 """`echo2 doctor`: looks at this machine and says what to do about each finding.
 
-Guarantees: changes nothing, joins nothing and uses no token; each line says what was found and, where it is not good, what
-was expected and what to do. Exit code 6 when something is bad. Waits: `TIMEOUT_S` for the coordinator, a second for the disk.
+Guarantees: changes nothing, joins nothing and uses up no token; each line says what was found and, where it is not good,
+what was expected and what to do. Exit code 6 when something is bad. Waits: for the disk, and for the coordinator as the
+network part says.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from echo2.base.errors import EchoError, ResourceError
+from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.identity import JoinLink
+from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, running_workers
 from echo2.cli.extras import MODULES
 from echo2.cli.link_text import link_text
+from echo2.config.run import RunConfig
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding
 
 TIMEOUT_S = 5.0
-PORTS = {8418: "enrolment", 8419: "control streams", 8420: "dashboard"}
 DISK_WANTED_BYTES = 8 << 30
 DISK_PROBE_BYTES = 32 << 20
 DISK_SLOW_BYTES_PER_S = 20e6
-WORKER_FACTS = ("can_be_dialled", "relays", "links", "tokens_per_s", "waits_for")
 PYTHON_MIN = (3, 11)
 ADVICE = {
     "Python": "install Python 3.11 or newer and make a new virtual environment with it",
@@ -44,22 +43,20 @@ ADVICE = {
     "disk": "free space, or point --folder at another disk",
     "disk speed": "point --folder at a local disk: chunks and the journal are written as they come",
     "clock": "switch time synchronisation on (timedatectl set-ntp true): certificates and leases go by the clock",
-    "coordinator": "check the address in the link, the firewall (ports 8418 and 8419) and that it runs",
-    "ports": "stop what listens there, or choose others with --coordinator.enrol_port, .port and .dashboard_port",
 }
 
 
-def run_doctor(own: argparse.Namespace) -> int:
+def run_doctor(own: argparse.Namespace, config: RunConfig) -> int:
     """Prints the findings; raises ResourceError, after all of them, if any is bad."""
     folder = own.folder or Path.cwd()
-    found = list(_findings(folder, link_text(own.link) if own.link else ""))
+    found = list(_findings(folder, link_text(own.link) if own.link else "", config))
     if own.json:
         rows = [{"what": f.what, "found": f.text, "is_good": f.is_good, "advice": _advice(f)} for f in found]
         print(json.dumps(rows, indent=1))
     else:
         for finding in found:
             print(f"{'ok ' if finding.is_good else 'BAD'}  {finding.line()}")
-            if not finding.is_good:
+            if _advice(finding):
                 print(f"       {_advice(finding)}")
     bad = [finding.what for finding in found if not finding.is_good]
     if bad:
@@ -68,10 +65,12 @@ def run_doctor(own: argparse.Namespace) -> int:
 
 
 def _advice(finding: Finding) -> str:
-    return "" if finding.is_good else ADVICE.get(finding.what, "see docs/troubleshooting.md")
+    if finding.advice or finding.is_good:
+        return finding.advice
+    return ADVICE.get(finding.what, "see docs/troubleshooting.md")
 
 
-def _findings(folder: Path, link: str) -> Iterator[Finding]:
+def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     from echo2.worker.runtime.machine import look
 
     folder = _existing(folder)
@@ -86,10 +85,11 @@ def _findings(folder: Path, link: str) -> Iterator[Finding]:
     yield _disk_speed(folder)
     yield _clock()
     if link:
-        yield from _coordinator(JoinLink.parse(link))
+        yield from coordinator_findings(JoinLink.parse(link), config)
     else:
-        yield _ports()
-    yield from _running_workers()
+        yield ports_finding(config)
+        yield from no_link_findings()
+    yield from running_workers()
 
 
 def _existing(folder: Path) -> Path:
@@ -166,68 +166,3 @@ def _clock() -> Finding:
     return Finding(
         "clock", f"{now}, {'synchronised' if said == 'yes' else 'whether it is synchronised cannot be told here'}"
     )
-
-
-def _ports() -> Finding:
-    busy = []
-    for port, name in PORTS.items():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError:
-                busy.append(f"{port} ({name})")
-    if busy:
-        return Finding("ports", f"{', '.join(busy)} in use: expected them to be free for a coordinator", is_good=False)
-    return Finding("ports", f"{', '.join(map(str, PORTS))} are free")
-
-
-def _coordinator(link: JoinLink) -> Iterator[Finding]:
-    """Whether the very coordinator of the link answers, and how far it is."""
-    from echo2.broadcast.runtime.enrolling import check_coordinator
-
-    try:
-        host = socket.getaddrinfo(link.host, link.port, type=socket.SOCK_STREAM)[0][4][0]
-        began = time.perf_counter()
-        with socket.create_connection((link.host, link.port), timeout=TIMEOUT_S):
-            rtt_s = time.perf_counter() - began
-        handshake_s = check_coordinator(link, TIMEOUT_S)
-    except OSError as error:
-        yield Finding(
-            "coordinator", f"{link.address}: expected an answer within {TIMEOUT_S:.0f} s, got: {error}", is_good=False
-        )
-        return
-    except EchoError as error:
-        yield Finding("coordinator", str(error), is_good=False)
-        return
-    yield Finding(
-        "coordinator",
-        f"{link.address} ({host}) is the peer that the link pins; {rtt_s * 1e3:.1f} ms to connect, "
-        f"{handshake_s * 1e3:.1f} ms with TLS; its certificate is in force by this machine's clock",
-    )
-
-
-def _running_workers() -> Iterator[Finding]:
-    """What workers of this machine have found out: reachability, links and rates can be measured only by a member."""
-    from echo2.worker.runtime.control import ask, socket_path
-
-    home = Path("~/.local/share/echo2").expanduser()
-    folders = [folder for folder in sorted(home.glob("worker-*")) if socket_path(folder).exists()]
-    for folder in folders:
-        name = folder.name.removeprefix("worker-")
-        try:
-            told = asyncio.run(ask(folder, "status"))
-        except EchoError as error:
-            yield Finding(f"worker {name}", str(error), is_good=False)
-            continue
-        kept = {key: told[key] for key in WORKER_FACTS if told.get(key)}
-        text = "; ".join(f"{key.replace('_', ' ')}: {_shown(value)}" for key, value in kept.items())
-        yield Finding(f"worker {name}", text or "runs")
-    if not folders:
-        yield Finding(
-            "reach and rates", "measured once a worker has joined: `echo-worker status` and this command then show them"
-        )
-
-
-def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

@@ -13,6 +13,7 @@ from echo2.base.errors import EchoError
 from echo2.base.units import parse_duration_s
 from echo2.cli import plan, sim
 from echo2.cli.extras import require_extra
+from echo2.cli.options import add_config_arguments
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 
@@ -76,8 +77,10 @@ def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _add_doctor(commands: Commands) -> None:
-    doctor = add_command(commands, "doctor", _doctor, "look at this machine and say what to do about each finding")
-    doctor.add_argument("--link", default="", help="join link, or @FILE that holds it: can its coordinator be reached?")
+    text = "look at this machine and, with a join link, at its reach and rates; say what to do about each finding"
+    doctor = add_command(commands, "doctor", _doctor, text, True)
+    add_config_arguments(doctor)
+    doctor.add_argument("--link", "--join", default="", help="join link, or @FILE that holds it: it is not used up")
     doctor.add_argument("--folder", type=Path, help="where the daemon would keep its files (default: here)")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
@@ -85,7 +88,7 @@ def _add_doctor(commands: Commands) -> None:
 def _doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
     from echo2.cli.doctor import run_doctor
 
-    return run_doctor(own)
+    return run_doctor(own, load_config(own.config, own.preset, parse_overrides(rest)))
 
 
 def _add_demo(commands: Commands) -> None:

@@ -95,6 +95,17 @@ class TokenBook:
         token.peers.add(peer_id)
         return token
 
+    def look_up(self, secret: str, whose: str, now: float) -> Token:
+        """The token, without using it: also one that is used up. BadToken for one that is unknown, expired or revoked."""
+        token = self._by_hash.get(token_hash(secret))
+        if token is None:
+            raise BadToken(f"join token of {whose}: expected one of this run, got one that it does not know")
+        if token.is_revoked or now >= token.expires_at:
+            raise BadToken(
+                f"join token {token.token_id} ({token.label or token.role}) of {whose}: {token.problem(now)}"
+            )
+        return token
+
     def revoke(self, token_id: str) -> Token:
         token = self.tokens.get(token_id)
         if token is None:

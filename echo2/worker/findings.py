@@ -23,6 +23,7 @@ class Finding:
     what: str
     text: str
     is_good: bool = True
+    advice: str = ""  # what could be done about it; a good one may be made better
 
     def line(self) -> str:
         return f"{self.what}: {self.text}"

@@ -61,6 +61,24 @@ def _descriptors() -> list[int]:
         return []
 
 
+def local_end(remote_port: int) -> tuple[str, int] | None:
+    """This end of a connection of this process to `remote_port` of whatever machine; None where it cannot be told."""
+    for fd in _descriptors():
+        try:
+            view = socket.socket(fileno=fd)
+        except OSError:
+            continue
+        try:
+            if view.family in (socket.AF_INET, socket.AF_INET6) and view.getpeername()[1] == remote_port:
+                host, port = view.getsockname()[:2]
+                return str(host).removeprefix("::ffff:"), int(port)
+        except OSError:
+            continue
+        finally:
+            view.detach()
+    return None
+
+
 def is_loopback(host: str) -> bool:
     return host.startswith(("127.", "::ffff:127.")) or host == "::1"
 

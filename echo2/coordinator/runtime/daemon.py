@@ -37,13 +37,14 @@ from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.planning import Planning
+from echo2.coordinator.runtime.probe import ProbeService
 from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import Dashboard, listening
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.tokens import token_hash
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, probe_pb2_grpc
 
 TICK_S = 0.5
 STOP_GRACE_S = 2.0
@@ -118,6 +119,7 @@ class CoordinatorDaemon:
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
         service = EnrolmentService(hub, authority, self.services_address)
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrolment)
+        probe_pb2_grpc.add_ProbeServicer_to_server(ProbeService(hub), enrolment)
         enrolment_pb2_grpc.add_RenewalServicer_to_server(RenewalService(hub, authority), services)
         for server in (services, enrolment):
             servers.push_async_callback(server.stop, STOP_GRACE_S)

@@ -36,6 +36,12 @@ def caller_host(context: Any) -> str:
     return str(context.peer()).rpartition(":")[0]
 
 
+async def refuse(context: Any, error: EchoError, what: str) -> None:
+    """Ends a call with the status and the words of `error`."""
+    _log.warning("%s for %s refused: %s: %s", what, context.peer(), type(error).__name__, error)
+    await context.abort(_STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error)[:2000])
+
+
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
     """`services_address`: where holders of a certificate go on."""
 
@@ -48,9 +54,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         try:
             certificate = self._enrol(request, caller_host(context))
         except EchoError as error:
-            _log.warning("enrolment from %s refused: %s: %s", context.peer(), type(error).__name__, error)
-            status = _STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
-            await context.abort(status, str(error)[:2000])
+            await refuse(context, error, "enrolment")
             raise
         return enrolment_pb2.EnrolReply(
             certificate_pem=certificate.pem,
@@ -98,9 +102,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         try:
             certificate = self._renew(request, peer_of(context), caller_host(context))
         except EchoError as error:
-            _log.warning("renewal for %s refused: %s: %s", context.peer(), type(error).__name__, error)
-            status = _STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
-            await context.abort(status, str(error)[:2000])
+            await refuse(context, error, "renewal")
             raise
         return enrolment_pb2.RenewReply(certificate_pem=certificate.pem)
 

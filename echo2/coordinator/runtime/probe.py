@@ -1,0 +1,141 @@
+"""For `echo2 doctor` of a machine that may join: how it is seen from here, whether it can be dialled, how fast its link is.
+
+Guarantees: only holders of a token of the run are served, and no token is used up; only the address that a call comes from
+is dialled, once a call; one transfer at a time, of bounded bytes and time, WAITING_MAX wait for their turn; whoever asks too
+often is refused. Waits: DIAL_BACK_S for the dial-back, TURN_S for a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, VersionMismatch
+from echo2.broadcast.probing import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.coordinator.runtime.enrolment import TOKEN_CHARS_MAX, caller_host, refuse
+from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.tokens import RateLimiter, Token
+from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
+from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
+
+CALLS_PER_S = 0.2
+CALLS_BURST = 12
+WAITING_MAX = 8
+_log = logging.getLogger("echo2.coordinator")
+
+
+class ProbeService(probe_pb2_grpc.ProbeServicer):
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._rates = RateLimiter(CALLS_PER_S, CALLS_BURST)
+        self._transfer = asyncio.Lock()
+        self._waiting = 0
+
+    async def Reach(self, request: pb.ReachRequest, context: Any) -> pb.ReachReply:
+        try:
+            if request.protocol_version != PROTOCOL_VERSION:
+                raise VersionMismatch(
+                    f"probe: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
+                    "release of echo2 everywhere"
+                )
+            token = self._token(request.token, context)
+            if request.port > 65_535 or (request.port and len(request.nonce) != NONCE_BYTES):
+                raise MalformedMessage(f"probe: expected a port and a nonce of {NONCE_BYTES} bytes")
+        except EchoError as error:
+            await refuse(context, error, "probe")
+            raise
+        host, port = _observed(context)
+        failure = await _dial_back(host, request.port, request.nonce) if request.port else "it does not listen"
+        return pb.ReachReply(
+            host=host,
+            port=port,
+            is_dialled=not failure,
+            failure=failure,
+            has_relay=bool(self._hub.relay_address),
+            unix_s=self._hub.clock.now(),
+            role=token.role,
+            token_problem=token.problem(self._hub.clock.now()),
+        )
+
+    async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.ProbeBlock]:
+        try:
+            self._token(request.token, context)
+            async with self._turn():
+                sent, block = Throughput(), pb.ProbeBlock(data=os.urandom(BLOCK_BYTES))
+                while not sent.is_enough(time.monotonic()):
+                    yield block
+                    sent.add(BLOCK_BYTES, time.monotonic())
+        except EchoError as error:
+            await refuse(context, error, "probe")
+            raise
+
+    async def Upload(self, request_iterator: AsyncIterator[pb.UploadBlock], context: Any) -> pb.UploadReply:
+        received = Throughput()
+        try:
+            first = await anext(aiter(request_iterator), pb.UploadBlock())
+            self._token(first.token, context)
+            async with self._turn():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2 * TRANSFER_S):
+                        async for block in request_iterator:
+                            received.add(len(block.data), time.monotonic())
+                            if received.is_enough(time.monotonic()):
+                                break
+        except EchoError as error:
+            await refuse(context, error, "probe")
+            raise
+        return pb.UploadReply(received_bytes=received.total_bytes, bytes_per_s=received.bytes_per_s)
+
+    def _token(self, secret: str, context: Any) -> Token:
+        """BadToken, or LimitExceeded for a caller that comes too often: wrong tokens count."""
+        host, now = caller_host(context), self._hub.clock.now()
+        early_s = self._rates.take(host, now)
+        if early_s > 0:
+            raise LimitExceeded(f"probe from {host}: too many, expected the next in {early_s:.1f} s or later")
+        return self._hub.tokens.look_up(secret[:TOKEN_CHARS_MAX], host, now)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._waiting >= WAITING_MAX:
+            raise LimitExceeded(f"probe: expected at most {WAITING_MAX} machines to be measured, try again in a minute")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._transfer.acquire()
+        except TimeoutError:
+            raise LimitExceeded(f"probe: other machines were measured for {TURN_S:.0f} s, try again") from None
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._transfer.release()
+
+
+def _observed(context: Any) -> tuple[str, int]:
+    """Where a call comes from: gRPC says `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
+    head, _, port = str(context.peer()).rpartition(":")
+    host = head.partition(":")[2].replace("%5B", "").replace("%5D", "").strip("[]").removeprefix("::ffff:")
+    return host, int(port) if port.isdigit() else 0
+
+
+async def _dial_back(host: str, port: int, nonce: bytes) -> str:
+    """Empty once the nonce was read there; else why not."""
+    try:
+        async with asyncio.timeout(DIAL_BACK_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                said = await reader.read(NONCE_BYTES)
+            finally:
+                writer.close()
+    except TimeoutError:
+        return f"no answer at {host}, port {port}, within {DIAL_BACK_S:.0f} s"
+    except OSError as error:
+        return f"{host}, port {port}: {os.strerror(error.errno) if error.errno else error}"
+    return "" if said == nonce else f"something else answers at {host}, port {port}"
