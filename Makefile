@@ -7,7 +7,7 @@ SEED ?= 0
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm check proto proto-check bench docs sim soak format clean
+.PHONY: demo test test-vllm check proto proto-check bench docs recording sim soak audit format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -67,6 +67,10 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 	@echo "build/docs/index.html"
+
+# docs/images anew, from a real demo; needs npx and Chromium.
+recording: $(STAMP)
+	$(BIN)/python docs/record.py --seed $(SEED)
 
 # One seed of the cluster simulator with its story; COUNT=n runs n seeds from SEED on.
 COUNT ?= 1

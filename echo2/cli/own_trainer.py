@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, Unreachable
 from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
 from echo2.cli.link_text import link_text
@@ -160,14 +161,31 @@ class Run:
     def close(self) -> None:
         """Leaves the run. What was trained is on the disk; a batch that was not comes again at the next start.
 
-        After the last step it waits until the last version could be fetched.
+        After the last step it waits until the last version could be fetched. Raises what ended the run, if that was not
+        raised yet, and `Unreachable` when the run's side has not ended within a minute: its text says what it waits for.
+        (Where another error leaves a `with` block, both are warnings.)
         """
+        trouble = self._leave()
+        if trouble is not None:
+            raise trouble
+
+    def _leave(self) -> BaseException | None:
+        """What went wrong with the end."""
         if self.step < self.options.steps:
             self.trainer.end()
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
-        if self._thread is not None:
-            self._thread.join(CLOSE_WITHIN_S)
+        if self._thread is None:
+            return None
+        self._thread.join(CLOSE_WITHIN_S)
+        if not self._thread.is_alive():
+            return self.trainer.untold_failure()
+        waits_for, since_s = self._daemon.waits_for
+        return Unreachable(
+            f"run {self.options.run_id} at step {self.step} of {self.options.steps}: expected its learner's side to end "
+            f"within {CLOSE_WITHIN_S:.0f} s of close, but it waits for {waits_for or 'nothing that it could name'} since "
+            f"{since_s:.0f} s; it goes on until this process ends"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +193,12 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        trouble = self._leave()
+        if trouble is None:
+            return
+        if error is None:
+            raise trouble
+        warnings.warn(f"{type(trouble).__name__}: {trouble}", RuntimeWarning, stacklevel=2)
 
     def _serve(self) -> None:
         failure: BaseException | None = None

@@ -121,6 +121,7 @@ class LearnerDaemon:
         self.session: CoordinatorSession | None = None
         self.address = self.relay_address = ""
         self.starting = "its run folder"
+        self._ending: tuple[str, float] | None = None
 
     def stop(self) -> None:
         """Ends the run after the step in progress; `run` then returns its summary."""
@@ -131,6 +132,8 @@ class LearnerDaemon:
     @property
     def waits_for(self) -> tuple[str, float]:
         """What the learner waits for and for how many seconds; empty text when it works."""
+        if self._ending is not None:
+            return self._ending[0], time.monotonic() - self._ending[1]
         if self.loop is None:
             return self.starting, 0.0
         text, since = self.loop.waiting
@@ -149,6 +152,8 @@ class LearnerDaemon:
             await in_trainer(self._executor, prepared.team.stop)
             return summary
         finally:
+            if self.loop is not None:
+                self._end_waits_for("the step or the encoding under way to end")
             self._executor.shutdown(wait=True, cancel_futures=True)
             if self._encoders is not None:
                 self._encoders.shutdown(wait=True, cancel_futures=True)
@@ -165,11 +170,11 @@ class LearnerDaemon:
         if not self.options.join_link:
             raise ConfigError(f"run {self.options.run_id}: expected a join link on the learner's first start, got none")
         link = JoinLink.parse(self.options.join_link)
+        self.starting = f"the coordinator at {link.address}"
         while not self._stop.is_set():
             try:
                 credentials = await enrol(link, identity, Role.LEARNER)
             except Unreachable as error:
-                self.starting = f"the coordinator at {link.address}"
                 _log.info("waiting for the coordinator: %s", error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), ENROL_RETRY_S)
@@ -257,14 +262,20 @@ class LearnerDaemon:
             for done in (self._failure, session, training):
                 if done.done():
                     done.result()
+            self._end_waits_for("the finished model to be written")
             summary = await self._finish(loop, publisher)
+            self._end_waits_for(f"workers to fetch version {publisher.newest_version}")
             await self._linger(loop)
             return summary
         finally:
+            self._end_waits_for("the coordinator to be told that the learner leaves")
             await self.session.leave("finished" if loop.is_finished else "stopped")
             for task in (training, session, reminding, renewing):
                 task.cancel()
             await asyncio.gather(training, session, reminding, renewing, return_exceptions=True)
+
+    def _end_waits_for(self, what: str) -> None:
+        self._ending = (what, time.monotonic())
 
     async def _remind(self, loop: TrainingLoop) -> None:
         """A batch that does not fill for long: every group that lacks rollouts is offered again.
@@ -303,6 +314,7 @@ class LearnerDaemon:
     async def _close(
         self, loop: TrainingLoop, server: grpc.aio.Server, broadcaster: FleetBroadcaster, sinks: Sequence[Sink]
     ) -> None:
+        self._end_waits_for("rewards, broadcast and journal to close")
         await loop.intake.close()
         await broadcaster.stop()
         await server.stop(STOP_GRACE_S)

@@ -129,6 +129,7 @@ class LentTrainer:
         self._live: Mapping[str, Tensor] = {}
         self._is_waiting = False  # the user's thread: nobody changes `_live`
         self._failure: BaseException | None = None
+        self._is_failure_told = False
         self._is_over = False
 
     @property
@@ -187,8 +188,16 @@ class LentTrainer:
             self._is_over = True
             self._changed.notify_all()
 
+    def untold_failure(self) -> BaseException | None:
+        """What ended the run and was raised nowhere yet; given once."""
+        with self._changed:
+            failure = None if self._is_failure_told else self._failure
+            self._is_failure_told = True
+            return failure
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            self._is_failure_told = True
             raise self._failure
 
     # ---- the learner's trainer thread

@@ -1,0 +1,76 @@
+"""The end of a `Run`: nothing that went wrong, or did not end, is kept to itself."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+import echo2
+from echo2.base.errors import ConfigError, Unreachable
+from echo2.broadcast.identity import Identity
+from echo2.cli import own_trainer
+from tests.unit.learner.tiny import make_tiny_model
+
+WITHIN_S = 30.0
+
+
+def run_of(folder: Path, link: str = "") -> echo2.Run:
+    config = folder / "run.toml"
+    model = make_tiny_model(folder / "model")
+    config.write_text(
+        f'preset = "local"\n[run]\nname = "trial"\nfolder = "{folder}/runs"\n[model]\npath = "{model}"\n'
+        '[task]\nname = "sort_digits"\nargs = { digit_count = 3 }\n[learner]\nsteps = 5\n'
+    )
+    return echo2.Run(config, link)
+
+
+def begin(run: echo2.Run) -> None:
+    echo2.Publisher(run).publish(0, {name: torch.zeros(shape) for name, shape in run.trainer.model.shapes.items()})
+
+
+def test_a_run_that_was_never_begun_is_closed_without_a_word(tmp_path: Path) -> None:
+    with run_of(tmp_path):
+        pass
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_close_once(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    begin(run)
+    with pytest.raises(ConfigError, match="expected a join link on the learner's first start"):
+        run.close()
+    run.close()
+
+
+def test_a_failure_that_was_raised_is_not_raised_again(tmp_path: Path) -> None:
+    with run_of(tmp_path) as run:
+        begin(run)
+        with pytest.raises(ConfigError, match="expected a join link"):
+            next(echo2.Rollouts(run))
+
+
+def test_another_error_leaves_the_block_and_the_failure_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="ConfigError: run trial: expected a join link"):
+        with pytest.raises(ZeroDivisionError), run_of(tmp_path) as run:
+            begin(run)
+            raise ZeroDivisionError
+
+
+def test_a_run_that_does_not_end_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_trainer, "CLOSE_WITHIN_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        run = run_of(tmp_path, f"echo2://{address}/{Identity.generate().peer_id}?token={'t' * 43}")
+        begin(run)
+        while run.waits_for != f"the coordinator at {address}":
+            assert run._thread is not None and run._thread.is_alive()
+            run._thread.join(0.01)
+        with silent.accept()[0]:  # the handshake has begun, and ends with this connection
+            with pytest.raises(
+                Unreachable, match=f"run trial at step 0 of 5: .* it waits for the coordinator at {address}"
+            ):
+                run.close()
+        run._thread.join(WITHIN_S)
+        assert not run._thread.is_alive()
