@@ -102,6 +102,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         lora_alpha=config.model.lora_alpha,
         device=learner.device,
         threads=learner.threads or 1,
+        emulated_step_s=learner.emulated_step_s,
         lr=learner.lr,
         warmup_steps=learner.warmup_steps,
         schedule=learner.schedule,

@@ -131,6 +131,7 @@ class LearnerSection(Section):
         16384
     )
     threads: Annotated[int, Field(ge=0, description="CPU threads of the trainer; 0: one.")] = 0
+    emulated_step_s: Annotated[Seconds, Field(description="A step takes at least this long, for trials; 0: off.")] = 0.0
     device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"
     checkpoint_every_steps: Annotated[
         Count, Field(description="Steps between checkpoints; what a restart trains again.")

@@ -1,8 +1,9 @@
 """What is known of the learner and of the versions that it has published: who holds which, since when.
 
 Guarantees: bounded memory; a version's measured broadcast time is from the moment the coordinator heard of its
-publication until the last worker of the pool of that moment, that is still in it, has told that it is live. Leaves to
-others: leases, the plan.
+publication until the last worker of the pool of that moment, that is still in it, has told that it is live. The efficiency of
+broadcasts starts from a prior and follows what deltas reached of what their plan promised. Leaves to others: leases,
+the plan.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVe
 from echo2.cost_model.calibration import DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
 
 VERSIONS_KEPT = 64
+EFFICIENCY_PRIOR, EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.8, 0.25, 15
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class VersionRow:
     predicted_s: float
     pool_size: int
     waiting: set[PeerId]
+    has_links_alone: bool = True  # no earlier version was still on its way when this one came
     live_after_s: dict[PeerId, float] = field(default_factory=dict)
     complete_s: float | None = None
 
@@ -48,6 +51,9 @@ class LearnerBoard:
     report: LearnerReport = field(default_factory=LearnerReport)
     train_time: RobustEstimator = field(default_factory=lambda: RobustEstimator("train_s"))
     delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
+    reached: RobustEstimator = field(
+        default_factory=lambda: RobustEstimator("broadcast efficiency", EFFICIENCY_PRIOR, window=EFFICIENCY_WINDOW)
+    )
     is_connected: bool = False
     heard_at: float = 0.0
     changed_at: float = 0.0
@@ -89,8 +95,8 @@ class LearnerBoard:
             return
         if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
             self.delta_size.observe(version.artifact_bytes, version.version - version.parent, now)
-        waiting = set(pool)
-        self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting)
+        waiting, is_alone = set(pool), not any(row.waiting for row in self.versions.values())
+        self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting, is_alone)
         self.totals.artifact_bytes += version.artifact_bytes
         self.totals.full_bytes += version.full_snapshot_bytes
         self.totals.versions += 1
@@ -118,6 +124,8 @@ class LearnerBoard:
         if row.waiting or row.complete_s is not None or not row.live_after_s:
             return
         row.complete_s = now - row.published_at
+        if row.published.parent is not None and row.has_links_alone and row.predicted_s > 0 and row.complete_s > 0:
+            self.reached.observe(min(1.0, row.predicted_s / row.complete_s), now)
         newest = self.newest_complete
         if newest is None or newest.published.version < row.published.version:
             self.newest_complete = row
@@ -126,6 +134,11 @@ class LearnerBoard:
     def train_s(self) -> float:
         """T_train, the median of the newest steps; 0 before the first."""
         return self.train_time.value_or(0.0)
+
+    @property
+    def broadcast_efficiency(self) -> float:
+        """What share of the planned rate broadcasts reach: the prior at first, then the median of the newest."""
+        return max(EFFICIENCY_LEAST, self.reached.value_or(EFFICIENCY_PRIOR))
 
     @property
     def newest(self) -> VersionRow | None:

@@ -33,7 +33,6 @@ from echo2.cost_model.snapshot import (
 
 SPOT_HAZARD_PER_HOUR = 0.05
 DWELL_HEARTBEATS = 30
-BROADCAST_EFFICIENCY = 0.8
 RATE_MIN = 1e-9
 OVERDUE, OVERDUE_S_MIN = 3.0, 10.0
 
@@ -49,7 +48,7 @@ def plan_config(options: CoordinatorOptions, board: LearnerBoard) -> PlanConfig:
         usd_per_hour_cap=options.usd_per_hour_cap,
         usd_budget=options.usd_budget,
         hysteresis=Hysteresis(dwell_s=DWELL_HEARTBEATS * options.heartbeat_interval_s),
-        broadcast_efficiency=BROADCAST_EFFICIENCY,
+        broadcast_efficiency=board.broadcast_efficiency,
         preemption_loss_s=options.report_interval_s,
     )
 

@@ -16,12 +16,15 @@ from echo2.learner.loss import PolicyLossConfig
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """The optimiser step. `schedule` is the shape of the learning rate after the warm-up."""
+    """The optimiser step. `schedule` is the shape of the learning rate after the warm-up. `emulated_step_s`: a step takes
+    at least so long, to pretend a larger model on a small machine.
+    """
 
     model_path: str
     weights_dtype: str = "bfloat16"
     device: str = "auto"
     threads: int = 1
+    emulated_step_s: float = 0.0
     lr: float = 1e-6
     warmup_steps: int = 0
     schedule: str = "constant"  # constant | linear | cosine

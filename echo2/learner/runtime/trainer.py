@@ -32,7 +32,7 @@ from echo2.learner.schedule import learning_rate
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. `phases_s`: load, forward, backward, optimiser."""
+    """What one step did. `phases_s`: load, forward, backward, optimiser, and emulated where asked for."""
 
     step: int  # optimiser steps complete after it
     phases_s: dict[str, float]
@@ -107,6 +107,10 @@ class Trainer:
         metrics = loss_metrics(self.ranks.sum(sums_M), self.ranks.largest(ratio_max))
         grad_norm, lr = self._update(metrics)
         watch.lap("optimiser")
+        missing_s = self.options.emulated_step_s - sum(watch.spent_s.values())
+        if missing_s > 0.0:
+            time.sleep(missing_s)
+            watch.lap("emulated")
         return StepResult(
             self.step_count,
             watch.spent_s,

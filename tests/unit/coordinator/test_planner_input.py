@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,8 @@ from echo2.base.ids import PeerId, RunId, Step, Version
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.measures import WorkerMeasures
 from echo2.coordinator.membership import LivenessRule, Member, Membership
-from echo2.coordinator.planner_input import fleet_snapshot, is_measured, prior_speed
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.planner_input import fleet_snapshot, is_measured, plan_config, prior_speed
 from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.telemetry import (
@@ -111,6 +113,30 @@ def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
     assert relaying(10.0 + 3 * 8.0 + 1.0) == [False] * 3
     made.live(PeerId("w0"), Version(1), 21.0)
     assert relaying(22.0) == [False] * 3
+
+
+def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links() -> None:
+    made, one = board(10.0), PeerId("w0")
+    options = CoordinatorOptions(RunId("r"), Path("unused"))
+    assert plan_config(options, made).broadcast_efficiency == 0.8
+
+    def broadcast(version: int, took_s: float, parent: int | None, then_waits: bool = False) -> None:
+        told = None if parent is None else Version(parent)
+        made.published(PublishedVersion(Version(version), told, 100, 10**9, 0.1, "f"), 3.0, [one], 100.0 * version)
+        if not then_waits:
+            made.live(one, Version(version), 100.0 * version + took_s)
+
+    broadcast(1, 60.0, None)  # a keyframe is fetched by those who need it: it says nothing
+    assert made.broadcast_efficiency == 0.8
+    for version in range(2, 32):
+        broadcast(version, 6.0, version - 1)
+    assert plan_config(options, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
+    broadcast(32, 0.0, 31, then_waits=True)
+    broadcast(33, 90.0, 32)  # the links had another version as well
+    assert made.broadcast_efficiency == pytest.approx(0.5, abs=0.05)
+    for version in range(34, 64):
+        broadcast(version, 1000.0, version - 1)
+    assert made.broadcast_efficiency == 0.25
 
 
 def test_predictions_stand_next_to_what_happened() -> None:

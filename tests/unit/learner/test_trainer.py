@@ -45,6 +45,14 @@ def random_groups(seed: int, count: int = 3, temperature: float = 1.0, logprob: 
     return tuple(groups)
 
 
+def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -> None:
+    batch = Batch(Step(0), random_groups(1))
+    quick, slow = (new_trainer(model_path, emulated_step_s=least).step(batch) for least in (0.0, 0.4))
+    assert sum(slow.phases_s.values()) >= 0.4
+    assert slow.phases_s["emulated"] > 0.0 and "emulated" not in quick.phases_s
+    assert slow.metrics == quick.metrics
+
+
 @pytest.mark.parametrize("row_tokens", [1, 24, 400])
 @pytest.mark.parametrize("token_budget", [40, 4000])
 def test_packed_log_probabilities_are_those_of_each_sequence_alone(
