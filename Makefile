@@ -77,11 +77,13 @@ COUNT ?= 1
 sim: $(STAMP)
 	$(BIN)/python -m echo2.sim.cluster_run --seed $(SEED) --count $(COUNT)
 
-# SOAK_S seconds of simulated storms, chaos on real processes and fuzz, which write the table of docs/reliability.md.
+# SOAK_S seconds of simulated storms, chaos on real processes and fuzz, added to benchmarks/results/soak.json, from which the
+# table of docs/reliability.md is written. SOAK_ONLY=sim, chaos or fuzz runs one of the three.
 SOAK_S ?= 1800
+SOAK_ONLY ?=
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --deselect tests/e2e/test_chaos.py
-	$(BIN)/python -m tests.soak --seconds $(SOAK_S)
+	$(BIN)/python -m tests.soak --seconds $(SOAK_S) $(if $(SOAK_ONLY),--only $(SOAK_ONLY))
 
 # Known vulnerabilities of what is installed. The advisory service is on the Internet: where it cannot be reached that is
 # said, and nothing fails.

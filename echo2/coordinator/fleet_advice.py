@@ -190,7 +190,8 @@ def _idle_s(worker: Member, now: float) -> float:
     """How long it has stood by, or been gone; 0 while it works."""
     if worker.last_liveness is Liveness.GONE:
         return now - worker.heard_at
-    is_idle = worker.last_activation in (Activation.STANDBY, Activation.BANNED)
+    activation = worker.last_activation
+    is_idle = activation is not None and (activation is Activation.STANDBY or activation.is_barred)
     return now - worker.activation_since if is_idle else 0.0
 
 

@@ -6,9 +6,10 @@ and its leases go to others, when it has had no stream for `suspect_after_s`, ha
 has said good-bye. After a restart of the coordinator all are taken as heard at that moment and have `gone_after_s`
 to come back.
 
-Who works: the operator's word (active, standby, draining, banned) goes before the planner's; `automatic` leaves it to
-the planner. Guarantees: a gone worker that returns under its identity is the same member; a banned one is refused until
-the ban is lifted. Leaves to others: leases, streams, keeping it on disk.
+Who works: the operator's word (active, standby, draining, quarantined, banned) goes before the planner's; `automatic`
+leaves it to the planner. Guarantees: a gone worker that returns under its identity is the same member; a quarantined one
+may stay, gets no lease, and nothing that it made is trained on; a banned one is refused until the ban is lifted. Leaves
+to others: leases, streams, keeping it on disk.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Setting(enum.Enum):
     ACTIVE = "active"
     STANDBY = "standby"
     DRAINING = "draining"
+    QUARANTINED = "quarantined"
     BANNED = "banned"
 
 
@@ -46,7 +48,13 @@ class Activation(enum.Enum):
     ACTIVE = "active"
     STANDBY = "standby"
     DRAINING = "draining"
+    QUARANTINED = "quarantined"
     BANNED = "banned"
+
+    @property
+    def is_barred(self) -> bool:
+        """Nothing that it makes is trained on."""
+        return self in (Activation.QUARANTINED, Activation.BANNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,8 @@ class Member:
         match self.setting:
             case Setting.BANNED:
                 return Activation.BANNED
+            case Setting.QUARANTINED:
+                return Activation.QUARANTINED
             case Setting.DRAINING:
                 return Activation.DRAINING
             case Setting.ACTIVE:

@@ -66,7 +66,7 @@ def is_measured(member: Member) -> bool:
 
 
 def _state(member: Member) -> WorkerState:
-    if member.last_liveness is not Liveness.ALIVE or member.setting in (Setting.BANNED, Setting.STANDBY):
+    if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.setting is Setting.STANDBY:
         return WorkerState.UNAVAILABLE
     if member.setting is Setting.DRAINING:
         return WorkerState.DRAINING
@@ -157,7 +157,7 @@ def fleet_snapshot(
 ) -> FleetSnapshot | None:
     """What the planner is told; None while too little is known. `catalogue`: priors by GPU."""
     hello, report, train_s = board.hello, board.report, board.train_s
-    living = [m for m in members if m.last_liveness is not Liveness.GONE and m.setting is not Setting.BANNED]
+    living = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
     measured = [member for member in living if is_measured(member)]
     if hello is None or train_s <= 0 or not measured:
         return None

@@ -30,6 +30,7 @@ from echo2.learner.episodes import (
 from echo2.learner.group import Draw, Group, group_id_of
 from echo2.learner.segment import empty_rollout, extended
 from echo2.learner.selection import DynamicSampling, GroupVerdict, PruningRule
+from echo2.learner.untruths import Untruths
 from echo2.staleness.ledger import Ledger
 from echo2.staleness.rule import is_admissible
 
@@ -130,6 +131,7 @@ class Batcher:
     closures: list[Closure] = field(default_factory=list)
     counts: BatcherCounts = field(default_factory=BatcherCounts)
     drops_for_step: int = 0
+    untruths: Untruths = field(default_factory=Untruths)
 
     # ---- offering
 
@@ -219,6 +221,7 @@ class Batcher:
             return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
         problem = self._problem_of(segment, group.spec)
         if problem is not None:
+            self.untruths.told(sender, problem)
             return self._refused(segment, problem, group)
         group.lease_attempt = attempt
         held = group.rollouts[segment.index]
@@ -261,6 +264,7 @@ class Batcher:
         if not grown.is_finished:
             return self._answer(segment, Verdict.HELD, group)
         self.counts.admitted += 1
+        self.untruths.admitted(sender)
         return self._answer(segment, Verdict.ADMITTED, group)
 
     def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:

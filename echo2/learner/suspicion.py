@@ -6,10 +6,11 @@ Leaves to others: the numbers (audit), what is done to an accused worker.
 
 The test bets against honesty (Ville's inequality; Wald 1945 for the ratio of likelihoods, Waudby-Smith and Ramdas 2024
 for bounded means). Each bet starts with 1 and, while the worker is honest, grows on average never; so the mean of all
-bets reaches 1/alpha with probability at most alpha. Five bets, each with what it takes for granted of honest workers:
+bets reaches 1/alpha with probability at most alpha. Six bets, each with what it takes for granted of honest workers:
 
-- *noise*: the mean square of claimed minus exact log-probability is at most `noise_nats` squared. Catches fabricated
-  numbers, altered and coarsely quantised models.
+- *noise*: the mean square of claimed minus exact log-probability is at most `noise_nats` squared. Catches altered and
+  coarsely quantised models.
+- *fabrication*: the same with `FABRICATION` times `noise_nats`. Catches made-up numbers.
 - *version*: noise does not lean towards the version before by more than chance (correlation below 0.1). The claims are
   projected on the difference between the two versions; catches a worker that stayed on the old one, also where that
   difference is below its noise, down to `SHIFT_MIN` of it.
@@ -17,6 +18,10 @@ bets reaches 1/alpha with probability at most alpha. Five bets, each with what i
   repeated and forged tokens with honest numbers.
 - *length*: completions end as often as the version named says. Catches truncation, and ends that are put off.
 - *copies*: siblings are drawn independently. Catches completions handed in twice.
+
+How much honest engines differ is the one thing here that depends on kernels and cards, so a finding that rests on
+*noise* alone is not certain (`Accusation.is_certain`): what is done then can be undone, and a person decides. A finding
+is certain when the mean of all bets reaches 1/alpha with *noise* counted as lost.
 """
 
 from __future__ import annotations
@@ -39,6 +44,9 @@ NOISE_CAP = 8.0
 """Differences beyond this many `noise_nats` count as this many."""
 LEARN_TOKENS = 200
 """Before so many, a worker's own noise is not known well enough to bet on its version."""
+FABRICATION = 10.0
+UNCERTAIN_TOKENS = 600
+"""A finding of noise alone waits for so many, in which the other bets may still say what kind of noise it is."""
 SIGMA_MIN = 1e-7
 SHIFT_MIN = 0.2
 """Two versions closer than this share of a worker's noise are not told apart: the noise of another precision is a fixed
@@ -61,12 +69,13 @@ class SuspicionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """`bet`: the one that grew most: noise, version, draw, length or copies. `evidence`: natural logarithm of the mean bet."""
+    """`bet`: the one that grew most. `evidence`: natural logarithm of the mean bet. `is_certain`: also without *noise*."""
 
     bet: str
     evidence: float
     tokens: int
     text: str
+    is_certain: bool
 
 
 class _Mixture:
@@ -88,12 +97,17 @@ class _Mixture:
 
 @dataclass(slots=True)
 class Suspicion:
-    """What is held against one worker since `since` (seconds); it starts anew every day."""
+    """What is held against one worker since `since` (seconds); it starts anew every day.
+
+    `excuses_noise`: somebody has looked at this worker's noise and let it pass; that bet is not made.
+    """
 
     config: SuspicionConfig
     since: float
+    excuses_noise: bool = False
     tokens: int = 0
     _noise: _Mixture = field(default_factory=lambda: _Mixture(NOISE_STAKES))
+    _fabrication: _Mixture = field(default_factory=lambda: _Mixture(NOISE_STAKES))
     _draw: _Mixture = field(default_factory=lambda: _Mixture(DRAW_STAKES))
     _stops: list[float] = field(default_factory=lambda: [0.0] * len(STOP_FACTORS))
     _version: float = 0.0
@@ -101,6 +115,7 @@ class Suspicion:
     _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
     _shift_squares: float = 0.0
     _counted: int = 0
+    _all_squares: float = 0.0
 
     def observe(self, evidence: Evidence) -> None:
         """Takes a piece into account. Tokens sampled with a filter are no draw from the whole distribution."""
@@ -109,8 +124,11 @@ class Suspicion:
         ]
         self.tokens += len(differences)
         for difference in differences:
-            share = min(1.0, (difference / (NOISE_CAP * self.config.noise_nats)) ** 2)
-            self._noise.bet(share - NOISE_CAP**-2)
+            share = (difference / (NOISE_CAP * self.config.noise_nats)) ** 2
+            if not self.excuses_noise:
+                self._noise.bet(min(1.0, share) - NOISE_CAP**-2)
+            self._fabrication.bet(min(1.0, share / FABRICATION**2) - NOISE_CAP**-2)
+        self._all_squares += math.fsum(difference * difference for difference in differences)
         if evidence.previous:
             self._bet_on_version(differences, evidence)
         if not evidence.is_raw:
@@ -150,12 +168,13 @@ class Suspicion:
     def expire(self, now: float) -> None:
         """Forgets what is older than a day, so that false alarms are counted by the day."""
         if now - self.since >= DAY_S:
-            self.__init__(self.config, now)  # type: ignore[misc]
+            self.__init__(self.config, now, self.excuses_noise)  # type: ignore[misc]
 
     @property
     def log_wealths(self) -> dict[str, float]:
         return {
             "noise": self._noise.log_wealth,
+            "fabrication": self._fabrication.log_wealth,
             "version": self._version,
             "draw": self._draw.log_wealth,
             "length": _log_mean(self._stops),
@@ -170,18 +189,25 @@ class Suspicion:
     @property
     def accusation(self) -> Accusation | None:
         """None while the worker may be honest."""
-        evidence = self.evidence
-        if evidence < -math.log(self.config.false_alarms_per_day):
+        evidence, needed = self.evidence, -math.log(self.config.false_alarms_per_day)
+        if evidence < needed:
             return None
         wealths = self.log_wealths
-        bet = max(wealths, key=lambda name: wealths[name])
-        return Accusation(
-            bet, evidence, self.tokens, f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens)"
+        is_certain = _log_mean([-math.inf if name == "noise" else log for name, log in wealths.items()]) >= needed
+        if not is_certain and self.tokens < UNCERTAIN_TOKENS:
+            return None
+        bet = max(wealths, key=lambda name: wealths[name] if name != "noise" or not is_certain else -math.inf)
+        size_nats = math.sqrt(self._all_squares / max(1, self.tokens))
+        text = (
+            f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens; its log-probabilities are {size_nats:.3g} "
+            f"nats off, root mean square, {self.config.noise_nats:g} are allowed)"
         )
+        return Accusation(bet, evidence, self.tokens, text, is_certain)
 
 
 _TEXTS = {
-    "noise": "its log-probabilities are not those of the version that it claims",
+    "noise": "its log-probabilities are further from those of the version that it claims than honest engines should be",
+    "fabrication": "its log-probabilities are not those of the version that it claims",
     "version": "its log-probabilities lean to the version before the one that it claims",
     "draw": "its tokens are no draw from the version that it claims",
     "length": "its completions end where the version that it claims would not end them",

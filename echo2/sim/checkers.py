@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from echo2.base.ids import GroupId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Rollout, RolloutSegment
 from echo2.broadcast.delta import HostWeights
 from echo2.learner.batcher import Batch, Batcher
@@ -115,6 +115,9 @@ class Truth:
                     f"{span.version}",
                 )
                 position += 1
+
+    def accused(self, worker_id: PeerId, reason: str) -> None:
+        self._check(2, worker_id in self.liar_ids, f"{worker_id} is honest and accused: {reason}")
 
     # ---- training
 

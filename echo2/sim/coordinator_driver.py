@@ -256,6 +256,9 @@ class CoordinatorDriver:
             case le.GroupsOffered() | le.GroupsClosed():
                 self.board.heard_at = self.now()
                 self._handle(message)
+            case m.Accused(worker_id, reason):
+                if worker_id in self.membership.members:
+                    self.ban(worker_id, reason)
             case PublishedVersion():
                 pool = [member.peer_id for member in self.membership.pool()]
                 self.board.published(message, 0.0, pool, self.now())

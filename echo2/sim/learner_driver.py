@@ -272,7 +272,9 @@ class LearnerDriver:
             if segment.group_id != ticket.group_id:
                 verdicts.append(SegmentVerdict(segment.group_id, segment.index, Verdict.REFUSED, 0, "another group"))
                 continue
-            verdicts.append(self.batcher.receive(segment, ticket.attempt))
+            verdicts.append(self.batcher.receive(segment, ticket.attempt, stream.peer))
+        for peer, reason in self.batcher.untruths.take():
+            self._accuse(peer, reason)
         for verdict in verdicts:
             self.network.counts[f"segments answered: {verdict.verdict.value}"] += 1
             group = self.batcher.groups.get(verdict.group_id)
@@ -288,6 +290,13 @@ class LearnerDriver:
             return
         stream.is_busy = True
         self._commit(lambda: self._acknowledge(stream, answer))
+
+    def _accuse(self, peer: PeerId, reason: str) -> None:
+        self.truth.accused(peer, reason)
+        self.host.story.tell("learner", f"accuses {self.network.name_of(peer)}: {reason}")
+        self.banned.add(peer)
+        self.batcher.drop_sent_by(peer)
+        self._send(m.Accused(peer, reason))
 
     def _acknowledge(self, stream: ReportStream, answer: m.ReportVerdict) -> None:
         for verdict in answer.verdicts:

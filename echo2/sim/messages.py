@@ -73,6 +73,14 @@ class LearnerBeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Accused:
+    """By the learner, with certainty."""
+
+    worker_id: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     sequence: int
     ticket: Ticket

@@ -36,6 +36,7 @@ from echo2.coordinator.membership import (
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
+from echo2.coordinator.runtime.barring import barring_of, barrings_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
 from echo2.coordinator.runtime.session import Session, check_hello
@@ -295,10 +296,9 @@ class Hub:
             self.note("worker", f"{member.name} is {change.after.value}: last heard {silent_s:.1f} s ago")
         if change.activation is not change.worked and change.worked is not None:
             self._tell_activation(change)
-        if change.after is Liveness.GONE or change.activation is Activation.BANNED:
-            self._handle(
-                le.WorkerLost(member.peer_id, change.after.value if change.after is Liveness.GONE else "banned")
-            )
+        if change.after is Liveness.GONE or change.activation.is_barred:
+            why = change.after if change.after is Liveness.GONE else change.activation
+            self._handle(le.WorkerLost(member.peer_id, why.value))
             self.board.left(member.peer_id, now)
         else:
             self._handle(le.WorkerAllowed(member.peer_id, change.may_lease))
@@ -313,24 +313,25 @@ class Hub:
         text = f"{member.name} is {change.activation.value} now: {member.activation_reason}"
         self.note("activation", text)
         self.journal_worker(change.activation.value, member, member.activation_reason)
+        was_barred = change.worked is not None and change.worked.is_barred
+        if self.learner is not None and (change.activation.is_barred or was_barred):
+            self.learner.send(barring_of(member))
         if change.activation is Activation.BANNED:
             session = self.workers.get(member.peer_id)
             if session is not None:
                 session.refuse(
                     NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}")
                 )
-            if self.learner is not None:
-                banned = pb.WorkerBanned(peer_id=member.peer_id, reason=member.setting_reason)
-                self.learner.send(pb.LearnerOrder(banned=banned))
             return
         order = pb.Activation(is_active=is_active, reason=member.activation_reason)
         self._send(member.peer_id, pb.WorkerOrder(activation=order))
 
-    def worker_accused(self, peer_id: PeerId, reason: str) -> None:
-        """The learner's audit speaks: quarantine, until the operator lifts it."""
-        if peer_id in self.membership.members:
-            self.note("audit", f"{self.membership.members[peer_id].name}: {reason}")
-            self.set_worker(peer_id, Setting.BANNED, f"audit: {reason}")
+    def worker_accused(self, peer_id: PeerId, reason: str, is_certain: bool) -> None:
+        """The learner's word, until the operator lifts it: a ban, or a quarantine where the finding is not certain."""
+        member = self.membership.members.get(peer_id)
+        if member is not None and member.setting is not Setting.BANNED:
+            self.note("audit", f"{member.name}: {reason}")
+            self.set_worker(peer_id, Setting.BANNED if is_certain else Setting.QUARANTINED, reason)
 
     def set_worker(self, peer_id: PeerId, setting: Setting, reason: str) -> None:
         """The operator's word on a worker."""
@@ -369,6 +370,8 @@ class Hub:
             session.send(pb.LearnerOrder(plan=self.plan_update))
         if self.broadcast_plan is not None:
             session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(self.broadcast_plan)))
+        for barring in barrings_of(self.membership.members.values()):
+            session.send(barring)
         if is_news:
             order = pb.WorkerOrder(learner=self.whereabouts())
             for worker_id in self.workers:

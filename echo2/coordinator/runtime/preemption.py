@@ -10,7 +10,7 @@ from echo2.coordinator.runtime.hub import Hub
 
 def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
     """The worker drains and is asked for its leases now, with all their tokens."""
-    if hub.membership.members[peer_id].setting is not Setting.BANNED:
+    if not hub.membership.members[peer_id].activation.is_barred:
         hub.set_worker(peer_id, Setting.DRAINING, reason)
     for lease in hub.book.leases_of(peer_id):
         hub.apply(hub.book.handle(le.Recall(lease.lease_id, reason), hub.clock.now()))

@@ -119,7 +119,7 @@ class LearnerParty:
                 self._hub.published(wire.published_from_message(message.published, whose))
             case "accused":
                 reason = wire.text_of(message.accused.reason, f"reason of {whose}")
-                self._hub.worker_accused(PeerId(message.accused.peer_id), reason)
+                self._hub.worker_accused(PeerId(message.accused.peer_id), reason, message.accused.is_certain)
             case "leaving":
                 self._hub.learner_leaving(wire.text_of(message.leaving.reason, f"reason of {whose}"))
             case other:

@@ -59,6 +59,7 @@ class Auditor:
         self._snapshots = KeptSnapshots(VERSIONS_KEPT)
         self._config = SuspicionConfig()
         self._suspicions: dict[PeerId, Suspicion] = {}
+        self._excused: set[PeerId] = set()
         self._scorer: SnapshotScorer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._looking: set[asyncio.Task[None]] = set()
@@ -126,17 +127,25 @@ class Auditor:
     def _of(self, peer_id: PeerId, now: float) -> Suspicion:
         if peer_id not in self._suspicions and len(self._suspicions) >= WORKERS_MAX:
             del self._suspicions[next(iter(self._suspicions))]
-        suspicion = self._suspicions.setdefault(peer_id, Suspicion(self._config, now))
+        suspicion = self._suspicions.setdefault(peer_id, Suspicion(self._config, now, peer_id in self._excused))
         suspicion.expire(now)
         return suspicion
 
     def _judge(self, worker: PeerId) -> None:
-        accusation = self._suspicions[worker].accusation
+        suspicion = self._suspicions.get(worker)
+        accusation = suspicion.accusation if suspicion is not None else None
         if accusation is not None and worker not in self.accused:
             self.accused[worker] = accusation
             self.counts.accused += 1
             _log.warning("audit of %s: %s", worker, accusation.text)
             self.on_accused(worker, accusation)
+
+    def release(self, worker: PeerId) -> None:
+        """The operator takes it back: it is watched from the start. A finding of noise alone is not made again."""
+        accusation = self.accused.pop(worker, None)
+        self._suspicions.pop(worker, None)
+        if accusation is not None and not accusation.is_certain:
+            self._excused.add(worker)
 
     def close(self) -> None:
         """What is still looked at is given up."""

@@ -241,7 +241,10 @@ class LearnerDaemon:
         loop.intake.on_offer = self._send_offer
         loop.intake.on_close = self._send_close
         publisher.on_published = self._send_published
-        loop.auditor.on_accused = lambda peer_id, accusation: self._accuse(peer_id, accusation.text, ingest)
+        loop.auditor.on_accused = lambda peer_id, accusation: self._accuse(
+            peer_id, f"audit: {accusation.text}", accusation.is_certain, ingest
+        )
+        loop.intake.on_untruth = lambda peer_id, text: self._accuse(peer_id, text, True, ingest)
         for part in (loop, loop.intake, loop.auditor, ingest, publisher):
             part.on_failure = self._fail
         if self._stop.is_set():
@@ -351,20 +354,31 @@ class LearnerDaemon:
             case "broadcast_plan":
                 broadcaster.apply_plan(order.broadcast_plan)
             case "banned":
-                ingest.banned[PeerId(order.banned.peer_id)] = order.banned.reason
-                _log.warning("worker %s is banned: %s", order.banned.peer_id, order.banned.reason)
+                self._bar(order.banned, ingest)
             case _:
                 pass
 
-    def _accuse(self, peer_id: PeerId, reason: str, ingest: IngestService) -> None:
+    def _bar(self, order: coordinator_pb2.WorkerBanned, ingest: IngestService) -> None:
+        """The coordinator's word on whose rollouts are taken; a worker that is taken back begins with a clean slate."""
+        assert self.loop is not None, "orders come while the loop runs"
+        peer_id = PeerId(order.peer_id)
+        if not order.is_lifted:
+            ingest.barred[peer_id] = order.reason
+            _log.warning("nothing is taken from worker %s: %s", peer_id, order.reason)
+            return
+        ingest.barred.pop(peer_id, None)
+        self.loop.auditor.release(peer_id)
+        self.loop.p.batcher.untruths.forget(peer_id)
+        _log.info("worker %s is taken back", peer_id)
+
+    def _accuse(self, peer_id: PeerId, reason: str, is_certain: bool, ingest: IngestService) -> None:
         """Nothing more is taken from the worker, what it sent and was not trained on is dropped, the operator is told."""
         assert self.loop is not None, "audits run while the loop does"
-        ingest.banned[peer_id] = f"audit: {reason}"
+        ingest.barred[peer_id] = reason
         self.loop.p.batcher.drop_sent_by(peer_id)
         self.loop.intake.settle()
-        self._send(
-            coordinator_pb2.LearnerMessage(accused=coordinator_pb2.WorkerAccused(peer_id=peer_id, reason=reason))
-        )
+        accused = coordinator_pb2.WorkerAccused(peer_id=peer_id, reason=reason, is_certain=is_certain)
+        self._send(coordinator_pb2.LearnerMessage(accused=accused))
 
     def _send(self, message: coordinator_pb2.LearnerMessage) -> None:
         if self.session is not None:

@@ -38,7 +38,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self.intake = intake
         self.run_id = run_id
         self.coordinator_peer_id = coordinator_peer_id
-        self.banned: dict[PeerId, str] = {}
+        self.barred: dict[PeerId, str] = {}
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.refused_reports = 0
         self._streams: Counter[PeerId] = Counter()
@@ -53,7 +53,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
             if self._streams[peer_id] > STREAMS_PER_PEER_MAX:
                 raise LimitExceeded(f"{peer_id}: expected at most {STREAMS_PER_PEER_MAX} report streams")
             async for report in request_iterator:
-                self._check_banned(peer_id)
+                self._check_barred(peer_id)
                 yield await self._answer(report, peer_id, tickets)
         except EchoError as error:
             await self._end(context, error, peer_id)
@@ -67,7 +67,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
         peer_id = await self._admitted_peer(context)
         try:
-            self._check_banned(peer_id)
+            self._check_barred(peer_id)
             ticket = self._verified(request.ticket, peer_id)
         except EchoError as error:
             await self._end(context, error, peer_id)
@@ -111,9 +111,9 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     def _verified(self, message: Any, peer_id: PeerId) -> Ticket:
         return verify_ticket(message, self.run_id, self.coordinator_peer_id, peer_id)
 
-    def _check_banned(self, peer_id: PeerId) -> None:
-        if peer_id in self.banned:
-            raise NotAllowed(f"{peer_id} is banned: {self.banned[peer_id]}")
+    def _check_barred(self, peer_id: PeerId) -> None:
+        if peer_id in self.barred:
+            raise NotAllowed(f"nothing is taken from {peer_id}: {self.barred[peer_id]}")
 
     async def _admitted_peer(self, context: Any) -> PeerId:
         try:

@@ -51,6 +51,7 @@ class Intake:
         self.rewards = RewardSums()
         self.on_offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
         self.on_close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
+        self.on_untruth: Callable[[PeerId, str], None] = lambda peer_id, text: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.is_offering = True
         self.exhausted: TaskError | None = None
@@ -67,6 +68,8 @@ class Intake:
     ) -> tuple[SegmentVerdict, ...]:
         """Takes the segments of one report of one lease, which the worker `sender` holds."""
         verdicts = tuple(self.batcher.receive(segment, attempt, sender) for segment in segments)
+        for accused, text in self.batcher.untruths.take():
+            self.on_untruth(accused, text)
         admitted = [v for v in verdicts if v.verdict is Verdict.ADMITTED]
         for verdict in admitted:
             group = self.batcher.groups.get(verdict.group_id)  # gone if a later segment showed it to be stale

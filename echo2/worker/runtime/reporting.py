@@ -169,11 +169,8 @@ class Reporting:
     async def _stream(self, stub: ingest_pb2_grpc.IngestStub) -> None:
         """Returns when the learner moved or closed the stream; raises when it broke."""
         call = stub.Report()
-        parts = [
-            asyncio.create_task(self._write(call)),
-            asyncio.create_task(self._read(call)),
-            asyncio.create_task(self._wait_moved()),
-        ]
+        reading = asyncio.create_task(self._read(call))
+        parts = [reading, asyncio.create_task(self._write(call, reading)), asyncio.create_task(self._wait_moved())]
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -188,10 +185,19 @@ class Reporting:
         await self._moved.wait()
 
     async def _write(
-        self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
+        self,
+        call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict],
+        reading: asyncio.Task[None],
     ) -> None:
         while True:
-            await call.write(await self._outgoing.get())
+            report = await self._outgoing.get()
+            try:
+                await call.write(report)
+            except (
+                asyncio.InvalidStateError
+            ):  # what gRPC raises for a stream that ended a moment ago: the reader tells why
+                await asyncio.wait([reading])
+                return
 
     async def _read(self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]) -> None:
         while True:

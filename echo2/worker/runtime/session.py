@@ -164,8 +164,7 @@ class CoordinatorSession:
                 ) from None
             call = coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession()
             try:
-                hello = self._begin()
-                await call.write(coordinator_pb2.WorkerMessage(hello=hello))
+                await _written(call, coordinator_pb2.WorkerMessage(hello=self._begin()))
                 interval_s = await self._welcome(call)
                 await self._talk(call, interval_s)
             finally:
@@ -238,11 +237,7 @@ class CoordinatorSession:
         self, call: grpc.aio.StreamStreamCall[coordinator_pb2.WorkerMessage, coordinator_pb2.WorkerOrder]
     ) -> None:
         while True:
-            message = await self._outbox.get()
-            try:
-                await call.write(message)
-            except asyncio.InvalidStateError:  # what gRPC raises for a stream that ended a moment ago
-                raise errors.Unreachable("the coordinator: the stream ended while something was said on it") from None
+            await _written(call, await self._outbox.get())
 
     async def _read(
         self, call: grpc.aio.StreamStreamCall[coordinator_pb2.WorkerMessage, coordinator_pb2.WorkerOrder]
@@ -259,3 +254,13 @@ class CoordinatorSession:
         while self._is_open:
             self.heartbeat()
             await asyncio.sleep(interval_s)
+
+
+async def _written(
+    call: grpc.aio.StreamStreamCall[coordinator_pb2.WorkerMessage, coordinator_pb2.WorkerOrder],
+    message: coordinator_pb2.WorkerMessage,
+) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:  # what gRPC raises for a stream that ended a moment ago
+        raise errors.Unreachable("the coordinator: the stream ended while something was said on it") from None

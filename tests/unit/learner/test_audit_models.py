@@ -133,7 +133,7 @@ def test_a_worker_that_fabricates_its_numbers_is_found_out(bench: Bench) -> None
         ]
 
     tokens, accusation = watched(bench, make, 20)
-    assert accusation is not None and accusation.bet == "noise" and tokens <= 1024
+    assert accusation is not None and accusation.bet == "fabrication" and tokens <= 1024
 
 
 def test_a_worker_that_cuts_its_completions_short_is_found_out(bench: Bench) -> None:

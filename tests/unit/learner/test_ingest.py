@@ -125,7 +125,7 @@ def test_another_workers_ticket_a_forged_one_and_another_runs_are_refused(stage:
         forged.attempt = 7
         await refused(stub, report_of(stage, worker, ticket=forged), denied)
         await refused(stub, report_of(stage, worker, ticket=worker.ticket(stage.group_id, run_id=RunId("x"))), denied)
-        stage.service.banned[PeerId(worker.identity.peer_id)] = "its log-probabilities are made up"
+        stage.service.barred[PeerId(worker.identity.peer_id)] = "its log-probabilities are made up"
         await refused(stub, report_of(stage, worker), denied)
         assert stage.batcher.counts.admitted == 0 and stage.service.refused_reports == 4
 

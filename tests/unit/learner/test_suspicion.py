@@ -13,7 +13,7 @@ from echo2.base.errors import ConfigError
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, Rollout, VersionSpan
 from echo2.learner.audit import FLOOR_NATS, Evidence, Piece, TokenScores
-from echo2.learner.suspicion import DAY_S, Suspicion, SuspicionConfig
+from echo2.learner.suspicion import DAY_S, Accusation, Suspicion, SuspicionConfig
 
 VOCABULARY = 12
 PIECE_TOKENS = 50
@@ -99,7 +99,41 @@ def test_a_worker_one_version_behind_is_found_out(noise_nats: float, shift_nats:
 def test_numbers_that_are_too_far_off_are_found_out() -> None:
     rng = random.Random(2)
     assert tokens_until_accused(lambda: evidence(rng, lambda: rng.gauss(0, 0.15)), 2000)[1] == "noise"
-    assert tokens_until_accused(lambda: evidence(rng, lambda: rng.uniform(-3, 0)), 2000)[1] == "noise"
+    assert tokens_until_accused(lambda: evidence(rng, lambda: rng.uniform(-3, 0)), 2000)[1] == "fabrication"
+
+
+def watched(suspicion: Suspicion, make: Callable[[], Evidence], tokens: int = 2000) -> Accusation | None:
+    while suspicion.tokens < tokens and suspicion.accusation is None:
+        suspicion.observe(make())
+    return suspicion.accusation
+
+
+@pytest.mark.parametrize(
+    ("make", "is_certain"),
+    [
+        (lambda rng: evidence(rng, lambda: rng.gauss(0, 0.15)), False),
+        (lambda rng: evidence(rng, lambda: rng.gauss(0, 0.4)), False),
+        (lambda rng: evidence(rng, lambda: rng.uniform(-3, 0)), True),
+        (lambda rng: evidence(rng, lambda: 0.0, 0.3, behind=True), True),
+        (lambda rng: evidence(rng, lambda: 0.0, coldness=3.0), True),
+    ],
+)
+def test_a_finding_is_certain_unless_it_rests_on_noise_alone(
+    make: Callable[[random.Random], Evidence], is_certain: bool
+) -> None:
+    rng = random.Random(7)
+    accusation = watched(Suspicion(SuspicionConfig(), 0.0), lambda: make(rng), 6000)
+    assert accusation is not None and accusation.is_certain is is_certain
+    assert "nats off, root mean square, 0.05 are allowed" in accusation.text
+
+
+def test_whose_noise_was_excused_is_accused_of_other_things_only() -> None:
+    rng = random.Random(8)
+    noisy = Suspicion(SuspicionConfig(), 0.0, excuses_noise=True)
+    assert watched(noisy, lambda: evidence(rng, lambda: rng.gauss(0, 0.15)), 5000) is None
+    noisy.expire(DAY_S + 1)
+    assert noisy.excuses_noise, "also on the next day"
+    assert watched(noisy, lambda: evidence(rng, lambda: rng.uniform(-3, 0))) is not None
 
 
 @pytest.mark.parametrize("coldness", [3.0, 1.5, 0.6])

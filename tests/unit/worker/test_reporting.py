@@ -6,10 +6,14 @@ import asyncio
 import random
 import time
 
+import pytest
+
 from echo2.base.clock import SystemClock
+from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, SamplingParams
 from echo2.broadcast.identity import Role
+from echo2.wire.gen.echo2.v1 import ingest_pb2
 from echo2.wire.ticket import Ticket, sign_ticket
 from echo2.worker import duties as d
 from echo2.worker.assignments import Assignments
@@ -176,3 +180,39 @@ async def until(is_so: object, within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not is_so():  # type: ignore[operator]
             await asyncio.sleep(0.005)
+
+
+class EndedCall:
+    """A stream that ends just when something is written to it, as gRPC shows it; its reader says why a moment later."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
+        self.has_ended = asyncio.Event()
+
+    async def write(self, report: object) -> None:
+        self.has_ended.set()
+        raise asyncio.InvalidStateError("RPC already finished.")
+
+    async def read(self) -> object:
+        await self.has_ended.wait()
+        await asyncio.sleep(0)
+        raise self.reason
+
+    def cancel(self) -> None: ...
+
+
+class EndedStub:
+    def __init__(self, call: EndedCall) -> None:
+        self.Report = lambda: call
+
+
+def test_a_stream_that_ends_while_a_report_is_written_ends_with_its_own_reason_and_not_the_worker() -> None:
+    async def scene() -> None:
+        async with SmallRun() as run:
+            bench = Bench(run)
+            bench.reporting._outgoing.put_nowait(ingest_pb2.RolloutReport(sequence=1))
+            with pytest.raises(MalformedMessage, match="why it ended"):
+                await bench.reporting._stream(EndedStub(EndedCall(MalformedMessage("why it ended"))))  # type: ignore[arg-type]
+            await bench.close()
+
+    asyncio.run(scene())

@@ -63,7 +63,7 @@ def document() -> dict[str, Any]:
                 "Sets what a worker does.", "Nothing.",
                 {
                     "peer_id": _TEXT, "reason": _TEXT,
-                    "activation": {"enum": ["automatic", "active", "standby", "draining", "banned"]},
+                    "activation": {"enum": ["automatic", "active", "standby", "draining", "quarantined", "banned"]},
                 },
                 ["peer_id", "activation"],
             ),

@@ -5,7 +5,8 @@ const rows = new Map();
 let sortBy = "name", descending = false, filter = "", newest = null;
 const lagText = (w) => { if (w.version == null || newest == null) return ""; const lag = Math.max(0, newest - w.version); return lag === 0 ? "newest" : `${lag} behind`; };
 const good = { alive: "good", suspect: "warn", gone: "bad" };
-const works = { active: "good", standby: "", draining: "warn", banned: "bad" };
+const works = { active: "good", standby: "", draining: "warn", quarantined: "bad", banned: "bad" };
+const isBarred = (w) => w.setting === "banned" || w.setting === "quarantined";
 function kinds(links) {
   const counts = {};
   for (const link of links || []) counts[link.kind] = (counts[link.kind] || 0) + 1;
@@ -15,7 +16,7 @@ function ways(w) { return [w.can_be_dialled ? "can be dialled" : `cannot be dial
 const COLUMNS = [
   { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide" },
   { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for },
-  { key: "activation", label: "Work", chip: (w) => [w.activation, works[w.activation]], title: (w) => w.reason },
+  { key: "activation", label: "Work", chip: (w) => [w.activation, works[w.activation]], sub: (w) => isBarred(w) ? w.reason : "", title: (w) => w.reason },
   { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
   { key: "usd_per_mtok", label: "$ / M useful", title: () => "price of a million tokens of rollouts that are trained on", text: (w) => usd(w.usd_per_mtok), n: true },
@@ -45,7 +46,7 @@ function newRow(peerId) {
   const name = () => rows.get(peerId)?.worker.name || peerId;
   const activate = make("button", { type: "button", onclick: () => set(peerId, rows.get(peerId).worker.setting === "active" ? "automatic" : "active", name()) });
   const drain = make("button", { type: "button", onclick: () => set(peerId, "draining", name()) }, "Drain");
-  const banned = make("button", { type: "button", class: "ban", onclick: () => rows.get(peerId).worker.setting === "banned" ? set(peerId, "automatic", name()) : ban(peerId, name()) });
+  const banned = make("button", { type: "button", class: "ban", onclick: () => isBarred(rows.get(peerId).worker) ? set(peerId, "automatic", name()) : ban(peerId, name()) });
   tr.append(make("td", { class: "act wide" }, make("span", { class: "row-actions" }, activate, drain, banned)));
   return { tr, cells, activate, drain, banned };
 }
@@ -59,8 +60,8 @@ function fill(row, now) {
   });
   row.tr.className = w.state === "gone" ? "gone" : "";
   setText(row.activate, w.setting === "active" ? "Auto" : "Activate"); row.activate.title = w.setting === "active" ? "leave it to the planner" : "keep it in the pool whatever the planner says";
-  setText(row.banned, w.setting === "banned" ? "Lift ban" : "Ban"); row.drain.disabled = w.setting === "draining" || w.setting === "banned";
-  row.activate.disabled = w.setting === "banned";
+  setText(row.banned, w.setting === "banned" ? "Lift ban" : w.setting === "quarantined" ? "Release" : "Ban");
+  row.drain.disabled = w.setting === "draining" || isBarred(w); row.activate.disabled = isBarred(w);
 }
 export function updateFleet(changes, now) {
   for (const [peerId, worker] of Object.entries(changes)) {
