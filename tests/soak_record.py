@@ -11,8 +11,9 @@ import json
 import platform
 import subprocess
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tempfile import gettempdir
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "soak.json"
@@ -61,12 +62,13 @@ def entries(record: Path) -> list[Entry]:
 def add(record: Path, found: Entry) -> None:
     """Adds to the record, whoever else adds at the same time."""
     record.parent.mkdir(parents=True, exist_ok=True)
-    with record.with_suffix(".lock").open("w") as lock:
+    with (Path(gettempdir()) / f"echo2-{record.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = entries(record)
         same = [one for one in kept if (one.part, one.commit) == (found.part, found.commit)]
         same[0].add(found) if same else kept.append(found)
-        text = json.dumps({"entries": [asdict(one) for one in kept]}, indent=1, sort_keys=True)
+        rows = [{one.name: getattr(entry, one.name) for one in fields(Entry)} for entry in kept]
+        text = json.dumps({"entries": rows}, indent=1, sort_keys=True)
         fresh = record.with_suffix(".new")
         fresh.write_text(text + "\n")
         fresh.replace(record)

@@ -244,7 +244,7 @@ class LeaseBook:
         group = self.groups[held.group_id]
         self._queue.remove(self._key(group))
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
-        yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now)
+        yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
     def _wanted(self, worker_id: PeerId, free_rollouts: int, version: Version, now: float) -> None:
         known = self.seekers.get(worker_id)
@@ -376,8 +376,9 @@ class LeaseBook:
         insort(self._queue, self._key(group))
 
     def _open_lease(
-        self, group: OpenGroup, worker_id: PeerId, lease_id: LeaseId | None, attempt: int, now: float
-    ) -> Iterator[Action]:
+        self, group: OpenGroup, worker_id: PeerId, lease_id: LeaseId | None, attempt: int, now: float,
+        is_held: bool = False,
+    ) -> Iterator[Action]:  # fmt: skip
         is_continuation = group.is_continuation
         lease_id = lease_id or lease_id_of(group.spec.group_id, attempt)
         deadline = now + self.rules.lease_timeout_s
@@ -389,7 +390,7 @@ class LeaseBook:
         self.counts.continued += is_continuation
         yield SaveGroup(group.spec.group_id)
         yield SaveLease(lease_id)
-        yield Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_renewal=False)
+        yield Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_held)
 
     def _renew(self, lease: Lease, now: float) -> Iterator[Action]:
         lease.deadline = now + self.rules.lease_timeout_s

@@ -119,7 +119,7 @@ class CoordinatorDriver:
                         action.lease_id, action.group.group_id, action.worker_id, action.attempt, action.deadline
                     )
                     self.truth.signed(ticket)
-                    grant = m.LeaseGrant(ticket, action.group, action.is_continuation)
+                    grant = m.LeaseGrant(ticket, action.group, action.is_continuation, action.is_renewal)
                     self._outgoing.append((action.worker_id, grant))
                 case le.Revoke(worker_id, _, _):
                     self._outgoing.append((worker_id, action))

@@ -40,6 +40,7 @@ class LeaseGrant:
     ticket: Ticket
     group: GroupSpec
     is_continuation: bool
+    is_renewal: bool
 
 
 @dataclass(frozen=True, slots=True)

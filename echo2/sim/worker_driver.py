@@ -269,10 +269,10 @@ class WorkerDriver:
                     self._learner_is_at(order.learner)
                 self.send(duties.CoordinatorCame(order.report_interval_s))
                 self._beat(end, order.heartbeat_interval_s)
-            case m.LeaseGrant(ticket, group, is_continuation):
+            case m.LeaseGrant(ticket, group, is_continuation, is_renewal):
                 self._tickets[ticket.lease_id] = ticket
                 deadline = self.host.now() + ticket.deadline_unix_s - self.host.unix()
-                self.send(duties.Granted(ticket.lease_id, group, deadline, is_continuation))
+                self.send(duties.Granted(ticket.lease_id, group, deadline, is_continuation, is_renewal))
             case le.Revoke(_, lease_id, reason):
                 self.send(duties.Revoked(lease_id, reason))
             case m.Activate(is_active):

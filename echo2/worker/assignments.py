@@ -166,6 +166,8 @@ class Assignments:
         if known is not None:
             known.deadline = grant.deadline
             return
+        if grant.is_renewal:
+            return  # ended here meanwhile, which the coordinator is about to hear
         self._demand.granted(grant.group.rollout_count, now)
         if self._is_leaving:
             yield EndLease(grant.lease_id, EndReason.HANDED_BACK, "this worker is draining")

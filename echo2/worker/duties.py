@@ -23,12 +23,16 @@ class EndReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A lease; granted again under its id, it only gets a new deadline. `deadline` is on the clock of `now`."""
+    """A lease; granted again under its id, it only gets a new deadline. `deadline` is on the clock of `now`.
+
+    `is_renewal`: the worker held it when this was sent. If it has ended the lease since, that has crossed this.
+    """
 
     lease_id: LeaseId
     group: GroupSpec
     deadline: float
     is_continuation: bool
+    is_renewal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,7 @@ class Hub:
                 ticket=sign_ticket(ticket, self.identity),
                 group=group_to_message(grant.group),
                 is_continuation=grant.is_continuation,
+                is_renewal=grant.is_renewal,
             )
         )
 

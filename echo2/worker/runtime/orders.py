@@ -102,6 +102,8 @@ class Orders:
             assert self.refuse is not None, "orders come by the session"
             self.refuse(lease_id, duties.EndReason.REFUSED, str(error))
             return
+        if grant.is_renewal and self._desk.machine.group_of(lease_id) is None:
+            return  # it has ended here meanwhile: its ticket is needed no longer
         self._reporting.keep_ticket(ticket)
         deadline = self._clock.now() + ticket.deadline_unix_s - (time.time() + self._skew_s)
-        self._desk.send(duties.Granted(lease_id, group, deadline, grant.is_continuation))
+        self._desk.send(duties.Granted(lease_id, group, deadline, grant.is_continuation, grant.is_renewal))

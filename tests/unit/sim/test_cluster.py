@@ -33,6 +33,8 @@ def test_all_invariants_hold_in_a_storm(seed: int) -> None:
 # Seeds that showed a defect once. What mends it has a test of its own as well.
 FOUND = {
     1539: "a worker whose reports were all refused got the leases again and again, and the others nothing",
+    2029: "a worker took the renewal of a lease that it had just ended for a new one",
+    2066: "the same, as the coordinator came back and took in the lease",
     212: "groups behind closed ones kept their late step and waited for a version that no step could bring",
 }
 

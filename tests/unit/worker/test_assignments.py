@@ -512,3 +512,13 @@ def test_a_long_rollout_is_reported_in_bounded_segments(seed: int) -> None:
         made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, verdict, held),)))
     assert held == count
     assert not made.sut.lease_ids
+
+
+def test_the_renewal_of_a_lease_that_has_ended_here_does_not_begin_it_again() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), group("g1", 2), 100.0, False))
+    made.send(d.Granted(LeaseId("l1"), group("g1", 2), 200.0, False, is_renewal=True))
+    assert made.sut.lease_ids == ("l1",)
+    made.send(d.ReportRefused(LeaseId("l1"), "the group is closed"))
+    assert of(d.Submit, made.send(d.Granted(LeaseId("l1"), group("g1", 2), 300.0, False, is_renewal=True))) == []
+    assert made.sut.lease_ids == ()

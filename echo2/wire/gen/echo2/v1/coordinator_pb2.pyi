@@ -252,14 +252,16 @@ class LearnerWhereabouts(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
-    __slots__ = ("ticket", "group", "is_continuation")
+    __slots__ = ("ticket", "group", "is_continuation", "is_renewal")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     IS_CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    IS_RENEWAL_FIELD_NUMBER: _ClassVar[int]
     ticket: _rollout_pb2.LeaseTicket
     group: _rollout_pb2.GroupSpec
     is_continuation: bool
-    def __init__(self, ticket: _Optional[_Union[_rollout_pb2.LeaseTicket, _Mapping]] = ..., group: _Optional[_Union[_rollout_pb2.GroupSpec, _Mapping]] = ..., is_continuation: _Optional[bool] = ...) -> None: ...
+    is_renewal: bool
+    def __init__(self, ticket: _Optional[_Union[_rollout_pb2.LeaseTicket, _Mapping]] = ..., group: _Optional[_Union[_rollout_pb2.GroupSpec, _Mapping]] = ..., is_continuation: _Optional[bool] = ..., is_renewal: _Optional[bool] = ...) -> None: ...
 
 class LeaseRevoke(_message.Message):
     __slots__ = ("lease_id", "reason")
