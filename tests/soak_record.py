@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "benchmarks" / "results" / "soak.json"
+RECORD = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 WORDS = {"sim": "seeds of the simulated cluster", "chaos": "runs of real processes", "fuzz": "inputs to decoders"}
@@ -100,7 +100,7 @@ def _counted(total: Entry, prefix: str) -> list[list[str]]:
 
 def page_of(kept: list[Entry]) -> str:
     """The generated part of the page."""
-    lines = [f"Made by `make soak` from `benchmarks/results/soak.json`, which grows with each soak "
+    lines = [f"Made by `make soak` from `docs/soak.json`, which grows with each soak "
              f"({platform.machine()}, Python {platform.python_version()}).", ""]  # fmt: skip
     lines += _table(
         ["part", "commit", "minutes", "how many", "failed"],
