@@ -327,13 +327,6 @@ class Hub:
         order = pb.Activation(is_active=is_active, reason=member.activation_reason)
         self._send(member.peer_id, pb.WorkerOrder(activation=order))
 
-    def worker_accused(self, peer_id: PeerId, reason: str, is_certain: bool) -> None:
-        """The learner's word, until the operator lifts it: a ban, or a quarantine where the finding is not certain."""
-        member = self.membership.members.get(peer_id)
-        if member is not None and member.setting is not Setting.BANNED:
-            self.note("audit", f"{member.name}: {reason}")
-            self.set_worker(peer_id, Setting.BANNED if is_certain else Setting.QUARANTINED, reason)
-
     def set_worker(self, peer_id: PeerId, setting: Setting, reason: str) -> None:
         """The operator's word on a worker."""
         member = self.membership.set(peer_id, setting, reason, self.clock.now())

@@ -20,6 +20,7 @@ from echo2.base.ids import PeerId, Version
 from echo2.broadcast.identity import Role
 from echo2.broadcast.runtime.tls import peer_of
 from echo2.coordinator import lease_events as le
+from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.session import Order, Session, refusal_of
 from echo2.coordinator.tokens import RateLimiter
@@ -119,7 +120,7 @@ class LearnerParty:
                 self._hub.published(wire.published_from_message(message.published, whose))
             case "accused":
                 reason = wire.text_of(message.accused.reason, f"reason of {whose}")
-                self._hub.worker_accused(PeerId(message.accused.peer_id), reason, message.accused.is_certain)
+                accused(self._hub, PeerId(message.accused.peer_id), reason, message.accused.is_certain)
             case "leaving":
                 self._hub.learner_leaving(wire.text_of(message.leaving.reason, f"reason of {whose}"))
             case other:
