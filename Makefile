@@ -35,7 +35,7 @@ $(VLLM_STAMP): pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM_STAMP)
-	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not soak and not gpu and not vllm"

@@ -35,7 +35,7 @@ from echo2.broadcast.staged import TensorUpdate
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.runtime.daemon import PUMP_PAUSE_S
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-from echo2.worker.runtime.engines.loop import StepLoop, Swap
+from echo2.worker.runtime.engines.loop import HOLD_STEPS, StepLoop, Swap
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
@@ -254,7 +254,8 @@ class Load:
 def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float, group_size: int = 8) -> float:
     """Share of CPU that a swap every `interval_s` takes from generation, with 32 slots full of mixed lengths.
 
-    The swap and the steps after it, less as many steps before it: standing still and recomputing caches together.
+    The steps from the swap's request on, less what their tokens cost between swaps: standing still, slots that stand
+    empty before a swap, and recomputing caches together.
     """
     weights = LiveWeights(read_shape(CONFIG))
     loop = StepLoop(weights, 32, CONTEXT_TOKENS, Nowhere())
@@ -267,15 +268,18 @@ def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float, grou
         for version in range(1, swaps + 1):
             change = delta(base, version)
             scatters = weights.checked(change)
-            until = time.process_time() + interval_s
-            plain_s = []
-            while time.process_time() < until:
-                plain_s.append(load.step(4))
+            plain_s, plain_tokens = 0.0, loop.stats().sampled_tokens
+            while plain_s < interval_s:
+                plain_s += load.step(4)
+            plain_tokens = loop.stats().sampled_tokens - plain_tokens
             began = time.process_time()
             loop.swap(Swap(change.version, change.parent, scatters, mode))
             loop.run_commands()
-            swap_s = time.process_time() - began
-            extra_s += swap_s + max(0.0, load.step(4) - statistics.median(plain_s))
+            tokens = loop.stats().sampled_tokens
+            load.step(3 * HOLD_STEPS)
+            spent_s = time.process_time() - began
+            extra_s += spent_s - (loop.stats().sampled_tokens - tokens) * plain_s / plain_tokens
+            assert loop.version == version, "the swap took effect within the steps measured"
     return extra_s / swaps / interval_s
 
 

@@ -102,13 +102,13 @@ def gpu_layout(size: ModelSize, gpu_memory_bytes: Sequence[int]) -> GpuLayout:
     """One engine per GPU where the weights fit one; else as few GPUs an engine as hold them, of the same size each.
 
     Separate engines need no exchange per layer and lose one GPU at a time, so tensor parallelism is for what does not
-    fit. It divides attention heads, so only their divisors come into question.
+    fit. It divides attention heads and matrices, so only powers of two that divide the heads come into question.
     """
     if not gpu_memory_bytes:
         raise ConfigError("layout: expected at least one GPU, got none")
     count, least = len(gpu_memory_bytes), min(gpu_memory_bytes)
     room = WEIGHTS_SHARE_GPU * least
-    for width in range(1, count + 1):
+    for width in (1 << power for power in range(count.bit_length())):
         divides = size.head_count % width == 0 and (size.kv_head_count % width == 0 or width % size.kv_head_count == 0)
         if divides and size.published_bytes <= width * room:
             engines = count // width

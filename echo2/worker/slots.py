@@ -78,7 +78,7 @@ class SlotTable:
     context_tokens: int
     epoch: int = 0
     is_holding: bool = False
-    """Admit nothing (a swap waits for running sequences to finish)."""
+    """Admit nothing (a swap waits for running sequences to end)."""
     waiting: deque[GenerateRequest] = field(default_factory=deque)
     running: dict[int, SlotSequence] = field(default_factory=dict)
     _slot_of: dict[str, int] = field(default_factory=dict)
@@ -164,9 +164,11 @@ class SlotTable:
         sampling = sequence.request.sampling
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if sequence.completion_count >= sampling.max_new_tokens or len(sequence.tokens) >= self.context_tokens:
-            return FinishReason.LENGTH
-        return FinishReason.UNFINISHED
+        return FinishReason.LENGTH if self._left(sequence) <= 0 else FinishReason.UNFINISHED
+
+    def is_ending_within(self, step_count: int) -> bool:
+        """Whether a sequence reaches its budget or the context's end in so many decode steps; stop tokens apart."""
+        return any(self._left(sequence) <= step_count for sequence in self.running.values())
 
     def release(self, sequence: SlotSequence) -> None:
         """Frees the slot of a sequence that has ended."""
@@ -194,6 +196,11 @@ class SlotTable:
         for sequence in self.running.values():
             if not (keep_kv and sequence.sampled and sequence.is_decodable):
                 sequence.cached = 0
+
+    def _left(self, sequence: SlotSequence) -> int:
+        """Tokens until the sequence ends by its length."""
+        budget = sequence.request.sampling.max_new_tokens - sequence.completion_count
+        return min(budget, self.context_tokens - len(sequence.tokens))
 
     def _cache(self, sequence: SlotSequence, count: int) -> None:
         becomes_shareable = sequence.cached < sequence.shareable <= count

@@ -31,6 +31,7 @@ KINDS = [
     pytest.param(("several", "qwen3"), id="several-qwen3"),
     pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
+    pytest.param(("vllm-2-ranks", "qwen3"), id="vllm-2-ranks-qwen3", marks=pytest.mark.vllm),
 ]
 
 
@@ -44,7 +45,8 @@ def make_engine(kind: str, config: dict[str, object]) -> Engine:
         return EmbeddedEngine(config, slot_count=8)
     from echo2.worker.runtime.engines.vllm import VllmEngine
 
-    return VllmEngine(config, slot_count=8)
+    gpus = (0, 1) if kind == "vllm-2-ranks" else ()
+    return VllmEngine(config, slot_count=8, gpus=gpus)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from echo2.base.errors import ConfigError, MalformedMessage, ResourceError
+from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import Version
 from echo2.broadcast.delta import HostWeights
 from echo2.worker.engine import Engine
@@ -50,11 +51,12 @@ def warm_up(choice: EngineChoice) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineFit:
-    """How the model goes on this machine: slots of each engine, and how many engines."""
+    """How the model goes on this machine: slots of each engine, how many engines, and over how many GPUs each."""
 
     slot_count: int
     engine_count: int
     reason: str
+    tensor_parallel: int = 1
 
 
 def fit_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, machine: Machine) -> EngineFit:
@@ -66,31 +68,28 @@ def fit_engine(choice: EngineChoice, config: dict[str, object], options: WorkerO
         slots = options.slot_count or cpu_slots(size, machine.memory_bytes, options.context_tokens_max)
         return EngineFit(slots, 1, told or f"{slots} sequences by memory")
     layout = gpu_layout(size, [gpu.memory_bytes for gpu in machine.gpus])
-    if layout.tensor_parallel > 1:
-        raise ResourceError(
-            f"GPUs: {layout.reason} over {layout.tensor_parallel} GPUs each; expected a model that one GPU holds, for "
-            "changes are written in place on one GPU an engine"
-        )
     memory = min(gpu.memory_bytes for gpu in machine.gpus)
-    slots = options.slot_count or gpu_slots(size, memory, context_tokens=options.context_tokens_max)
-    return EngineFit(slots, layout.engine_count, f"{told or f'{slots} sequences by memory'}; {layout.reason}")
+    width = layout.tensor_parallel
+    slots = options.slot_count or gpu_slots(size, width * memory, context_tokens=options.context_tokens_max)
+    told = told or f"{slots} sequences by memory"
+    return EngineFit(slots, layout.engine_count, f"{told}; {layout.reason}", width)
 
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: EngineFit) -> Engine:
     """The engine, not started. May take seconds: run it in a thread."""
     if fit.engine_count == 1:
-        return _one_engine(choice, config, options, fit.slot_count, None)
-    gpus = range(fit.engine_count)
-    return SeveralEngines([_one_engine(choice, config, options, fit.slot_count, gpu) for gpu in gpus])
+        gpus = range(fit.tensor_parallel) if fit.tensor_parallel > 1 else range(0)
+        return _one_engine(choice, config, options, fit, gpus)
+    width = fit.tensor_parallel
+    shares = [range(number * width, (number + 1) * width) for number in range(fit.engine_count)]
+    return SeveralEngines([_one_engine(choice, config, options, fit, gpus) for gpus in shares])
 
 
 def _one_engine(
-    choice: EngineChoice, config: dict[str, object], options: WorkerOptions, slot_count: int, gpu: int | None
+    choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: EngineFit, gpus: Sequence[int]
 ) -> Engine:
     adapter = adapter_spec(config)
     if choice is EngineChoice.VLLM:
-        if adapter is not None:
-            raise ConfigError("engine: the learner publishes a LoRA adapter, which the embedded engine alone applies")
         try:
             module = importlib.import_module("echo2.worker.runtime.engines.vllm")
         except ModuleNotFoundError as error:
@@ -98,7 +97,12 @@ def _one_engine(
                 f"engine: expected vLLM, but {error.name} is not installed; choose the embedded one"
             ) from None
         made: Engine = module.VllmEngine(
-            config, slot_count=slot_count, context_tokens=options.context_tokens_max, linger_s=LINGER_S, gpu=gpu
+            config,
+            slot_count=fit.slot_count,
+            context_tokens=options.context_tokens_max,
+            linger_s=LINGER_S,
+            gpus=gpus,
+            adapter=None if adapter is None else module.BaseOfAdapter(adapter, options.model_path),
         )
         return made
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
@@ -106,7 +110,7 @@ def _one_engine(
     return EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
-        slot_count=slot_count,
+        slot_count=fit.slot_count,
         context_tokens=options.context_tokens_max,
         slowdown=options.slowdown,
         linger_s=LINGER_S,

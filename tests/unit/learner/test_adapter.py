@@ -119,5 +119,7 @@ def test_another_base_or_none_is_refused_by_the_worker(model_path: Path, tmp_pat
     broken = {**json.loads(config), CONFIG_KEY: {"rank": 0, "scale": 1, "dtype": "bfloat16", "base_fingerprint": ""}}
     with pytest.raises(ConfigError, match="expected a rank of 1"):
         worker_engine(json.dumps(broken).encode(), tmp_path, str(model_path))
-    with pytest.raises(ConfigError, match="which the embedded engine alone applies"):
-        make_engine(EngineChoice.VLLM, parse_model_config(config), WorkerOptions("link", tmp_path), FIT)
+    vllms = make_engine(EngineChoice.VLLM, parse_model_config(config), WorkerOptions("link", tmp_path), FIT)
+    with pytest.raises(ConfigError, match=r"model\.path: the learner publishes an adapter only"):
+        asyncio.run(vllms.start())  # refused before vLLM is looked for
+    asyncio.run(vllms.stop())

@@ -30,6 +30,9 @@ from echo2.worker.slots import SlotSequence, SlotTable
 
 COMMANDS_MAX = 65_536
 PREFILL_TOKENS_MAX = 2_048
+HOLD_STEPS = 8
+"""A swap that recomputes caches waits so many steps for sequences that end meanwhile: those need no recomputing, and their
+successors' prompts are computed once instead of twice. That is worth more than the slots that stand empty until then."""
 _T = TypeVar("_T")
 
 
@@ -64,6 +67,7 @@ class _Command:
 class _PendingSwap:
     swap: Swap
     done: Future[float]
+    steps_left: int = HOLD_STEPS
 
 
 @dataclass(slots=True)
@@ -164,7 +168,7 @@ class StepLoop:
                 done.set_exception(EngineError(f"version {swap.version}: another swap is under way"))
                 return
             self._pending_swap = _PendingSwap(swap, done)
-            self._table.is_holding = swap.mode is SwapMode.FINISH_FIRST
+            self._table.is_holding = swap.mode is not SwapMode.KEEP_KV
             self._swap_if_ready()
 
         self._post(_Command(begin, done.set_exception))
@@ -194,7 +198,9 @@ class StepLoop:
     def run_commands(self) -> None:
         """Carries out what others asked for; waits while there is neither that nor anything to generate."""
         with self._wake:
-            self._wake.wait_for(lambda: self._commands or self._stop.is_set() or self._has_work())
+            self._wake.wait_for(
+                lambda: self._commands or self._stop.is_set() or self._has_work() or self._is_swap_ready()
+            )
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
@@ -209,6 +215,7 @@ class StepLoop:
     def step(self) -> None:
         """Admits, prefills, decodes one token of every sequence that is ready, and swaps where one waits for that."""
         if not self._has_work():
+            self._swap_if_ready()
             return
         began = time.monotonic()
         self._table.admit()
@@ -251,15 +258,15 @@ class StepLoop:
             if reason is not FinishReason.UNFINISHED:
                 self._table.release(sequence)
                 self._seeds.pop(sequence.request.request_id)
+        if self._pending_swap is not None:
+            self._pending_swap.steps_left -= 1
         self._counters.sampled_tokens += len(tokens)
         self._counters.decode_s += time.monotonic() - began
         self.outbox.put(tokens)
 
     def _swap_if_ready(self) -> None:
         pending = self._pending_swap
-        if pending is None:
-            return
-        if pending.swap.mode is SwapMode.FINISH_FIRST and self._table.running:
+        if pending is None or not self._is_swap_ready():
             return
         self._pending_swap = None
         self._table.is_holding = False
@@ -270,6 +277,18 @@ class StepLoop:
         except BaseException as error:
             pending.done.set_exception(error)
             raise
+
+    def _is_swap_ready(self) -> bool:
+        pending = self._pending_swap
+        if pending is None:
+            return False
+        match pending.swap.mode:
+            case SwapMode.KEEP_KV:
+                return True
+            case SwapMode.FINISH_FIRST:
+                return not self._table.running
+            case SwapMode.RECOMPUTE_KV:
+                return self.outbox.is_full or not self._table.is_ending_within(pending.steps_left)
 
     def _apply(self, swap: Swap) -> float:
         if swap.parent is not None and swap.parent != self.version:

@@ -20,25 +20,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
-from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.broadcast.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
-from echo2.worker.runtime.engines.checking import UpdateCheck
+from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, load_base
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import load_config
+from echo2.worker.runtime.engines.vllm_weights import ADAPTER_ID, VllmWeights
 from echo2.worker.slots import WAITING_MAX
 
 STOP_TIMEOUT_S = 9.0
 APPLY_TIMEOUT_S = 300.0
+GPU_MEMORY_SHARE = 0.9  # of a GPU, what vLLM may take
+CPU_CACHE_GIB = 1
 _EXTENSION = "echo2.worker.runtime.engines.vllm_extension.WorkerExtension"
 _RAW_LOGPROB_ID = -1
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _TEMPERATURE_MIN = 0.01
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for; an adapter gets the next larger one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseOfAdapter:
+    """The learner publishes an adapter: of what kind, and the folder or hub id of the base beneath it."""
+
+    spec: AdapterSpec
+    base_path: str
 
 
 @dataclass(slots=True)
@@ -62,9 +73,10 @@ class _Counters:
 
 
 class VllmEngine:
-    """`memory_share` is the part of a GPU's memory that vLLM may take; on a CPU the cache takes `cpu_cache_gib`.
+    """One vLLM.
 
-    `gpu`: which of the GPUs that this process sees; None: vLLM's choice.
+    `gpus`: which of the GPUs that this process sees; over several, vLLM is tensor parallel (on a CPU, over as many
+    processes); none: vLLM's choice.
     """
 
     def __init__(
@@ -73,10 +85,9 @@ class VllmEngine:
         *,
         slot_count: int = 64,
         context_tokens: int = 0,
-        memory_share: float = 0.9,
-        cpu_cache_gib: int = 1,
         linger_s: float = 0.0,
-        gpu: int | None = None,
+        gpus: Sequence[int] = (),
+        adapter: BaseOfAdapter | None = None,
     ) -> None:
         self._config = load_config(config)
         limit = int(str(self._config.get("max_position_embeddings", 0)))
@@ -85,9 +96,7 @@ class VllmEngine:
             raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
         self._vocab_count = int(str(self._config["vocab_size"]))
         self._slot_count = slot_count
-        self._memory_share = memory_share
-        self._gpu = gpu
-        self._cpu_cache_gib = cpu_cache_gib
+        self._gpus = tuple(gpus)
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
         self._outbox = Outbox(linger_s=linger_s)
@@ -96,7 +105,8 @@ class VllmEngine:
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
         self._ids_in_use: set[str] = set()
-        self._check: UpdateCheck | None = None
+        self._adapter = adapter
+        self._weights = VllmWeights(self._rpc, str(self._config.get("model_type")), adapter and adapter.spec)
         self._swap_order = asyncio.Lock()
         self._counters = _Counters()
 
@@ -112,12 +122,18 @@ class VllmEngine:
         if self._llm is not None:
             raise EngineError("the vLLM engine was started before; make a new one")
         self._outbox.bind(asyncio.get_running_loop(), self._room.set)
-        # In a thread: it takes up to minutes, and the worker's heartbeats must go on.
+        # In threads: it takes up to minutes, and the worker's heartbeats must go on. A wrong base is refused before that.
+        adapter = self._adapter
+        base = None if adapter is None else await asyncio.to_thread(load_base, adapter.base_path, adapter.spec)
         self._llm = await asyncio.to_thread(self._make_llm)
-        await self._rpc("echo2_report_both_logprobs")
+        for answer in await self._rpc("echo2_report_both_logprobs"):
+            if answer:
+                raise EngineError(answer.removeprefix("error: "))
+        if adapter is not None and base is not None:
+            await self._weights.lay_base(base, adapter.spec)
 
     def _make_llm(self) -> Any:
-        for name, value in _environment(self._cpu_cache_gib).items():
+        for name, value in _environment().items():
             os.environ.setdefault(name, value)
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -125,7 +141,8 @@ class VllmEngine:
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
         folder = Path(self._folder.name)
-        (folder / "config.json").write_text(json.dumps(self._config))
+        said = {key: value for key, value in self._config.items() if key != CONFIG_KEY}
+        (folder / "config.json").write_text(json.dumps(said))
         arguments = AsyncEngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -133,14 +150,17 @@ class VllmEngine:
             dtype="float32" if _is_cpu() else "bfloat16",
             max_model_len=self._context_tokens,
             max_num_seqs=self._slot_count,
-            gpu_memory_utilization=self._memory_share,
+            gpu_memory_utilization=GPU_MEMORY_SHARE,
             enforce_eager=_is_cpu(),
             logprobs_mode="processed_logprobs",
             worker_extension_cls=_EXTENSION,
             disable_log_stats=True,
+            tensor_parallel_size=max(1, len(self._gpus)),
+            distributed_executor_backend="mp" if len(self._gpus) > 1 else None,
+            **_lora_arguments(self._adapter),
         )
         try:
-            with _only_gpu(self._gpu):
+            with _only_gpus(self._gpus):
                 return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
@@ -154,6 +174,7 @@ class VllmEngine:
         if self._llm is not None:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.to_thread(self._llm.shutdown)
+        self._weights.close()
         self._folder.cleanup()
 
     def submit(self, request: GenerateRequest) -> None:
@@ -194,22 +215,16 @@ class VllmEngine:
                 raise EngineError(
                     f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
                 )
-            check = self._check
-            if check is None:
-                check = UpdateCheck(str(self._config.get("model_type")), await self._mapped(staged))
-            updates = await asyncio.to_thread(check.checked, staged)
-            self._check = check
-            with tempfile.NamedTemporaryFile(prefix="echo2-patch-", dir=_shared_memory()) as file:
-                entries = await asyncio.to_thread(_write_patches, Path(file.name), updates)
-                stood_still_s = await self._apply(staged.version, mode, file.name, entries)
-            check.applied(updates)
+            await self._weights.stage(staged)
+            stood_still_s = await self._apply(staged.version, mode)
+            await self._weights.settle(is_kept=True)
         for stream in list(self._streams.values()):
             if stream.task is None:
                 self._begin(stream)
         return stood_still_s
 
     async def fingerprint(self, key: int) -> int:
-        return int(await self._rpc("echo2_fingerprint", key))
+        return await self._weights.fingerprint(key)
 
     def stats(self) -> EngineStats:
         counters = self._counters
@@ -225,15 +240,7 @@ class VllmEngine:
             swap_count=counters.swap_count,
         )
 
-    async def _mapped(self, staged: StagedVersion) -> dict[str, tuple[int, ...]]:
-        """Has the worker build its map for the tensors of the first keyframe."""
-        if staged.parent is not None:
-            raise EngineError(f"version {staged.version}: expected a keyframe first, got a change of {staged.parent}")
-        shapes = {update.name: tuple(update.shape) for update in staged.updates()}
-        await self._rpc("echo2_map", [(name, list(shape)) for name, shape in shapes.items()])
-        return shapes
-
-    async def _apply(self, version: Version, mode: SwapMode, path: str, entries: list[tuple[Any, ...]]) -> float:
+    async def _apply(self, version: Version, mode: SwapMode) -> float:
         waits = mode is SwapMode.FINISH_FIRST
         began = time.monotonic()
         keeps = mode is SwapMode.KEEP_KV
@@ -241,8 +248,12 @@ class VllmEngine:
         if waits:
             began = time.monotonic()
         try:
-            await self._rpc("echo2_apply", path, entries)
-            await self._llm.update_weight_version(str(version))
+            await self._weights.apply()
+            try:
+                await self._llm.update_weight_version(str(version))
+            except Exception:
+                await self._weights.settle(is_kept=False)
+                raise
             self._version = version
             self._epoch += 1
             self._counters.swap_count += 1
@@ -252,12 +263,9 @@ class VllmEngine:
             self._counters.swap_s += stood_still_s
         return stood_still_s
 
-    async def _rpc(self, method: str, *arguments: object) -> Any:
-        """Calls the extension in vLLM's worker."""
-        (result,) = await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments)
-        if isinstance(result, str) and result.startswith("error: "):
-            raise EngineError(result.removeprefix("error: "))
-        return result
+    async def _rpc(self, method: str, *arguments: object) -> list[Any]:
+        """Calls the extension in each of vLLM's worker processes."""
+        return list(await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments))
 
     def _begin(self, stream: _Stream) -> None:
         if self._counters.busy_since is None:
@@ -271,7 +279,9 @@ class VllmEngine:
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"echo2-{self._epoch}"}
         reason = FinishReason.ABORTED
         try:
-            outputs = await self._llm.add_request(request.request_id, prompt, self._parameters(request))
+            outputs = await self._llm.add_request(
+                request.request_id, prompt, self._parameters(request), lora_request=self._lora_request()
+            )
             stream.is_known = True
             if stream.is_aborted:
                 await self._llm.abort(request.request_id)
@@ -327,6 +337,14 @@ class VllmEngine:
             counters.busy_s += time.monotonic() - counters.busy_since
             counters.busy_since = None
 
+    def _lora_request(self) -> Any:
+        """How a request asks for the adapter that the extension has registered. Its path is never read."""
+        if self._adapter is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", ADAPTER_ID, "/in/memory")
+
     def _parameters(self, request: GenerateRequest) -> Any:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -348,14 +366,24 @@ class VllmEngine:
         )
 
 
+def _lora_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:
+    if adapter is None:
+        return {}
+    rank = next((size for size in _LORA_RANKS if size >= adapter.spec.rank), None)
+    if rank is None:
+        raise ConfigError(f"adapter: expected a rank of at most {_LORA_RANKS[-1]} for vLLM, got {adapter.spec.rank}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+
 @contextmanager
-def _only_gpu(gpu: int | None) -> Iterator[None]:
-    """The process that vLLM starts meanwhile sees this GPU alone, by its place among those seen now; None: all."""
+def _only_gpus(gpus: Sequence[int]) -> Iterator[None]:
+    """The processes that vLLM starts meanwhile see these GPUs alone, by their places among those seen now; none: all."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpu is None:
+    if not gpus:
         yield
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu].strip() if seen else str(gpu)
+    names = seen.split(",") if seen else []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu].strip() if names else str(gpu) for gpu in gpus)
     try:
         yield
     finally:
@@ -371,27 +399,10 @@ def _is_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def _environment(cpu_cache_gib: int) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """What vLLM should find in its environment, unless the operator set it."""
     common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if not _is_cpu():
         return common
-    cpu = {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return common | cpu
-
-
-def _shared_memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def _write_patches(path: Path, updates: Sequence[TensorUpdate]) -> list[tuple[str, str, int, int, int]]:
-    """Raw positions and bits one after another, for the worker to map into its memory, and where each begins."""
-    entries = []
-    with path.open("wb") as file:
-        for update in updates:
-            count = -1 if update.indices is None else len(update.indices)
-            entries.append((update.name, update.dtype, file.tell(), count, len(update.bits)))
-            if update.indices is not None:
-                file.write(np.ascontiguousarray(update.indices).data)
-            file.write(np.ascontiguousarray(update.bits).data)
-    return entries

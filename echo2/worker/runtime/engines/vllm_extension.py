@@ -10,13 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import vllm._custom_ops as vllm_ops
 from vllm.v1.sample.sampler import Sampler
 
 from echo2.base.errors import EchoError, EngineError
-from echo2.worker.runtime.engines.weight_map import Patch, WeightMap, record_map
+from echo2.worker.runtime.engines.vllm_adapter import map_adapter, without_adapters
+from echo2.worker.runtime.engines.vllm_weights import Entry, read_patches
+from echo2.worker.runtime.engines.weight_map import WeightMap, record_map
 
 vllm_ops._supports_onednn = False
 
@@ -26,7 +27,7 @@ RAW_LOGPROB_ID = -1
 _BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
 _NUMBERS_EXACT_MAX = 1 << 24  # what float32 counts exactly
 
-_SIGNED: dict[str, np.dtype[np.signedinteger]] = {"bfloat16": np.dtype(np.int16), "float32": np.dtype(np.int32)}
+Shapes = list[tuple[str, list[int]]]
 
 
 class SamplerOfBoth(Sampler):  # type: ignore[misc]
@@ -35,18 +36,24 @@ class SamplerOfBoth(Sampler):  # type: ignore[misc]
     def forward(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raw = self.compute_logprobs(logits)
         output = super().forward(logits, *args, **kwargs)
-        reported = output.logprobs_tensors
-        if reported is not None and reported.logprobs.shape[1] >= 2:
-            sampled = output.sampled_token_ids[:, :1].long()
-            reported.logprob_token_ids[:, 1] = RAW_LOGPROB_ID
-            reported.logprobs[:, 1] = raw.gather(1, sampled)[:, 0]
+        _report_raw(output.logprobs_tensors, raw, output.sampled_token_ids[:, :1].long())
         return output
 
 
-class WorkerExtension:
-    """Every method returns text or numbers; `error: ...` texts, because exceptions lose their class on the way."""
+def _report_raw(reported: Any, raw: torch.Tensor, sampled: torch.Tensor) -> None:
+    """Puts raw log-probabilities of the sampled tokens in the second place of each, where there is one."""
+    if reported is None or reported.logprob_token_ids.ndim != 2 or reported.logprobs.shape[1] < 2:
+        return
+    reported.logprob_token_ids[:, 1] = RAW_LOGPROB_ID
+    reported.logprobs[:, 1] = raw.gather(1, sampled)[:, 0]
 
-    _echo2_map: WeightMap | None = None
+
+class WorkerExtension:
+    """What the engine calls in each of vLLM's processes. Where something is refused, the answer is a text `error: ...`,
+    because exceptions lose their class on the way."""
+
+    _echo2_map: WeightMap | None = None  # of what is published
+    _echo2_base: WeightMap | None = None  # of the base beneath an adapter
     model_runner: Any
 
     def echo2_report_both_logprobs(self) -> str:
@@ -57,36 +64,53 @@ class WorkerExtension:
         self.model_runner.sampler = SamplerOfBoth(logprobs_mode="processed_logprobs")
         return ""
 
-    def echo2_map(self, shapes: list[tuple[str, list[int]]]) -> str:
-        """Builds the map for published tensors of these names and shapes."""
+    def echo2_map(self, shapes: Shapes, is_base: bool) -> Any:
+        """Builds the map for whole weights of these names and shapes; returns what of them is here (`covers`)."""
         try:
             model = self.model_runner.model
-            named = {name: tuple(shape) for name, shape in shapes}
-            self._echo2_map = record_map(model.load_weights, named, model, _expert_orders(model))
+            with without_adapters(model):
+                found = record_map(model.load_weights, _shapes(shapes), model, _expert_orders(model))
         except EchoError as error:
             return f"error: {error}"
-        return ""
+        self._echo2_base, self._echo2_map = (found, self._echo2_map) if is_base else (self._echo2_base, found)
+        return found.covers()
 
-    def echo2_apply(self, path: str, entries: list[tuple[str, str, int, int, int]]) -> str:
-        """Applies the patches in the file: (name, dtype, offset, position count or -1, value count) of each."""
-        if self._echo2_map is None:
+    def echo2_map_adapter(self, shapes: Shapes, factor: float) -> Any:
+        """Builds the map for an adapter's tensors and switches the adapter on."""
+        try:
+            self._echo2_map = map_adapter(self.model_runner, _shapes(shapes), factor)
+        except EchoError as error:
+            return f"error: {error}"
+        return self._echo2_map.covers()
+
+    def echo2_apply(self, path: str, entries: list[Entry], is_base: bool) -> str:
+        """Applies the patches in the file, to be settled afterwards."""
+        held = self._echo2_base if is_base else self._echo2_map
+        if held is None:
             return "error: expected a keyframe first, got a change"
         try:
-            raw = np.memmap(Path(path), np.uint8, "r")
-            self._echo2_map.apply([_patch(raw, entry) for entry in entries])
+            held.apply(read_patches(Path(path), entries))
         except EchoError as error:
             return f"error: {error}"
         return ""
 
-    def echo2_fingerprint(self, key: int) -> str:
-        """Keyed fingerprint of the live weights, in decimal."""
-        if self._echo2_map is None:
-            raise EngineError("expected a keyframe first, got a question for the fingerprint")
-        return str(self._echo2_map.fingerprint(key))
+    def echo2_settle(self, is_kept: bool, is_base: bool) -> str:
+        """Ends an update: forgets the old values, or puts them back because another process failed."""
+        held = self._echo2_base if is_base else self._echo2_map
+        if held is not None:
+            held.settle(is_kept=is_kept)
+        return ""
 
-    def echo2_piece_count(self) -> int:
-        """How many pieces the map has; 0 before the first keyframe."""
-        return 0 if self._echo2_map is None else self._echo2_map.piece_count
+    def echo2_sums(self, key: int, is_base: bool) -> Any:
+        """What the tensors held here add to the keyed fingerprint."""
+        held = self._echo2_base if is_base else self._echo2_map
+        return (
+            "error: expected a keyframe first, got a question for the fingerprint" if held is None else held.sums(key)
+        )
+
+
+def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in shapes}
 
 
 def _expert_orders(model: torch.nn.Module) -> dict[int, torch.Tensor]:
@@ -122,14 +146,3 @@ def _packed_order(name: str, parameter: torch.Tensor, isa: str) -> torch.Tensor:
     order = torch.empty(count, dtype=torch.int64)
     order[packed] = torch.arange(count)
     return order
-
-
-def _patch(raw: np.ndarray, entry: tuple[str, str, int, int, int]) -> Patch:
-    name, dtype, offset, position_count, value_count = entry
-    positions = None
-    if position_count >= 0:
-        positions = torch.from_numpy(np.array(raw[offset : offset + 8 * position_count]).view(np.int64))
-        offset += 8 * position_count
-    signed = _SIGNED[dtype]
-    bits = np.array(raw[offset : offset + signed.itemsize * value_count]).view(signed)
-    return Patch(name, dtype, positions, torch.from_numpy(bits))

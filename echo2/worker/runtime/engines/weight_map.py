@@ -1,9 +1,11 @@
 """Where each element of a published tensor lies in the live parameters of a model that fuses and slices them.
 
 The map is not written down by hand: a model's own loader is run once on tensors without storage, and every final
-`Tensor.copy_` says which part of which tensor would go where. Guarantees: a tensor whose elements do not all arrive,
-and a parameter that nothing fills, are refused by name; an update is applied whole or undone. Leaves to others: how
-updates reach the process, and checks of the updates themselves (checking.py).
+`Tensor.copy_` says which part of which tensor would go where. Guarantees: a parameter that nothing fills is refused by
+name; an update is applied whole or undone, also after the fact, until it is settled. Where live values are not the
+published ones bit for bit (derived.py), the published ones are kept on the host beside them. Leaves to others: how
+updates reach the process, checks of the updates themselves (checking.py), and whether the parts that several
+processes hold of a tensor make a whole (ranks.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from echo2.base.errors import EngineError
-from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_tensor
+from echo2.broadcast.delta.elements import TensorSpec, element_type_of
+from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_tensor, header_term
+from echo2.worker.runtime.engines.derived import Derived
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -89,57 +93,127 @@ class Patch:
 
 
 class WeightMap:
-    """Published names to pieces of live parameters."""
+    """Published names to pieces of live parameters, and to what is derived from them."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, list[Piece]]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        pieces: Mapping[str, list[Piece]],
+        derived: Mapping[str, list[Derived]] | None = None,
+    ) -> None:
         self.shapes = dict(shapes)
         self._pieces = dict(pieces)
+        self._derived = dict(derived or {})
+        self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of what is derived
         self._dtypes: dict[str, str] = {}
+        self._undo: list[Callable[[], object]] = []
 
     @property
     def piece_count(self) -> int:
         return sum(map(len, self._pieces.values()))
 
+    def covers(self) -> list[tuple[str, int, str]]:
+        """Of every tensor: how many of its elements are here, and a text that is equal where the same ones are."""
+        found = []
+        for name, shape in self.shapes.items():
+            pieces = self._pieces[name]
+            parts = sorted((piece.offset, piece.strides, tuple(piece.live.shape)) for piece in pieces)
+            count = torch.Size(shape).numel() if name in self._derived else sum(p.live.numel() for p in pieces)
+            found.append((name, count, "" if name in self._derived else str(parts)))
+        return found
+
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Writes checked patches in place. Old values are kept in host memory meanwhile and come back on failure."""
-        undo: list[Callable[[], object]] = []
+        """Writes checked patches in place. Old values are kept in host memory until `settle`, or come back on failure."""
+        self.settle(is_kept=True)
         name, dtypes = "", {}
         try:
             for patch in patches:
                 name, dtypes[patch.name] = patch.name, patch.dtype
+                if patch.name in self._derived:
+                    self._derive(patch)
                 for piece in self._pieces[patch.name]:
-                    self._write(patch, piece, undo)
-        except (RuntimeError, IndexError, KeyError, EngineError) as error:
-            for put_back in reversed(undo):
-                put_back()
+                    self._write(patch, piece)
+        except (RuntimeError, IndexError, KeyError, ValueError, EngineError) as error:
+            self.settle(is_kept=False)
             raise EngineError(f"tensor {name}: the update did not apply, old weights are back: {error}") from error
         self._dtypes.update(dtypes)
 
-    def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the live weights under their published names and dtypes."""
-        total = 0
-        for name, pieces in self._pieces.items():
-            dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
-            whole = torch.empty(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=pieces[0].live.device)
-            for piece in pieces:
-                piece.part_of(whole).copy_(_narrowed(piece.read(), _TORCH_DTYPES[dtype]))
-            total += fingerprint_tensor(name, whole, key)
-        return int(total % MODULUS)
+    def settle(self, *, is_kept: bool) -> None:
+        """Forgets the old values of the last update, or puts them back."""
+        if not is_kept:
+            for put_back in reversed(self._undo):
+                put_back()
+        self._undo = []
 
-    def _write(self, patch: Patch, piece: Piece, undo: list[Callable[[], object]]) -> None:
+    def sums(self, key: int) -> list[tuple[int, int]]:
+        """Of each tensor, in `shapes`' order: its header's term of the keyed fingerprint, and the sum over what is here."""
+        return [self._sum(name, key) for name in self.shapes]
+
+    def fingerprint(self, key: int) -> int:
+        """Keyed fingerprint of live weights that are all here, under their published names and dtypes."""
+        return sum(map(sum, self.sums(key))) % MODULUS
+
+    def _sum(self, name: str, key: int) -> tuple[int, int]:
+        if name in self._derived:
+            whole, is_off = self._master(name), not self._follows(name)
+        else:
+            whole, is_off = self._gathered(name), False
+        header = header_term(key, TensorSpec(name, element_type_of(name, whole), self.shapes[name]))
+        return header, (fingerprint_tensor(name, whole, key) - header + is_off) % MODULUS
+
+    def _gathered(self, name: str) -> torch.Tensor:
+        """A tensor as it was published, from what is live; zero where this process holds nothing."""
+        pieces = self._pieces[name]
+        dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
+        whole = torch.zeros(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=pieces[0].live.device)
+        for piece in pieces:
+            piece.part_of(whole).copy_(_narrowed(piece.read(), _TORCH_DTYPES[dtype]))
+        return whole
+
+    def _follows(self, name: str) -> bool:
+        return all(derived.follows(self._master(name)) for derived in self._derived[name])
+
+    def _master(self, name: str) -> torch.Tensor:
+        return self._masters[name].view(_TORCH_DTYPES[self._dtypes[name]]).view(self.shapes[name])
+
+    def _derive(self, patch: Patch) -> None:
+        """Writes the published values on the host, and what follows from them where it is live."""
+        name, old_dtype = patch.name, self._dtypes.get(patch.name)
+        before = self._masters.get(name)
+        replaced = None if patch.positions is None or before is None else before[patch.positions]
+
+        def put_back() -> None:
+            if before is None or old_dtype is None:
+                self._masters.pop(name, None)
+                return
+            if replaced is not None:
+                before[patch.positions] = replaced
+            self._masters[name], self._dtypes[name] = before, old_dtype
+            for derived in self._derived[name]:
+                derived.put(self._master(name), patch.positions)
+
+        self._undo.append(put_back)
+        if patch.positions is None:
+            self._masters[name], self._dtypes[name] = patch.bits, patch.dtype
+        else:
+            self._masters[name][patch.positions] = patch.bits
+        for derived in self._derived[name]:
+            derived.put(self._master(name), patch.positions)
+
+    def _write(self, patch: Patch, piece: Piece) -> None:
         live = piece.live
         device, whose = live.device, f"tensor {patch.name}"
         if patch.positions is None:
             values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
             old = piece.read().to("cpu", copy=True)
-            undo.append(lambda: piece.write(old.to(device)))
+            self._undo.append(lambda: piece.write(old.to(device)))
             piece.write(piece.part_of(values))
             return
         inside, target = piece.positions(patch.positions.to(device))
         values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
         flat = piece.live_flat
         replaced = flat[target].cpu()
-        undo.append(lambda: flat.index_copy_(0, target, replaced.to(device)))
+        self._undo.append(lambda: flat.index_copy_(0, target, replaced.to(device)))
         flat.index_copy_(0, target, values)
 
 
@@ -154,8 +228,28 @@ def record_map(
     `orders`: for parameters (by the address of their storage) that a kernel reorders after loading, the place of each
     element.
     """
-    reordered = orders or {}
-    dtype = next(model.parameters()).dtype
+
+    def load_each(probes: Mapping[str, torch.Tensor]) -> None:
+        for name, probe in probes.items():
+            try:
+                load_weights([(name, probe)])
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"tensor {name}: the model's loader cannot place it: {error!r}") from error
+
+    pieces = record_pieces(load_each, shapes, next(model.parameters()).dtype, orders or {})
+    _refuse_gaps(shapes, pieces, model)
+    return WeightMap(shapes, pieces)
+
+
+def record_pieces(
+    load: Callable[[Mapping[str, torch.Tensor]], object],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    orders: Mapping[int, torch.Tensor],
+) -> dict[str, list[Piece]]:
+    """Where `load` copies each part of storage-less tensors of these names and shapes."""
     probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
@@ -166,20 +260,13 @@ def record_map(
             return False
         if live.shape != source.shape:
             raise EngineError(f"tensor {name}: expected the loader to copy equal shapes, got {tuple(source.shape)}")
-        order = reordered.get(live.untyped_storage().data_ptr())
+        order = orders.get(live.untyped_storage().data_ptr())
         pieces[name].append(Piece(int(source.storage_offset()), source.stride(), live.detach(), order))
         return True
 
     with _intercepted_copies(record):
-        for name, probe in probes.items():
-            try:
-                load_weights([(name, probe)])
-            except EngineError:
-                raise
-            except Exception as error:
-                raise EngineError(f"tensor {name}: the model's loader cannot place it: {error!r}") from error
-    _refuse_gaps(shapes, pieces, model)
-    return WeightMap(shapes, pieces)
+        load(probes)
+    return pieces
 
 
 @contextmanager
@@ -201,11 +288,9 @@ def _refuse_gaps(
     shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, list[Piece]], model: torch.nn.Module
 ) -> None:
     filled: dict[int, int] = {}
-    for name, shape in shapes.items():
-        mapped = sum(piece.live.numel() for piece in pieces[name])
-        expected = torch.Size(shape).numel()
-        if mapped != expected:
-            raise EngineError(f"tensor {name}: the model's loader places {mapped} of its {expected} elements")
+    for name in shapes:
+        if not pieces[name]:
+            raise EngineError(f"tensor {name}: the model's loader places none of its elements")
         for piece in pieces[name]:
             storage = piece.live.untyped_storage().data_ptr()
             filled[storage] = filled.get(storage, 0) + piece.live.numel()

@@ -10,7 +10,7 @@ import pytest
 
 from echo2.base.errors import ResourceError
 from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.engines.vllm import _only_gpu
+from echo2.worker.runtime.engines.vllm import _only_gpus
 from echo2.worker.runtime.machine import Machine, parse_gpus
 from echo2.worker.runtime.make_engine import fit_engine
 from tests.contract.engine_rig import tiny_config
@@ -31,12 +31,15 @@ def test_slots_are_as_told_or_by_memory(tmp_path: Path) -> None:
     assert (told.slot_count, told.engine_count, told.reason) == (7, 1, "7 sequences as told")
 
 
-def test_gpus_become_engines_and_a_model_too_large_for_one_is_refused(tmp_path: Path) -> None:
+def test_gpus_become_engines_and_a_model_too_large_for_one_is_spread_over_several(tmp_path: Path) -> None:
     fit = fit_engine(EngineChoice.VLLM, QWEN3_8B, options(tmp_path), FOUR_GPUS)
     assert fit.engine_count == 4 and "4 engines" in fit.reason
     large = QWEN3_8B | {"num_hidden_layers": 80}
-    with pytest.raises(ResourceError, match="expected a model that one GPU holds"):
-        fit_engine(EngineChoice.VLLM, large, options(tmp_path), FOUR_GPUS)
+    fit = fit_engine(EngineChoice.VLLM, large, options(tmp_path), FOUR_GPUS)
+    assert (fit.engine_count, fit.tensor_parallel) == (2, 2) and "2 engines" in fit.reason
+    one_gpu = replace(FOUR_GPUS, gpus=FOUR_GPUS.gpus[:1])
+    with pytest.raises(ResourceError, match="in equal parts of 32 heads, they do not"):
+        fit_engine(EngineChoice.VLLM, large, options(tmp_path), one_gpu)
 
 
 def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
@@ -44,14 +47,14 @@ def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_pa
         fit_engine(EngineChoice.EMBEDDED, QWEN3_8B, options(tmp_path), CPU)
 
 
-def test_an_engine_is_shown_one_gpu_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with _only_gpu(2):
+    with _only_gpus((2,)):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
-    with _only_gpu(1):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
-    with _only_gpu(None):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6, 7")
+    with _only_gpus((1, 2)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    with _only_gpus(()):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"

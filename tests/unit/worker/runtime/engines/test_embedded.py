@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from echo2.worker.runtime.engines.loop import StepLoop, Swap
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.runtime.engines.shape import read_shape
+from echo2.worker.runtime.engines.weights import LiveWeights
 from tests.contract.engine_rig import keyframe_of, make_versions, tiny_config
 
 CONFIG = tiny_config("qwen3")
@@ -174,6 +179,47 @@ def test_growing_sequences_linger_in_the_outbox_and_an_end_does_not() -> None:
         assert len(await brief.take()) == 1 and await brief.take() == []
 
     run(body())
+
+
+def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_meanwhile() -> None:
+    weights = LiveWeights(read_shape(CONFIG))
+    box = Outbox()
+    loop = StepLoop(weights, 2, 64, box)
+
+    def swap(version: int, mode: SwapMode = SwapMode.RECOMPUTE_KV) -> None:
+        staged = dataclasses.replace(BASE, version=Version(version))
+        loop.swap(Swap(staged.version, None, weights.checked(staged), mode))
+        loop.run_commands()
+
+    async def tokens() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for chunk in await box.take():
+            found.setdefault(chunk.request_id, []).extend([chunk.version] * len(chunk.token_ids))
+        return found
+
+    with torch.inference_mode():
+        swap(0)
+        for name, count in (("short", 6), ("long", 50), ("next", 4)):
+            loop.submit(request(name, count))
+        loop.step()
+        swap(1)
+        assert loop.version == 0
+        for _ in range(4):
+            loop.step()
+            assert loop.version == 0
+        loop.step()
+        assert loop.version == 1, "as soon as the short one has ended"
+        loop.step()
+        assert asyncio.run(tokens()) == {"short": [0] * 6, "long": [0] * 6 + [1], "next": [1]}
+        swap(2, SwapMode.KEEP_KV)
+        assert loop.version == 2, "kept caches cost nothing, so nothing is waited for"
+        loop.step()
+        loop.step()
+        swap(3)
+        loop.step()
+        assert loop.version == 3, "the other one ended"
+        swap(4)
+        assert loop.version == 4, "what is left runs on for longer than a swap waits"
 
 
 def test_bad_options_are_refused_by_name() -> None:

@@ -23,17 +23,29 @@ def test_whatever_is_chosen_gives_the_same_product() -> None:
 
 def test_each_number_of_rows_falls_into_the_largest_class_that_it_reaches() -> None:
     products = Products()
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
 
     def noting(at: int) -> object:
-        return lambda rows, weight, bias: seen.append(at) or F.linear(rows, weight, bias)
+        return lambda rows, weight, bias: seen.append((at, len(rows))) or F.linear(rows, weight, bias)
 
     products._chosen = [noting(at) for at in range(len(ROW_CLASSES))]  # type: ignore[misc]
     for count in (8, 16, 56, 64, 192, 256, 512):
         products.product(torch.zeros(count, 2), torch.zeros(2, 2))
     last = len(ROW_CLASSES) - 1
-    assert seen == [2, 3, 4, last - 1, last - 1, last, last, last]
-    seen.clear()
-    for count in (1, 63, 100):
-        products.product(torch.zeros(count, 2), torch.zeros(2, 2))
-    assert seen == [last - 1], "shapes that are seldom met again go to MKL, whole pieces of the last one do not"
+    assert seen == [(2, 8), (3, 16), (4, 56), (5, 64), (5, 192), (last, 256), (last, 256), (last, 256)]
+
+
+def test_shapes_are_filled_up_to_few_different_ones() -> None:
+    products = Products()
+    seen: set[int] = set()
+
+    def noting(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.add(len(rows))
+        return F.linear(rows, weight, bias)
+
+    products._chosen = [noting] * len(ROW_CLASSES)
+    weight = torch.randn(3, 2)
+    for count in range(1, 600):
+        rows = torch.randn(count, 2)
+        torch.testing.assert_close(products.product(rows, weight), F.linear(rows, weight))
+    assert seen == {8, 16, 24, 32, 40, 48, 56, 64, 128, 192, 256}

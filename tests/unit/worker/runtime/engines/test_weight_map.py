@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import EngineError
 from echo2.broadcast.delta.fingerprint import fingerprint
+from echo2.worker.runtime.engines.derived import Scaled
+from echo2.worker.runtime.engines.ranks import joined
 from echo2.worker.runtime.engines.weight_map import Patch, WeightMap, record_map
 
 SHAPES = {"q": (6, 4), "k": (2, 4), "wide": (3, 10), "turned": (5, 3), "norm": (4,), "vocab": (5, 4)}
@@ -56,7 +58,7 @@ class Fusing(torch.nn.Module):
                 case "vocab":
                     self.vocab.weight.data[:5].copy_(tensor)
                 case "lossy":
-                    self.norm.data.copy_(tensor[:4])
+                    self.vocab.weight.data[7].copy_(tensor[:4])
                 case "summed":
                     self.norm.data.copy_(tensor + 1)
                 case _:
@@ -144,8 +146,9 @@ def test_a_parameter_that_a_kernel_reorders_is_written_in_the_kernels_order(data
 @pytest.mark.parametrize(("name", "shape"), [("lossy", (6,)), ("summed", (4,)), ("unheard_of", (4,))], ids=str)
 def test_what_the_loader_does_not_place_whole_is_refused_by_name(name: str, shape: tuple[int, ...]) -> None:
     model = Fusing()
+    shapes = SHAPES | {name: shape}
     with pytest.raises(EngineError, match=f"tensor {name}"):
-        record_map(model.load_weights, SHAPES | {name: shape}, model)
+        joined(shapes, [record_map(model.load_weights, shapes, model).covers()])
 
 
 def test_a_parameter_that_nothing_fills_is_refused_by_name() -> None:
@@ -153,3 +156,75 @@ def test_a_parameter_that_nothing_fills_is_refused_by_name() -> None:
     with pytest.raises(EngineError, match=r"parameter qk: .* 24 of 32"):
         record_map(model.load_weights, {name: shape for name, shape in SHAPES.items() if name != "k"}, model)
     assert torch.Tensor.copy_(torch.zeros(2), torch.ones(2)).sum() == 2, "copies work again afterwards"
+
+
+def scaled(factor: float) -> tuple[torch.Tensor, WeightMap]:
+    """`q` times a number, the lower rows of it, in a live tensor."""
+    live = torch.zeros(3, 4)
+    return live, WeightMap({"q": (6, 4)}, {"q": []}, {"q": [Scaled(12, (4, 1), live, factor)]})
+
+
+def test_what_is_derived_follows_the_published_values_and_proves_them() -> None:
+    values = torch.randn(6, 4).bfloat16()
+    live, weight_map = scaled(0.3)
+    weight_map.apply([Patch("q", "bfloat16", None, bits(values).clone())])
+    assert torch.equal(live, values.float()[3:] * 0.3)
+    changed = values.clone()
+    changed[0, 1], changed[5, 3] = 7.0, float("nan")
+    weight_map.apply([Patch("q", "bfloat16", torch.tensor([1, 23]), bits(changed).reshape(6, 4)[[0, 5], [1, 3]])])
+    assert weight_map.fingerprint(3) == fingerprint({"q": changed}, 3)
+    live[0, 0] += 1
+    assert weight_map.fingerprint(3) != fingerprint({"q": changed}, 3), "what is live no longer follows"
+
+
+def test_an_update_can_be_taken_back_until_it_is_settled() -> None:
+    tensors = published(1)
+    model, weight_map = loaded(tensors)
+    before = [parameter.clone() for parameter in model.parameters()]
+    weight_map.settle(is_kept=True)
+    weight_map.apply([Patch(name, "bfloat16", None, bits(tensor)) for name, tensor in published(2).items()])
+    weight_map.settle(is_kept=False)
+    assert all(torch.equal(old, now) for old, now in zip(before, model.parameters(), strict=True))
+    live, derived = scaled(2.0)
+    values = torch.randn(6, 4).bfloat16()
+    derived.apply([Patch("q", "bfloat16", None, bits(values).clone())])
+    derived.settle(is_kept=True)
+    derived.apply([Patch("q", "bfloat16", torch.tensor([20]), bits(torch.ones(1).bfloat16()))])
+    derived.settle(is_kept=False)
+    assert torch.equal(live, values.float()[3:] * 2.0) and derived.fingerprint(5) == fingerprint({"q": values}, 5)
+
+
+class Half(torch.nn.Module):
+    """One of two ranks: half of q by rows, all of norm."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.q = torch.nn.Parameter(torch.zeros(3, 4))
+        self.norm = torch.nn.Parameter(torch.zeros(4))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm.data.copy_(tensor)
+            else:
+                self.q.data.copy_(tensor.narrow(0, 3 * self.rank, 3))
+
+
+def test_ranks_that_hold_parts_have_the_fingerprint_of_the_whole() -> None:
+    shapes = {"q": (6, 4), "norm": (4,)}
+    tensors = {name: published(4)[name] for name in shapes}
+    models = [Half(rank) for rank in range(2)]
+    maps = [record_map(model.load_weights, shapes, model) for model in models]
+    ranks = joined(shapes, [each.covers() for each in maps])
+    for each in maps:
+        each.apply([Patch(name, "bfloat16", None, bits(tensor)) for name, tensor in tensors.items()])
+    assert ranks.fingerprint([each.sums(3) for each in maps]) == fingerprint(tensors, 3)
+    tensors["q"].view(-1)[[1, 20]] = torch.ones(2).bfloat16()
+    for each in maps:
+        each.apply([Patch("q", "bfloat16", torch.tensor([1, 20]), bits(torch.ones(2).bfloat16()))])
+    assert ranks.fingerprint([each.sums(3) for each in maps]) == fingerprint(tensors, 3)
+    models[1].norm.data[0] += 1
+    assert ranks.fingerprint([each.sums(3) for each in maps]) is None, "the ranks differ in what they share"
+    with pytest.raises(EngineError, match="tensor q: the model's loader places 12 of its 24 elements"):
+        joined(shapes, [maps[0].covers()])
