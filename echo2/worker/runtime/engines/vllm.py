@@ -106,7 +106,9 @@ class VllmEngine:
         self._streams: dict[str, _Stream] = {}
         self._ids_in_use: set[str] = set()
         self._adapter = adapter
-        self._weights = VllmWeights(self._rpc, str(self._config.get("model_type")), adapter and adapter.spec)
+        self._weights = VllmWeights(
+            self._rpc, str(self._config.get("model_type")), None if adapter is None else adapter.spec
+        )
         self._swap_order = asyncio.Lock()
         self._counters = _Counters()
 

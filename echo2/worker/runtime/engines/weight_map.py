@@ -10,7 +10,7 @@ processes hold of a tensor make a whole (ranks.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -99,7 +99,7 @@ class WeightMap:
         self,
         shapes: Mapping[str, tuple[int, ...]],
         pieces: Mapping[str, list[Piece]],
-        derived: Mapping[str, list[Derived]] | None = None,
+        derived: Mapping[str, Sequence[Derived]] | None = None,
     ) -> None:
         self.shapes = dict(shapes)
         self._pieces = dict(pieces)
