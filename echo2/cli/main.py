@@ -13,7 +13,7 @@ from echo2.base.errors import EchoError
 from echo2.base.units import parse_duration_s
 from echo2.cli import plan, sim
 from echo2.cli.extras import require_extra
-from echo2.cli.options import add_config_arguments
+from echo2.cli.options import add_config_arguments, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 
@@ -25,7 +25,7 @@ Command = Callable[[argparse.Namespace, Sequence[str]], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser = _parser()
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parser.parse_known_args(with_values(arguments))
     if rest and not own.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
+
+_OVERRIDE = re.compile(r"--[a-z_0-9]+\.[a-z_0-9.]+")
+
+
+def with_values(arguments: Sequence[str] | None) -> list[str]:
+    """`--section.option VALUE` as one word, so that VALUE is not taken for an argument of the command's own."""
+    words: list[str] = []
+    for word in sys.argv[1:] if arguments is None else arguments:
+        if words and _OVERRIDE.fullmatch(words[-1]) and not word.startswith("--"):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,5 +41,5 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
     """The command's own arguments and the resolved config."""
-    own, rest = parser.parse_known_args(arguments)
+    own, rest = parser.parse_known_args(with_values(arguments))
     return own, load_config(own.config, own.preset, parse_overrides(rest))

@@ -12,7 +12,7 @@ from pathlib import Path
 from echo2.base.errors import EchoError
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_text
-from echo2.cli.options import add_config_arguments, add_log_arguments, parse
+from echo2.cli.options import add_config_arguments, add_log_arguments, parse, with_values
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_log_arguments(join)
     add_control_commands(commands)
     try:
-        if (control := parser.parse_known_args(arguments)[0]) and hasattr(control, "control"):
+        if (control := parser.parse_known_args(with_values(arguments))[0]) and hasattr(control, "control"):
             return run_control(parser.parse_args(arguments))
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)

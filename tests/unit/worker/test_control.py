@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ProtocolError, StateError, Unreachable
+from echo2.cli import worker
 from echo2.worker.runtime.control import ControlServer, ask, socket_path
 
 
@@ -45,3 +46,24 @@ def test_a_socket_left_by_a_killed_worker_is_taken_over(tmp_path: Path) -> None:
         await server.stop()
 
     asyncio.run(scene())
+
+
+def test_the_owners_commands_ask_the_worker_and_print_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def obeyed(command: str) -> dict[str, object]:
+        return {"version": 3, "waits_for": ""} if command == "status" else {"text": f"{command} begins"}
+
+    async def scene() -> None:
+        server = ControlServer(tmp_path, obeyed)
+        await server.start()
+        for command in ("status", "drain", "leave"):
+            code = await asyncio.to_thread(worker.main, [command, "--folder", str(tmp_path)])
+            assert code == 0
+        await server.stop()
+
+    asyncio.run(scene())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["version", "3"]
+    assert printed[-2:] == ["drain begins", "leave begins"]
+    assert worker.main(["status", "--folder", str(tmp_path)]) == 10
