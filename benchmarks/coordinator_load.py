@@ -59,6 +59,7 @@ class Ledger:
     connected: set[PeerId] = field(default_factory=set)
     version: int = 0
     step: int = 0
+    heartbeats: int = 0
     closable: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OPENING_MAX))
 
@@ -219,6 +220,7 @@ class SimWorker:
                 newest_version_in_flight=self.ledger.version,
             )  # fmt: skip
             self._write(pb.WorkerMessage(heartbeat=beat))
+            self.ledger.heartbeats += self._call is not None
             self._ask(again=True)
             await asyncio.sleep(self.beat_s * self.rng.uniform(0.95, 1.05))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
@@ -94,6 +95,11 @@ class Peer:
     def note(self, key: ArtifactKey, index: int) -> None:
         self.haves[key] = self.haves.get(key, 0) | 1 << index
         self.knows.add(key)
+
+    def needs(self, wholes: Mapping[ArtifactKey, int]) -> bool:
+        """Whether something waits for it here, or it has told of none of these have-maps that it has it all."""
+        has_one = any(self.haves.get(key, 0) & whole == whole for key, whole in wholes.items())
+        return self.queued > 0 or self.in_transport > 0 or (bool(wholes) and not has_one)
 
     def remember_sent(self, ref: Ref, now: float) -> None:
         self.sent.pop(ref, None)

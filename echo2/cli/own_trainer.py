@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, Unreachable
+from echo2.broadcast.runtime.tls import calls_have_ended
 from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
 from echo2.cli.link_text import link_text
@@ -212,7 +213,10 @@ class Run:
 
     async def _run(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        await self._daemon.run()
+        try:
+            await self._daemon.run()
+        finally:
+            await calls_have_ended()
 
 
 class Publisher:

@@ -88,6 +88,8 @@ def report_error(error: EchoError) -> int:
 
 
 async def _with_signals(make: Callable[[], Daemon]) -> None:
+    from echo2.broadcast.runtime.tls import calls_have_ended  # every daemon has loaded it; other commands do without
+
     daemon = make()
     loop = asyncio.get_running_loop()
     asked = False
@@ -102,4 +104,7 @@ async def _with_signals(make: Callable[[], Daemon]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    await daemon.run()
+    try:
+        await daemon.run()
+    finally:
+        await calls_have_ended()

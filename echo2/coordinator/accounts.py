@@ -10,6 +10,7 @@ not when it turns out to be gone. Leaves to others: keeping it on disk, prices (
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.membership import Activation, Liveness, Member
@@ -42,12 +43,18 @@ def usd_spent(members: Iterable[Member]) -> float:
     return sum(member.usd_spent for member in members)
 
 
-def fleet_usd_per_hour(members: Iterable[Member], machines: Iterable[Machine], rented: Set[PeerId]) -> float:
-    """What all cost now. `rented`: workers on machines that a provider rented."""
-    own = usd_per_hour(member for member in members if member.peer_id not in rented)
-    return own + sum(machine.usd_per_hour for machine in machines if machine.is_open)
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the whole fleet has cost, and costs an hour."""
+
+    usd_spent: float
+    usd_per_hour: float
 
 
-def fleet_usd_spent(members: Iterable[Member], machines: Iterable[Machine], rented: Set[PeerId], now: float) -> float:
-    own = usd_spent(member for member in members if member.peer_id not in rented)
-    return own + sum(machine.usd_spent(now) for machine in machines)
+def sums(members: Iterable[Member], machines: Iterable[Machine], rented: Set[PeerId], now: float) -> Sums:
+    """Workers that are metered up to now, and machines. `rented`: workers on machines that a provider rented."""
+    own, there = [member for member in members if member.peer_id not in rented], list(machines)
+    return Sums(
+        usd_spent(own) + sum(machine.usd_spent(now) for machine in there),
+        usd_per_hour(own) + sum(machine.usd_per_hour for machine in there if machine.is_open),
+    )

@@ -19,7 +19,7 @@ from echo2.coordinator.accounts import usd_spent
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.membership import Activation, Liveness, Member, Setting
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.telemetry import LinkReport
+from echo2.coordinator.telemetry import LearnerHello, LinkReport
 from echo2.cost_model.catalogue import Gpu
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -83,23 +83,22 @@ class Speed:
     rollout_s_tail: float
 
 
-def _measured_speed(member: Member) -> Speed:
+def measured_speed(member: Member) -> Speed:
     value = member.measures.value
     mean_s = value("rollout_s_mean")
     return Speed(value("rollouts_per_s"), value("tokens_per_s"), mean_s, max(value("rollout_s_p95"), mean_s))
 
 
-def prior_speed(member: Member, measured: Sequence[Member], catalogue: Mapping[str, Gpu]) -> Speed:
-    """Of a worker that has not been measured: the median of its kind; else that of all, each brought to its GPU by the
-    catalogue's rates, and its rollouts' seconds by the catalogue's bandwidths; else that of all as it is."""
-    kin = [_measured_speed(m) for m in measured if m.hello.gpu == member.hello.gpu]
-    own = catalogue.get(member.hello.gpu)
+def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Mapping[str, Gpu]) -> Speed:
+    """Of a worker with a GPU of this kind that has not been measured, from those that have been, each with its kind: the
+    median of its own kind; else that of all, each brought to this GPU by the catalogue's rates, and its rollouts' seconds
+    by the catalogue's bandwidths; else that of all as it is."""
+    kin = [speed for gpu, speed in measured if gpu == kind]
+    own = catalogue.get(kind)
     if not kin and own is not None:
-        for other in measured:
-            gpu = catalogue.get(other.hello.gpu)
-            if gpu is not None:
-                kin.append(_brought_over(_measured_speed(other), gpu, own))
-    speeds = kin or [_measured_speed(other) for other in measured]
+        known = ((catalogue.get(gpu), speed) for gpu, speed in measured)
+        kin = [_brought_over(speed, gpu, own) for gpu, speed in known if gpu is not None]
+    speeds = kin or [speed for _, speed in measured]
     return Speed(
         median(one.rollouts_per_s for one in speeds),
         median(one.tokens_per_s for one in speeds),
@@ -119,10 +118,7 @@ def _brought_over(speed: Speed, of: Gpu, to: Gpu) -> Speed:
     )
 
 
-def _worker(
-    member: Member, measured: Sequence[Member], catalogue: Mapping[str, Gpu], swap_s_max: float, spreads: bool
-) -> WorkerEstimate:
-    speed = _measured_speed(member) if is_measured(member) else prior_speed(member, measured, catalogue)
+def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool) -> WorkerEstimate:
     return WorkerEstimate(
         worker_id=member.peer_id,
         rollouts_per_s=speed.rollouts_per_s,
@@ -140,7 +136,7 @@ def _worker(
         state_since_s=member.activation_since,
         is_relaying=spreads and _state(member) is WorkerState.ACTIVE,
         is_pinned=_state(member) is not WorkerState.UNAVAILABLE
-        and (member.setting is Setting.ACTIVE or not is_measured(member)),
+        and (member.setting is Setting.ACTIVE or not has_own_speed),
     )
 
 
@@ -152,20 +148,59 @@ def is_spreading(board: LearnerBoard, now: float) -> bool:
     return now - newest.published_at <= max(OVERDUE * newest.predicted_s, OVERDUE_S_MIN)
 
 
-def fleet_snapshot(
-    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
-) -> FleetSnapshot | None:
-    """What the planner is told; None while too little is known. `catalogue`: priors by GPU."""
-    hello, report, train_s = board.hello, board.report, board.train_s
-    living = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
-    measured = [member for member in living if is_measured(member)]
-    if hello is None or train_s <= 0 or not measured:
-        return None
-    full = float(max(hello.full_snapshot_bytes, 1))
-    newest = board.newest
-    learner = LearnerEstimate(
+class SnapshotMaker:
+    """Makes one snapshot, some workers at a time, so that a large fleet's need not hold up everything else.
+
+    Each worker is told as it is when its turn comes. `catalogue`: priors by GPU.
+    """
+
+    def __init__(
+        self, board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
+    ) -> None:
+        self._board, self._members, self._now, self._catalogue = board, members, now, catalogue
+        self._living = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
+        self._measured = {m.peer_id: (m.hello.gpu, measured_speed(m)) for m in self._living if is_measured(m)}
+        self._priors: dict[str, Speed] = {}
+        self._spreads = is_spreading(board, now)
+        self._workers: list[WorkerEstimate] = []
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether enough is known: the learner, its step time, one worker's rate."""
+        return self._board.hello is not None and self._board.train_s > 0 and bool(self._measured)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self._workers) == len(self._living)
+
+    def go_on(self, count: int) -> None:
+        """The next `count` workers."""
+        done, swap_s_max = len(self._workers), self._board.train_s
+        for member in self._living[done : done + count]:
+            known = self._measured.get(member.peer_id)
+            speed = known[1] if known else self._prior(member.hello.gpu)
+            self._workers.append(_worker(member, speed, known is not None, swap_s_max, self._spreads))
+
+    def _prior(self, kind: str) -> Speed:
+        """The same for all of a kind."""
+        if kind not in self._priors:
+            self._priors[kind] = prior_speed(kind, list(self._measured.values()), self._catalogue)
+        return self._priors[kind]
+
+    def snapshot(self) -> FleetSnapshot:
+        """Once it is whole."""
+        hello = self._board.hello
+        assert hello is not None and self.is_whole, "asked for where it is possible, and made whole"
+        steps_left = max(0, hello.step_limit - self._board.report.step)
+        learner = _learner(self._board, hello)
+        return FleetSnapshot(self._now, learner, tuple(self._workers), usd_spent(self._members), steps_left)
+
+
+def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
+    full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
+    return LearnerEstimate(
         rollouts_per_step=hello.rollouts_per_step,
-        train_s=train_s,
+        train_s=board.train_s,
         link=_link(hello.link),
         delta_bytes=float(board.delta_bytes or full),
         full_snapshot_bytes=full,
@@ -174,10 +209,17 @@ def fleet_snapshot(
         delta_growth=board.delta_size.growth,
         encode_s=newest.published.encode_s if newest else 0.0,
     )
-    spreads = is_spreading(board, now)
-    workers = tuple(_worker(member, measured, catalogue, train_s, spreads) for member in living)
-    steps_left = max(0, hello.step_limit - report.step)
-    return FleetSnapshot(now, learner, workers, usd_spent(members), steps_left)
+
+
+def fleet_snapshot(
+    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
+) -> FleetSnapshot | None:
+    """What the planner is told; None while too little is known."""
+    maker = SnapshotMaker(board, members, now, catalogue)
+    if not maker.is_possible:
+        return None
+    maker.go_on(len(members))
+    return maker.snapshot()
 
 
 def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[NodeLink]:

@@ -7,6 +7,7 @@ secret files are readable by their owner alone. Leaves to others: the Enrolment 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -46,6 +47,7 @@ from echo2.broadcast.identity import (
 )
 
 PROTOCOL_VERSION = 1
+CALLS_END_WITHIN_S = 2.0
 MESSAGE_BYTES_MAX = 16 * 2**20
 STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better
 # Bulk streams must see a dead peer within seconds, also while nothing is sent.
@@ -244,6 +246,21 @@ def bind_server(server: grpc.aio.Server, address: str, credentials: grpc.ServerC
     if bound == 0:
         raise PortBusy(f"expected to listen on {address}, but the address is taken or not this machine's")
     return bound
+
+
+async def calls_have_ended() -> None:
+    """The last thing that a process with servers awaits: until what gRPC runs for each call has ended as well.
+
+    `server.stop` does not wait for that; a loop that ends meanwhile cancels it, and gRPC prints a traceback for each.
+    """
+    until = time.monotonic() + CALLS_END_WITHIN_S
+    while (calls := _calls()) and (left_s := until - time.monotonic()) > 0:
+        await asyncio.wait(calls, timeout=left_s)
+
+
+def _calls() -> set[asyncio.Task[Any]]:
+    """gRPC's own tasks of this loop, one for each call that is served; by the name of what they run."""
+    return {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"}
 
 
 def check_free(host: str, port: int, address: str) -> None:

@@ -113,13 +113,13 @@ class Commands:
     def status(self) -> pb.RunStatus:
         """Everything, for the command line."""
         hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
-        members = hub.membership.members.values()
+        members, money = hub.membership.members.values(), hub.money.sums()
         events = list(hub.keeper.events)[-EVENTS_SHOWN:]
         status = pb.RunStatus(
             run_id=hub.options.run_id, unix_s=now, learner_is_connected=board.is_connected, plan=hub.plan_update,
             plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
-            queued_groups=hub.book.queued, usd_spent=hub.money.usd_spent(),
-            usd_per_hour=hub.money.usd_per_hour(), artifact_bytes_published=board.totals.artifact_bytes,
+            queued_groups=hub.book.queued, usd_spent=money.usd_spent,
+            usd_per_hour=money.usd_per_hour, artifact_bytes_published=board.totals.artifact_bytes,
             full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
             learner=learner_report_to_message(board.report),
             events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib
 import logging
 import os
 import time
@@ -22,12 +23,9 @@ from typing import IO
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
 from echo2.base.ids import PeerId
 from echo2.broadcast.identity import JoinLink, Role, RunAuthority
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.addresses import is_loopback, joined
 from echo2.broadcast.runtime.enrolling import LOOK_S_MAX, renewal_due_unix_s
-from echo2.broadcast.runtime.transport import refuse_exchange
-from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
@@ -36,6 +34,7 @@ from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
+from echo2.coordinator.runtime.pauses import ShortPauses
 from echo2.coordinator.runtime.planning import Planning
 from echo2.coordinator.runtime.probe import ProbeService
 from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
@@ -83,12 +82,13 @@ class CoordinatorDaemon:
         """Serves until `stop`. Raises what made it impossible: PortBusy, StateError, DiskFull, ConfigError."""
         with ExitStack() as files:
             files.enter_context(_locked(self.options.folder / "coordinator"))
+            pauses = files.enter_context(ShortPauses())
             async with AsyncExitStack() as servers:
-                await self._serve(files, servers)
+                await self._serve(files, servers, pauses)
         if self._error is not None:
             raise self._error
 
-    async def _serve(self, files: ExitStack, servers: AsyncExitStack) -> None:
+    async def _serve(self, files: ExitStack, servers: AsyncExitStack, pauses: ShortPauses) -> None:
         options, keys = self.options, self.options.folder / "coordinator"
         offers = load_offers(options.offers_file)
         providers = {offer.name: make_provider(offer, options.run_id, options.folder) for offer in offers}
@@ -96,8 +96,9 @@ class CoordinatorDaemon:
         authority = tls.load_or_create_authority(keys, identity, options.run_id)
         store = SqlStore(options.database_url or f"sqlite:///{keys / 'state.sqlite'}", options.run_id)
         files.callback(store.close)
-        hub = self.hub = Hub(options, identity, store, SteadyUnixClock(), self._failed)
-        ports = store.load().meta
+        saved = store.load()
+        hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
+        ports = saved.meta
         services = tls.new_server()
         enrolment = tls.new_server(
             options=[("grpc.max_receive_message_length", ENROLMENT_MESSAGE_BYTES), ("grpc.max_concurrent_streams", 64)]
@@ -121,15 +122,19 @@ class CoordinatorDaemon:
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrolment)
         probe_pb2_grpc.add_ProbeServicer_to_server(ProbeService(hub), enrolment)
         enrolment_pb2_grpc.add_RenewalServicer_to_server(RenewalService(hub, authority), services)
+        relay_port = _port(options.relay_port, ports.get("relay_port"))
+        has_relay = not is_loopback(options.link_host)  # a run on one machine needs none
+        if has_relay and relay_port:
+            hub.relay_address = joined(options.link_host, relay_port)  # told to those who come before it listens
         for server in (services, enrolment):
             servers.push_async_callback(server.stop, STOP_GRACE_S)
             await server.start()
-        relay_port = _port(options.relay_port, ports.get("relay_port"))
-        hub.relay_address = await self._serve_relay(own, relay_port, store, servers)
+        if has_relay:
+            hub.relay_address = await self._serve_relay(own, relay_port, store, servers)
         self._write_links(commands)
         dashboard = Dashboard(commands, listener, web_host, options.folder, own)
         self.dashboard_url = dashboard.url
-        await self._run_until_stopped(hub, commands, dashboard, _renew_own(own, authority))
+        await self._run_until_stopped(hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses))
 
     def _is_banned(self, peer: PeerId) -> bool:
         """Asked from the relay's thread: one look-up each."""
@@ -137,27 +142,25 @@ class CoordinatorDaemon:
         return member is not None and member.setting is Setting.BANNED
 
     async def _serve_relay(self, own: tls.Credentials, port: int, store: SqlStore, servers: AsyncExitStack) -> str:
-        """Where workers behind NATs find out how they are met, and meet. A run on one machine needs none."""
-        if is_loopback(self.options.link_host):
-            return ""
-        relay = MixedTransport(own)
-        relay.accept = refuse_exchange
-        relay.settings = P2pSettings(self.options.host, port, book=RelayBook(RelayLimits()), is_barred=self._is_banned)
-        servers.push_async_callback(relay.close)
-        bound = await relay.serve()
+        """Where workers behind NATs find out how they are met, and meet. Loaded meanwhile: that takes longer than to start."""
+        await asyncio.to_thread(importlib.import_module, "echo2.coordinator.runtime.relay")
+        from echo2.coordinator.runtime.relay import serve_relay
+
+        bound, close = await serve_relay(own, self.options.host, port, self._is_banned)
+        servers.push_async_callback(close)
         store.write(Changes(meta={"relay_port": str(bound)}))
         _log.info("relay for workers behind NATs at %s", joined(self.options.link_host, bound))
         return joined(self.options.link_host, bound)
 
     async def _run_until_stopped(
-        self, hub: Hub, commands: Commands, dashboard: Dashboard, renewing: Coroutine[None, None, None]
+        self, hub: Hub, commands: Commands, dashboard: Dashboard, *more: Coroutine[None, None, None]
     ) -> None:
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
         _log.info("dashboard at %s", self.dashboard_url)
         serving = asyncio.create_task(dashboard.run())
-        tasks = [asyncio.create_task(_tick(hub)), asyncio.create_task(Planning(hub).run()),
-                 asyncio.create_task(commands.provisioner.run()), asyncio.create_task(renewing), serving]  # fmt: skip
+        running = (Planning(hub).run(), commands.provisioner.run(), *more)
+        tasks = [serving, *(asyncio.create_task(one) for one in running)]
         stopped = asyncio.create_task(_wait(self._stop))
         try:
             await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -209,11 +212,12 @@ async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _tick(hub: Hub) -> None:
+async def _tick(hub: Hub, pauses: ShortPauses) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         hub.tick()
         consolidate(hub)
+        pauses.tick()
 
 
 def _port(wanted: int, kept: str | None) -> int:

@@ -40,7 +40,7 @@ from echo2.coordinator.runtime.barring import barring_of, barrings_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
 from echo2.coordinator.runtime.session import Session, check_hello
-from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, StateStore
+from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, SavedState, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.tokens import TokenBook
@@ -53,8 +53,9 @@ from echo2.wire.ticket import Ticket, sign_ticket
 
 WorkerSession = Session[pb.WorkerOrder]
 LearnerSession = Session[pb.LearnerOrder]
-MEMBERS_KEPT_TICKS = 10
-"""Telemetry of a tenth of the workers is kept at each tick: all at once would hold up leases."""
+MEMBERS_KEPT_TICKS = 60
+"""Telemetry of a sixtieth of the workers is kept at each tick: all at once would hold up leases, and after a restart
+half a minute old is as good as new. What must not be lost (joins, orders, money) is kept when it happens."""
 LINK_CHANGE = 0.2
 PREEMPTION_WORD = "preemption"
 """A worker that leaves for this reason was told by its cloud."""
@@ -62,13 +63,14 @@ _log = logging.getLogger("echo2.coordinator")
 
 
 class Hub:
-    """`failed` is called when the state can no longer be kept: the daemon must stop."""
+    """`saved`: what `store` held at the start. `failed` is called when the state can no longer be kept: the daemon must stop."""
 
     def __init__(
         self,
         options: CoordinatorOptions,
         identity: Identity,
         store: StateStore,
+        saved: SavedState,
         clock: Clock,
         failed: Callable[[EchoError], None],
     ) -> None:
@@ -97,10 +99,10 @@ class Hub:
         self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
         self._is_flushing = self._is_closed = False
         self._ticks = 0
-        self._restore(store)
+        self._restore(saved)
 
-    def _restore(self, store: StateStore) -> None:
-        saved, now = store.load(), self.clock.now()
+    def _restore(self, saved: SavedState) -> None:
+        now = self.clock.now()
         self.tokens.restore(list(saved.tokens))
         self.money.machines.update({machine.machine_id: machine for machine in saved.machines})
         self.membership.restore(list(saved.members), now)
@@ -378,11 +380,12 @@ class Hub:
         now = self.clock.now()
         if not self.board.heard(report, now):
             return
-        self.reckoning.step_made(report, self.money.usd_spent(), now)
+        money = self.money.sums()
+        self.reckoning.step_made(report, money.usd_spent, now)
         self.keeper.sample(
             Sample(
                 now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
-                self.plan.predicted_utilisation if self.plan else 0.0, self.money.usd_spent(), self.money.usd_per_hour(),
+                self.plan.predicted_utilisation if self.plan else 0.0, money.usd_spent, money.usd_per_hour,
             )
         )  # fmt: skip
         self.flush_soon()

@@ -28,12 +28,8 @@ class Money:
     def _rented_workers(self) -> set[PeerId]:
         return {worker.peer_id for machine in self.machines.values() for worker in self.workers_of(machine)}
 
-    def usd_per_hour(self) -> float:
-        members, machines = self._membership.members.values(), self.machines.values()
-        return accounts.fleet_usd_per_hour(members, machines, self._rented_workers())
-
-    def usd_spent(self) -> float:
+    def sums(self) -> accounts.Sums:
         """With what rented machines cost while they idle."""
         members, now = self._membership.members.values(), self._clock.now()
         accounts.meter(members, now)
-        return accounts.fleet_usd_spent(members, self.machines.values(), self._rented_workers(), now)
+        return accounts.sums(members, self.machines.values(), self._rented_workers(), now)

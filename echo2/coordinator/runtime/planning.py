@@ -14,9 +14,9 @@ import time
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
-from echo2.coordinator.membership import Liveness
+from echo2.coordinator.membership import Liveness, Member
 from echo2.coordinator.options import PlannerMode
-from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
+from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
@@ -26,6 +26,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 SETTLE_S = 0.2
 SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
 SENDS_AT_ONCE, SEND_PAUSE_S = 8, 0.02
+ESTIMATES_AT_ONCE = 100
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -48,7 +49,18 @@ class Planning:
         await asyncio.gather(self._run_pool(), self._run_broadcast())
 
     async def _settle(self) -> None:
-        await asyncio.sleep(SETTLE_S + SETTLE_S_PER_WORKER * len(self._hub.workers))
+        """After a restart the whole fleet is on its way back, and plans of its first few would be made in vain."""
+        fleet = sum(1 for _ in self._hub.membership.living())
+        await asyncio.sleep(SETTLE_S + SETTLE_S_PER_WORKER * fleet)
+
+    async def _snapshot(self, members: list[Member]) -> FleetSnapshot | None:
+        maker = SnapshotMaker(self._hub.board, members, self._hub.clock.now(), built_in_catalogue())
+        if not maker.is_possible:
+            return None
+        while not maker.is_whole:
+            maker.go_on(ESTIMATES_AT_ONCE)
+            await asyncio.sleep(0)
+        return maker.snapshot()
 
     async def _run_pool(self) -> None:
         while True:
@@ -64,7 +76,7 @@ class Planning:
     async def _plan_pool(self) -> None:
         hub = self._hub
         members = list(hub.membership.members.values())
-        snapshot = fleet_snapshot(hub.board, members, hub.clock.now(), built_in_catalogue())
+        snapshot = await self._snapshot(members)
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
@@ -72,7 +84,7 @@ class Planning:
         config = plan_config(hub.options, hub.board)
         plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
         budget = hub.options.usd_budget
-        is_spent = budget > 0 and hub.money.usd_spent() >= budget
+        is_spent = budget > 0 and hub.money.sums().usd_spent >= budget
         hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
 
     async def _run_broadcast(self) -> None:

@@ -149,10 +149,8 @@ class Provisioner:
         return self._hub.money.workers_of(machine)
 
     def purse(self) -> Purse:
-        hub = self._hub
-        return Purse(
-            hub.money.usd_per_hour(), hub.money.usd_spent(), hub.options.usd_per_hour_cap, hub.options.usd_budget
-        )
+        options, money = self._hub.options, self._hub.money.sums()
+        return Purse(money.usd_per_hour, money.usd_spent, options.usd_per_hour_cap, options.usd_budget)
 
     async def run(self) -> None:
         """Looks at the providers and acts where the operator lets the planner act, until cancelled."""

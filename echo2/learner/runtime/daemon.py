@@ -39,6 +39,7 @@ from echo2.broadcast.runtime.tls import (
     server_credentials,
 )
 from echo2.learner.delta_setting import SettingChoice, encode_cores
+from echo2.learner.lingering import Lingering
 from echo2.learner.offers import OfferConfig, Reminders
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.intake import Intake
@@ -60,6 +61,7 @@ from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_me
 ENROL_RETRY_S = 2.0
 STOP_GRACE_S = 0.5
 REMIND_LOOK_S = 1.0
+LINGER_LOOK_S = 0.25
 _log = logging.getLogger("echo2.learner")
 
 
@@ -75,6 +77,10 @@ class FleetBroadcaster(Broadcaster, Protocol):
         ...
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
+
+    def is_needed(self) -> bool:
+        """Whether a worker that is connected still fetches, or lacks the newest version."""
+        ...
 
 
 BroadcasterFactory = Callable[[grpc.aio.Server, Credentials, LearnerOptions], FleetBroadcaster]
@@ -221,7 +227,7 @@ class LearnerDaemon:
             self.relay_address = f"{self.address.rpartition(':')[0]}:{relay_port}"
         _log.info("learner of run %s listens on %s", options.run_id, self.address)
         try:
-            return await self._train(loop, publisher)
+            return await self._train(loop, publisher, broadcaster)
         finally:
             await self._close(loop, server, broadcaster, sinks)
 
@@ -250,7 +256,7 @@ class LearnerDaemon:
         if self._stop.is_set():
             loop.stop()
 
-    async def _train(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
+    async def _train(self, loop: TrainingLoop, publisher: Publisher, broadcaster: FleetBroadcaster) -> RunSummary:
         assert self.session is not None and self._failure is not None
         await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off)
         loop.intake.score_what_is_held()
@@ -268,7 +274,7 @@ class LearnerDaemon:
             self._end_waits_for("the finished model to be written")
             summary = await self._finish(loop, publisher)
             self._end_waits_for(f"workers to fetch version {publisher.newest_version}")
-            await self._linger(loop)
+            await self._linger(loop, broadcaster)
             return summary
         finally:
             self._end_waits_for("the coordinator to be told that the learner leaves")
@@ -307,25 +313,29 @@ class LearnerDaemon:
             loop.p.batcher.ledger.over_stale_tokens(), sent.deltas, sent.keyframes, sent.full_snapshots, folder,
         )  # fmt: skip
 
-    async def _linger(self, loop: TrainingLoop) -> None:
-        """A finished learner serves its last version a while longer, so that every worker can fetch it."""
-        if loop.is_finished and self.options.linger_s > 0:
-            _log.info("finished; serving the last version for up to %.0f s", self.options.linger_s)
+    async def _linger(self, loop: TrainingLoop, broadcaster: FleetBroadcaster) -> None:
+        """A finished learner serves its last version while workers fetch it."""
+        if not loop.is_finished or self.options.linger_s <= 0:
+            return
+        _log.info("finished; serving the last version while it is fetched, up to %.0f s", self.options.linger_s)
+        lingering = Lingering(time.monotonic(), self.options.linger_s)
+        while not self._stop.is_set() and not lingering.is_over(broadcaster.is_needed(), time.monotonic()):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self.options.linger_s)
+                await asyncio.wait_for(self._stop.wait(), LINGER_LOOK_S)
 
     async def _close(
         self, loop: TrainingLoop, server: grpc.aio.Server, broadcaster: FleetBroadcaster, sinks: Sequence[Sink]
     ) -> None:
         self._end_waits_for("rewards, broadcast and journal to close")
-        await loop.intake.close()
-        await broadcaster.stop()
-        await server.stop(STOP_GRACE_S)
-        loop.auditor.close()
-        loop.p.prompts.close()
-        loop.p.journal.close()
-        for sink in sinks:
-            sink.close()
+        async with contextlib.AsyncExitStack() as rest:  # from the last to the first, whatever any of them raises
+            for sink in sinks:
+                rest.callback(sink.close)
+            rest.callback(loop.p.journal.close)
+            rest.callback(loop.p.prompts.close)
+            rest.callback(loop.auditor.close)
+            rest.push_async_callback(server.stop, STOP_GRACE_S)
+            rest.push_async_callback(broadcaster.stop)
+            await loop.intake.close()
 
     def _fail(self, error: BaseException) -> None:
         """The first failure of any part ends the run."""

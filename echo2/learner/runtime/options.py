@@ -118,7 +118,7 @@ class LearnerOptions:
     prunes_hopeless: bool = False  # rollouts that repeat themselves or are lost end before their time
     metrics_port: int = 0  # of the Prometheus endpoint; 0: none
     overlong_buffer_tokens: int = 0  # completions lose reward over their last so many tokens before the limit; 0: off
-    linger_s: float = 20.0  # a finished learner serves its last version this long, unless stopped
+    linger_s: float = 20.0  # a finished learner serves its last version so long at most; see lingering
     audit_share: float = 0.0  # of the groups, scored again to find workers that cheat; 0: off
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import grpc
 
 from echo2.base.ids import Version
+from echo2.broadcast.chunks import all_of
 from echo2.broadcast.delta import Encoding
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
@@ -93,6 +94,17 @@ class SeedNode:
         if not uplink or plan is None or len(plan.nodes) < 2:
             return uplink
         return fluid_bound([replace(plan.nodes[0], uplink_bytes_per_s=uplink), *plan.nodes[1:]]).rate_bytes_per_s
+
+    def is_needed(self) -> bool:
+        """Whether a worker that is connected fetches something, or has not got the newest version whole."""
+        entries = self.node.library.entries
+        newest = max((entry.header.artifact.version for entry in entries.values()), default=None)
+        wholes = {
+            key: all_of(entry.seal.chunk_count)
+            for key, entry in entries.items()
+            if entry.header.artifact.version == newest and entry.seal is not None
+        }
+        return any(peer.needs(wholes) for peer in self.node.session.peers.values())
 
     @property
     def sent_bytes(self) -> int:

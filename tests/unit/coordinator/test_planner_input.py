@@ -12,7 +12,15 @@ from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.measures import WorkerMeasures
 from echo2.coordinator.membership import LivenessRule, Member, Membership
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.planner_input import fleet_snapshot, is_measured, plan_config, prior_speed
+from echo2.coordinator.planner_input import (
+    SnapshotMaker,
+    Speed,
+    fleet_snapshot,
+    is_measured,
+    measured_speed,
+    plan_config,
+    prior_speed,
+)
 from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.telemetry import (
@@ -79,16 +87,42 @@ def measured_fleet(*gpus: str) -> list[Member]:
 
 def test_new_worker_starts_from_its_kind_else_from_the_catalogue() -> None:
     catalogue = built_in_catalogue()
+
+    def prior(measured: list[Member], new: Member) -> Speed:
+        known = [(member.hello.gpu, measured_speed(member)) for member in measured]
+        return prior_speed(new.hello.gpu, known, catalogue)
+
     *measured, new = measured_fleet("H100", "RTX4090", "RTX4090")
-    assert not is_measured(new) and prior_speed(new, measured, catalogue).rollouts_per_s == 2.0
+    assert not is_measured(new) and prior(measured, new).rollouts_per_s == 2.0
     *measured, new = measured_fleet("RTX4090", "H100")
-    prior = prior_speed(new, measured, catalogue)
-    assert prior.rollouts_per_s == pytest.approx(2.0 * 64000 / 14000)
-    assert prior.rollout_s_tail == pytest.approx(20.0 * 1008 / 3350)
+    found = prior(measured, new)
+    assert found.rollouts_per_s == pytest.approx(2.0 * 64000 / 14000)
+    assert found.rollout_s_tail == pytest.approx(20.0 * 1008 / 3350)
     *measured, new = measured_fleet("RTX4090", "a home-made one")
-    assert prior_speed(new, measured, catalogue).rollouts_per_s == 2.0
+    assert prior(measured, new).rollouts_per_s == 2.0
     told = fleet_snapshot(board(10.0), [*measured, new], 2.0, catalogue)
     assert told is not None and [one.is_pinned for one in told.workers] == [False, True]
+
+
+def test_a_snapshot_made_some_workers_at_a_time_is_the_one_made_at_once() -> None:
+    made, members = board(10.0), measured_fleet("H100", "H100", "A100", "RTX4090", "RTX4090", "L40S")
+    maker, parts = SnapshotMaker(made, members, 5.0, built_in_catalogue()), 0
+    assert maker.is_possible
+    while not maker.is_whole:
+        maker.go_on(2)
+        parts += 1
+    assert parts == 3
+    assert maker.snapshot() == fleet_snapshot(made, members, 5.0, built_in_catalogue())
+
+
+def test_a_worker_that_begins_anew_while_a_snapshot_is_made_is_told_as_it_was() -> None:
+    made, members = board(10.0), measured_fleet("H100", "A100", "RTX4090")
+    maker = SnapshotMaker(made, members, 5.0, {})
+    maker.go_on(1)
+    for member in members:
+        member.measures = WorkerMeasures()
+    maker.go_on(2)
+    assert [one.rollouts_per_s for one in maker.snapshot().workers] == [2.0, 2.0, 2.0]
 
 
 def test_delta_sizes_of_several_versions_make_one_estimate() -> None:

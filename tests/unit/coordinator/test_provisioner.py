@@ -79,7 +79,7 @@ class Scene:
 
     def begin(self) -> None:
         store = SqlStore(f"sqlite:///{self.folder / 'state.sqlite'}", RUN)
-        self.hub = Hub(self.options, Identity.generate(), store, self.clock, self._failed)
+        self.hub = Hub(self.options, Identity.generate(), store, store.load(), self.clock, self._failed)
         self.commands = Commands(self.hub, "h", 1, [OFFER], {OFFER.name: self.cloud})
         self.provisioner: Provisioner = self.commands.provisioner
 
@@ -118,12 +118,12 @@ def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> 
         assert (machine.state, machine.machine_id[:12]) == (MachineState.STARTING, "e-a-run-gpu-")
         await run.look(1800)
         assert machine.state is MachineState.RUNNING
-        assert run.hub.money.usd_spent() == pytest.approx(1.0)
-        assert run.hub.money.usd_per_hour() == 2.0
+        assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
+        assert run.hub.money.sums().usd_per_hour == 2.0
         await run.provisioner.release(machine.machine_id, "enough")
         await run.provisioner.release(machine.machine_id, "again")
         run.clock.time += 1800
-        assert run.hub.money.usd_spent() == pytest.approx(1.0)
+        assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
         assert run.journal() == [("rent", 0.0), ("release", 1.0), ("released", 1.0)]
         assert [one.reason for one in run.hub.keeper.paid] == ["because", "enough", "enough"]
         assert run.hub.tokens.tokens[machine.token_id].is_revoked
@@ -140,7 +140,7 @@ def test_a_rented_workers_price_is_not_charged_twice(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())
         run.join(await run.provisioner.rent("gpu", "", "because"))
-        assert run.hub.money.usd_per_hour() == 2.0
+        assert run.hub.money.sums().usd_per_hour == 2.0
 
     play(scene)
 

@@ -171,6 +171,9 @@ class FollowerBroadcaster:
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
+    def is_needed(self) -> bool:
+        return False
+
 
 class RandomWorker:
     """Takes groups off the coordinator's queue and reports uniformly random digits, in two pieces a rollout."""

@@ -74,8 +74,8 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
         "Machines rented and not given back.",
         lambda h: sum(machine.is_open for machine in h.money.machines.values()),
     ),
-    "echo2_usd_spent": ("Money spent on workers and rented machines.", lambda h: h.money.usd_spent()),
-    "echo2_usd_per_hour": ("What the fleet costs now.", lambda h: h.money.usd_per_hour()),
+    "echo2_usd_spent": ("Money spent on workers and rented machines.", lambda h: h.money.sums().usd_spent),
+    "echo2_usd_per_hour": ("What the fleet costs now.", lambda h: h.money.sums().usd_per_hour),
 }
 
 WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {

@@ -106,8 +106,9 @@ class StateView:
 
     def _money(self) -> dict[str, Any]:
         hub = self._commands.hub
+        money = hub.money.sums()
         return {
-            "spent": finite(hub.money.usd_spent(), 4), "per_hour": finite(hub.money.usd_per_hour(), 4),
+            "spent": finite(money.usd_spent, 4), "per_hour": finite(money.usd_per_hour, 4),
             "cap_per_hour": hub.options.usd_per_hour_cap, "budget": hub.options.usd_budget,
             "journal": [
                 {

@@ -1,0 +1,29 @@
+"""The coordinator's libp2p relay, in a module of its own: its library takes longer to load than all the rest.
+
+Guarantees: it relays for workers of the run that are not banned, within its book's limits, and takes no broadcast itself.
+Leaves to others: when to load it (daemon), what a relay does (broadcast.runtime).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.runtime.tls import Credentials
+from echo2.broadcast.runtime.transport import refuse_exchange
+from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+
+
+async def serve_relay(
+    own: Credentials, host: str, port: int, is_barred: Callable[[PeerId], bool]
+) -> tuple[int, Callable[[], Awaitable[None]]]:
+    """Listens; the port that was bound, and how to end it. `is_barred` is asked from the relay's thread."""
+    relay = MixedTransport(own)
+    relay.accept = refuse_exchange
+    relay.settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred)
+    try:
+        return await relay.serve(), relay.close
+    except BaseException:
+        await relay.close()
+        raise
