@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 RUN = RunId("bench")
 RECOVERY_S_MAX = 60.0
 HEARTBEAT_S = 5.0
-LAG_LOOK_S = 0.01
+LAG_LOOK_S, QUIET_S = 0.01, 3.0
 _SERVE = """
 import asyncio, pathlib, sys
 from echo2.base.ids import RunId
@@ -174,15 +174,15 @@ async def measure(
                 served = await _killed(outcome, ledger, served, folder, states, Path(name) / f"kill-{number}")
                 await asyncio.sleep(min(seconds, 5))
             doing("judging the history")
-            load.cancel()
-            ended = (await asyncio.gather(load, return_exceptions=True))[0]
-            await asyncio.sleep(1.0)  # what was said is heard
+            ledger.goes_on.clear()
+            await asyncio.sleep(QUIET_S)  # what was said is heard, on both sides
             served.check_alive()
+            if load.done():
+                load.result()
             served.kill()
-            if isinstance(ended, Exception):
-                raise ended
             offered = set().union(*(groups for _, groups in states)) if states else set()
-            outcome.violations += ledger.history.judge(loaded(copied_state(folder, Path(name) / "end")), offered)
+            found = ledger.history.judge(loaded(copied_state(folder, Path(name) / "end")), offered)
+            outcome.violations += [f"at the end: {violation}" for violation in found]
         finally:
             served.kill()
             if load is not None:
@@ -222,7 +222,8 @@ async def _killed(
     copy = copied_state(folder, copy_to)
     # Judged before another answer can come: nothing that was told may be missing.
     judging = time.monotonic()
-    outcome.violations += history.judge_saved(loaded(copy))
+    found = history.judge_saved(loaded(copy))
+    outcome.violations += [f"at kill {len(states) + 1}: {violation}" for violation in found]
     at += time.monotonic() - judging
     states.append((copy, offered))
     served, own_s = Served(folder), own_cpu_s()

@@ -61,6 +61,8 @@ class Ledger:
     step: int = 0
     heartbeats: int = 0
     closable: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while groups are made and offered; without it only heartbeats are sent, and what was made is closed."""
     opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OPENING_MAX))
 
 
@@ -182,6 +184,7 @@ class SimWorker:
         self.is_first = False
         for part in range(parts):
             await asyncio.sleep(share * self.work_s / parts / self.speed)
+            await self.ledger.goes_on.wait()
             self.tokens += 1200 // parts
             progress = pb.LeaseProgress(lease_id=ticket.lease_id, finished_rollouts=part, tokens=400 * (part + 1))
             self._write(pb.WorkerMessage(lease_progress=progress))
@@ -199,6 +202,8 @@ class SimWorker:
     def _ask(self, again: bool = False) -> None:
         """A request, and `again` at each heartbeat with the version of then while nothing has come."""
         if not self.is_active or self.held or self._call is None or (self.asked_at is not None and not again):
+            return
+        if not self.ledger.goes_on.is_set():
             return
         self.asked_at = self.asked_at or time.monotonic()
         self._write(
@@ -285,6 +290,7 @@ class SimLearner:
             if closed:
                 self.ledger.history.is_closed(closed)
                 await self._write(pb.LearnerMessage(close=pb.CloseGroups(group_ids=closed, reason="complete")))
+            await self.ledger.goes_on.wait()
             room = min(self.open_groups - len(self.open), max(1, int(2 * self.groups_per_s * pause_s)))
             fresh = [self._group() for _ in range(max(0, room))]
             if fresh:
@@ -343,6 +349,7 @@ class Shape:
 async def run_load(folder: Path, run_id: RunId, address: str, shape: Shape, seconds: float, ledger: Ledger) -> None:
     """The whole fleet for `seconds` after the last worker has been started."""
     issuer = Issuer(folder, run_id, address)
+    ledger.goes_on.set()
     learner = SimLearner(issuer.credentials(Role.LEARNER), ledger, shape.open_groups, shape.groups_per_s)
     tasks = [asyncio.create_task(learner.run())]
     for index in range(shape.workers):

@@ -133,6 +133,26 @@ async def _makes_a_token(page: Any, daemon: CoordinatorDaemon) -> None:
     await page.locator("#token-list").get_by_text("revoked").wait_for(timeout=WAIT_MS)
 
 
+async def _acts_though_its_word_is_of_the_process_before(page: Any) -> None:
+    """An open page after a restart of the coordinator: the first answer is 403, and the operator sees none of it."""
+    answers: list[int] = []
+
+    async def answer(route: Any) -> None:
+        answers.append(len(answers))
+        if len(answers) == 1:
+            await route.fulfill(status=403, json={"error": "expected the word of this process"})
+        else:
+            await route.continue_()
+
+    await page.route("**/api/tokens", answer)
+    await page.get_by_role("button", name="New token").click()
+    await page.get_by_label("Role").select_option("operator")
+    await page.get_by_role("button", name="Create").click()
+    await page.locator("#link-command").filter(has_text="echo2 status 'echo2://").wait_for(timeout=WAIT_MS)
+    await page.get_by_role("button", name="Done").click()
+    assert answers == [0, 1]
+
+
 async def _rents_and_approves(page: Any, daemon: CoordinatorDaemon) -> None:
     """The operator's way to a machine: rent by hand, then the planner's advice, then give it back."""
     await page.get_by_role("button", name="Rent by-hand").click()
@@ -225,6 +245,7 @@ def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
                 page = await context.new_page()
                 await page.goto(daemon.dashboard_url)
                 await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
+                await _acts_though_its_word_is_of_the_process_before(page)
             await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
             assert "does not answer" in await page.get_by_role("alert").text_content()
             await shoot(page, "away-1440-light")

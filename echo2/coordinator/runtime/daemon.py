@@ -214,10 +214,11 @@ async def _wait(event: asyncio.Event) -> None:
 
 async def _tick(hub: Hub, pauses: ShortPauses) -> None:
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TICK_S / 2)
+        pauses.tick()  # between the ticks: neither waits out the other
+        await asyncio.sleep(TICK_S / 2)
         hub.tick()
         consolidate(hub)
-        pauses.tick()
 
 
 def _port(wanted: int, kept: str | None) -> int:

@@ -20,13 +20,16 @@ export function toast(text, isBad = false) {
 let csrf = null;
 export async function act(path, body) {
   try {
-    csrf ??= (await (await fetch("/api/session")).json()).csrf;
-    const response = await fetch(path, { method: "POST", headers: { "content-type": "application/json", "x-echo2-csrf": csrf }, body: JSON.stringify(body) });
+    const send = async () => {
+      csrf ??= (await (await fetch("/api/session")).json()).csrf;
+      return fetch(path, { method: "POST", headers: { "content-type": "application/json", "x-echo2-csrf": csrf }, body: JSON.stringify(body) });
+    };
+    let response = await send();
+    if (response.status === 403) { csrf = null; response = await send(); } // the coordinator was started again: its word is a new one
     const answer = await response.json();
-    if (response.status === 403) csrf = null;
     if (!response.ok) throw new Error(answer.error || response.statusText);
     return answer;
-  } catch (error) { toast(error.message, true); return null; }
+  } catch (error) { toast(error instanceof TypeError ? "The coordinator does not answer: nothing was changed." : error.message, true); return null; }
 }
 export function ask(dialog) {
   dialog.showModal();

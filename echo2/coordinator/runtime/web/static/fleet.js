@@ -33,7 +33,7 @@ function sort(key) { descending = key === sortBy ? !descending : key !== "name";
 function set(peerId, activation, name) { act("/api/workers/state", { peer_id: peerId, activation, reason: "set on the page" }).then((ok) => ok && toast(`${name}: ${activation}`)); }
 function ban(peerId, name) {
   $("confirm-title").textContent = `Ban ${name}?`; $("confirm-text").textContent = "Its leases go to other workers at once, and it is refused until the ban is lifted.";
-  $("confirm-go").textContent = "Ban"; const form = $("confirm-form"); form.reset();
+  $("confirm-go").textContent = "Ban"; const form = $("confirm-form"); form.reset(); $("confirm-reason").hidden = false;
   form.onsubmit = () => act("/api/workers/state", { peer_id: peerId, activation: "banned", reason: form.elements.reason.value || "banned on the page" }).then((ok) => ok && toast(`${name} is banned`));
   ask($("confirm-dialog"));
 }
@@ -61,7 +61,8 @@ function fill(row, now) {
   row.tr.className = w.state === "gone" ? "gone" : "";
   setText(row.activate, w.setting === "active" ? "Auto" : "Activate"); row.activate.title = w.setting === "active" ? "leave it to the planner" : "keep it in the pool whatever the planner says";
   setText(row.banned, w.setting === "banned" ? "Lift ban" : w.setting === "quarantined" ? "Release" : "Ban");
-  row.drain.disabled = w.setting === "draining" || isBarred(w); row.activate.disabled = isBarred(w);
+  row.drain.disabled = w.setting === "draining" || w.state === "gone" || isBarred(w); row.activate.disabled = isBarred(w);
+  for (const button of [row.activate, row.drain, row.banned]) { const told = `${button.textContent} ${w.name}`; if (button.ariaLabel !== told) button.ariaLabel = told; }
 }
 export function updateFleet(changes, now) {
   for (const [peerId, worker] of Object.entries(changes)) {

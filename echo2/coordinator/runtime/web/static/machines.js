@@ -5,12 +5,15 @@ const kinds = { wanted: "info", starting: "info", running: "good", ending: "warn
 const perHour = (x) => x ? `${usd(x)}/h` : "no price";
 export function showCommand(command, text) {
   $("link-command").textContent = command; $("link-text").textContent = text;
-  $("link-copy").onclick = () => navigator.clipboard?.writeText(command).then(() => toast("copied"));
+  $("link-copy").onclick = async () => {
+    try { await navigator.clipboard.writeText(command); toast("copied"); }
+    catch { getSelection().selectAllChildren($("link-command")); toast("The browser lets no page copy here: it is marked, copy it with Ctrl+C"); }
+  };
   ask($("link-dialog"));
 }
 function confirm(title, text, go, run) {
   $("confirm-title").textContent = title; $("confirm-text").textContent = text; $("confirm-go").textContent = go;
-  const form = $("confirm-form"); form.reset(); form.onsubmit = () => run(form.elements.reason.value); ask($("confirm-dialog"));
+  const form = $("confirm-form"); form.reset(); $("confirm-reason").hidden = false; form.onsubmit = () => run(form.elements.reason.value); ask($("confirm-dialog"));
 }
 async function rent(offer, reason) {
   const machine = await act("/api/machines", { offer: offer.name, reason });
