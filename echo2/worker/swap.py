@@ -227,7 +227,7 @@ class SwapMachine:
                     self._state = _State.IDLE
                     yield DropDecoder()
             case Adopted(version):
-                yield from self._adopted(version)
+                yield from self._adopted(version, now)
             case Decoded(version, more_is_here):
                 yield from self._decoded(version, more_is_here, now)
             case DecodeFailed(message):
@@ -249,11 +249,11 @@ class SwapMachine:
         self._began = began
         yield StartDecoder()
 
-    def _adopted(self, version: Version) -> Iterator[Action]:
+    def _adopted(self, version: Version, now: float) -> Iterator[Action]:
         assert self._state in (_State.IDLE, _State.BROKEN), f"weights were adopted while the worker {self.state}"
         if self._state is _State.BROKEN:
             return
-        self.host = version
+        self.host, self._decoded_at = version, now
         self._began = Began(version, None)
         self._state = _State.SWAPPING
         self._source = Source.HOST

@@ -178,13 +178,15 @@ def test_a_bad_delta_is_fetched_again_and_then_a_keyframe() -> None:
 
 def test_adopted_weights_go_live_by_the_same_proof_and_give_way_to_whole_tensors_where_it_fails() -> None:
     machine = SwapMachine(MODE)
-    assert machine.handle(s.Adopted(Version(0)), 0.0) == [
+    assert machine.handle(s.Adopted(Version(0)), 10_000.0) == [
         s.HoldTokens(Version(0)), s.Swap(Version(0), s.Source.HOST, MODE),
     ]  # fmt: skip
-    assert machine.handle(s.Swapped(Version(0), 0.1), 1.0) == [s.Check(Version(0))], "the host holds it already"
-    assert machine.handle(s.Checked(Version(0), is_equal=False), 2.0) == [
+    assert machine.handle(s.Swapped(Version(0), 0.1), 10_001.0) == [s.Check(Version(0))], "the host holds it already"
+    assert machine.handle(s.Checked(Version(0), is_equal=False), 10_002.0) == [
         s.DiscardTokens(), s.HoldTokens(Version(0)), s.Swap(Version(0), s.Source.HOST, MODE),
     ]  # fmt: skip
-    machine.handle(s.Swapped(Version(0), 0.1), 3.0)
-    assert s.ReleaseTokens() in machine.handle(s.Checked(Version(0), is_equal=True), 4.0)
+    machine.handle(s.Swapped(Version(0), 0.1), 10_003.0)
+    assert machine.handle(s.Checked(Version(0), is_equal=True), 10_004.0) == [
+        s.ReleaseTokens(), s.GoLive(Version(0), 0.1, 4.0),
+    ], "the time to apply counts from the adoption: a planner believes it"  # fmt: skip
     assert (machine.host, machine.live, machine.is_idle) == (0, 0, True)

@@ -24,7 +24,7 @@ function drawTiles() {
     tile("Utilisation", percent(l.utilisation), "", p.is_known ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: l.utilisation ?? 0 }),
     tile("Staleness", `S ${r.staleness_bound ?? dash}`, p.is_known ? `κ ${p.kappa}` : "", p.is_known ? `${whole(l.buffered)} buffered, cap ${whole(p.cap)}` : "κ not chosen yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
-    tile("Pool", `${active}`, `/ ${workers.length}`, tokens ? `${number(tokens)} tokens/s now` : "nothing is generated now"),
+    tile("Pool", `${active}`, `/ ${workers.length} workers`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
     tile("Spent", usd(m.spent ?? 0), m.budget ? `/ ${usd(m.budget)}` : "", `${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}`, { part: m.budget ? m.spent / m.budget : null }),
     tile("Weights sent", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of snapshots` : "no version yet"),
   );
@@ -112,7 +112,7 @@ async function answerWhatIf() {
     if (!response.ok) { host.replaceChildren(make("div", { class: "empty" }, p.error || "no answer")); return; }
     const here = state.plan, than = (a, b, f) => here.is_known && b != null && f(a) !== f(b) ? `now ${f(b)}` : "as now";
     const cell = (label, value, note) => make("div", {}, make("span", {}, label), make("b", {}, value), make("em", {}, note));
-    host.replaceChildren(make("div", { class: "answer" }, cell("Utilisation", percent(p.utilisation), than(p.utilisation, here.utilisation, percent)), cell("Publish every", `κ ${p.kappa}`, than(p.kappa, here.kappa, whole)), cell("Pool", `${p.pool_size}`, than(p.pool_size, here.pool_size, whole)), cell("Price", usd(p.usd_per_hour) + "/h", than(p.usd_per_hour, here.usd_per_hour, usd))), make("p", { class: "quiet reason" }, p.reason));
+    host.replaceChildren(make("div", { class: "answer" }, cell("Utilisation", percent(p.utilisation), than(p.utilisation, here.utilisation, percent)), cell("Publish every", p.kappa === 1 ? "1 step" : `${p.kappa} steps`, than(p.kappa, here.kappa, whole)), cell("Pool", p.pool_size === 1 ? "1 worker" : `${p.pool_size} workers`, than(p.pool_size, here.pool_size, whole)), cell("Price", usd(p.usd_per_hour) + "/h", than(p.usd_per_hour, here.usd_per_hour, usd))), make("p", { class: "quiet reason" }, p.reason));
   } catch { host.replaceChildren(make("div", { class: "empty" }, "The coordinator does not answer.")); }
 }
 for (const slider of Object.values(sliders)) slider.addEventListener("input", () => { touched = true; showSliders(); askWhatIf(); });
@@ -137,7 +137,8 @@ $("theme").onclick = () => {
 // ---- the stream
 const drawLagsNow = () => { const l = state.learner, histogram = l.lag_histogram || [], total = histogram.reduce((a, b) => a + b, 0); drawLags(histogram, state.run.staleness_bound || 1); const mean = histogram.reduce((sum, count, lag) => sum + lag * count, 0) / (total || 1); setText($("lag-note"), total ? `mean ${number(mean)}, bound ${state.run.staleness_bound}` : ""); };
 async function loadSeries() { const response = await fetch("/api/series"); if (response.ok) { series = await response.json(); drawSeries(series); } }
-let seriesTimer = 0, whatIfReady = false;
+let seriesTimer = 0, whatIfReady = false, planShown = "";
+const planKey = () => { const p = state.plan; return [p.kappa, p.pool_size, p.usd_per_hour, p.reason].join("|"); };
 function take(message) {
   offset = message.now - Date.now() / 1000; lastHeard = Date.now();
   for (const name of Object.keys(state)) if (message[name] !== undefined) state[name] = message[name];
@@ -147,6 +148,8 @@ function take(message) {
   if (message.waits) drawWaits();
   if (message.plan) drawPlan();
   if (message.plan?.is_known && !whatIfReady) { whatIfReady = true; resetSliders(); } else if (message.plan && !message.plan.is_known && !touched) resetSliders();
+  else if (message.plan?.is_known && planShown !== planKey()) touched ? askWhatIf() : resetSliders(); // the answer beside it is of now, too
+  if (message.plan) planShown = planKey();
   if (message.learner || message.run) drawLagsNow();
   if (message.broadcast || message.workers) { drawTree(state.broadcast, fleet(), state.learner); drawVersions(state.broadcast); }
   if (message.leases) drawLeases();
