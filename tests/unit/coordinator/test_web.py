@@ -36,7 +36,7 @@ def test_actions_need_our_header_our_origin_and_our_host(tmp_path: Path) -> None
                 answer = await web.post("/api/tokens", json=body, headers=good)
                 assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
             answer = await web.post("/api/workers/state", json={"peer_id": "x", "activation": "fly"}, headers=good)
-            assert "automatic, active, standby, draining, banned" in answer.json()["error"]
+            assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
             assert (await web.get("/api/what-if")).status_code == 409
             state = (await web.get("/api/state")).json()
             assert made.json()["token_id"] in [token["id"] for token in state["tokens"]]
