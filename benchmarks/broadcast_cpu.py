@@ -1,4 +1,4 @@
-"""The yardstick for CPU cost: bytes over one asyncio TLS connection between two processes, nothing else."""
+"""CPU cost of a byte over loopback: through our nodes, and as a yardstick over one asyncio TLS connection, nothing else."""
 
 from __future__ import annotations
 
@@ -70,6 +70,15 @@ def cpu_s_per_gib(size_bytes: int = 256 << 20) -> float:
         used = float(json.loads(sender.stdout)) + float(json.loads(receiver.stdout.readline()))
         receiver.wait(10)
     return used / (size_bytes / 2**30)
+
+
+def relayed_cpu_s_per_gib(workers: int = 3, mib: float = 64, chunk_kib: int = 256) -> float:
+    """CPU seconds of all nodes per GiB that workers received, checked and stored; each relays a share to the others."""
+    from benchmarks.broadcast_run import run
+    from benchmarks.broadcast_scene import make_scene
+
+    scene = make_scene("homogeneous", workers, scale=20, mib=mib, chunk_kib=chunk_kib)
+    return run(scene, "echo2", in_lab=False, is_shaped=False).cpu_s_per_gib(scene)
 
 
 def _main() -> None:

@@ -66,23 +66,23 @@ async def run(folder: Path, index: int) -> None:
     while len(node.stats().links) < wanted:
         await asyncio.sleep(0.05)
     print("READY", flush=True)
-    await _line()
-    cpu_before = _cpu_s()
+    await line()
+    cpu_before = cpu_s()
     gc.freeze()
     result = await (_publish(node, folder / "source") if index == 0 else _receive(node))
     print(json.dumps(result | {"name": mine["name"], "topology": made.topology}), flush=True)
-    await _line()  # stays and relays until all are done
+    await line()  # stays and relays until all are done
     stats = node.stats()
     last = {
         "sent": stats.sent_chunk_bytes, "received": stats.received_chunk_bytes, "duplicates": stats.duplicate_bytes,
-        "pulled": stats.pulled_chunks, "trouble": stats.trouble, "cpu_s": _cpu_s() - cpu_before, "rss_mib": rss_mib(),
+        "pulled": stats.pulled_chunks, "trouble": stats.trouble, "cpu_s": cpu_s() - cpu_before, "rss_mib": rss_mib(),
     }  # fmt: skip
     print(json.dumps(last), flush=True)
     await node.stop()
     await server.stop(0)
 
 
-async def _line() -> None:
+async def line() -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 
 
@@ -109,7 +109,7 @@ async def _receive(node: BroadcastNode) -> dict[str, Any]:
     return {"done_at": time.monotonic(), "sha256": digest.hexdigest()}
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

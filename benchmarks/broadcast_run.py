@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,9 +30,11 @@ from echo2.broadcast.identity import Role, RunAuthority, TlsKey, certificate_req
 from echo2.broadcast.runtime import tls
 
 ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S, START_LIMIT_S = 240.0, 120.0
 PEERS = {
     "echo2": "benchmarks.broadcast_peer", "star": "benchmarks.broadcast_peer",
     "libtorrent": "benchmarks.broadcast_torrent", "libtorrent tuned": "benchmarks.broadcast_torrent",
+    "asyncio TLS": "benchmarks.broadcast_tls",
 }  # fmt: skip
 
 
@@ -63,11 +66,19 @@ class Outcome:
     def cores_used(self) -> float:
         return (self.cpu_s + self.emulator_cpu_s) / self.slowest_s
 
+    def cpu_s_per_gib(self, scene: Scene) -> float:
+        """Of all nodes together, per GiB that workers received; without the emulator."""
+        return self.cpu_s / (scene.workers * scene.size_bytes / 2**30)
+
 
 def run(
-    scene: Scene, method: str, *, in_lab: bool, congestion_control: str = "cubic", is_lifted: bool = False
-) -> Outcome:
-    """Measures `method` (a key of PEERS) on the scene. `is_lifted`: before other programs of the machine."""
+    scene: Scene, method: str, *, in_lab: bool, congestion_control: str = "cubic", is_lifted: bool = False,
+    is_shaped: bool = True, limit_s: float = LIMIT_S,
+) -> Outcome:  # fmt: skip
+    """Measures `method` (a key of PEERS) on the scene; RuntimeError when it is not through in `limit_s` after the start.
+
+    `is_lifted`: before other programs of the machine. `is_shaped` False: outside a lab nothing holds the links to their
+    rates."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         source = os.urandom(scene.size_bytes)
@@ -75,8 +86,10 @@ def run(
         digest = hashlib.sha256(source).hexdigest()
         del source
         with _network(scene, in_lab, congestion_control) as made:
-            _prepare(folder, scene, {"method": method, "is_lifted": is_lifted}, made)
-            results = _Processes(folder, scene, method, made).measure()
+            _prepare(
+                folder, scene, {"method": method, "is_lifted": is_lifted, "is_shaped": is_shaped and not in_lab}, made
+            )
+            results = _Processes(folder, scene, method, made).measure(limit_s)
             stats = made.stats() if made is not None else {}
     for result in results[1:]:
         if result and result["sha256"] != digest:
@@ -100,7 +113,7 @@ def _prepare(folder: Path, scene: Scene, how: dict[str, Any], made: Lab | None) 
     """Identities and certificates of a run made for this measurement, and what every process reads."""
     coordinator = tls.load_or_create_identity(folder / "coordinator")
     authority = RunAuthority.create(coordinator, RunId("bench"), time.time())
-    told: dict[str, Any] = scene.as_dict() | how | {"is_shaped": made is None, "peer_ids": []}
+    told: dict[str, Any] = scene.as_dict() | how | {"peer_ids": []}
     for number, node in enumerate(told["nodes"]):
         node["address"] = f"{made.address(number)}:7400" if made else f"127.0.0.1:{_free_port()}"
         identity, key = tls.load_or_create_identity(folder / node["name"]), TlsKey.generate()
@@ -142,13 +155,16 @@ class _Processes:
         self._folder, self._scene, self._method, self._lab = folder, scene, method, made
         self._all: list[subprocess.Popen[str]] = []
 
-    def measure(self) -> list[dict[str, Any]]:
+    def measure(self, limit_s: float) -> list[dict[str, Any]]:
         """One result per node; empty for a node that was killed."""
         nodes = range(len(self._scene.nodes))
+        watchdog = self._watched(START_LIMIT_S)
         try:
             self._all = [self._start(number) for number in nodes]
             for number in nodes:
                 self._expect_ready(number)
+            watchdog.cancel()
+            watchdog = self._watched(limit_s)
             for number in reversed(nodes):  # the seed last
                 self._tell(number, "GO")
             begun_at = time.monotonic()
@@ -165,10 +181,20 @@ class _Processes:
                 results[number] |= json.loads(self._line(number))
             return results
         finally:
-            for process in self._all:
-                process.kill()
+            watchdog.cancel()
+            self._end()
             for process in self._all:
                 _reap(process)
+
+    def _watched(self, limit_s: float) -> threading.Timer:
+        """Ends all processes in `limit_s`, so that nobody waits for a line that does not come."""
+        made = threading.Timer(limit_s, self._end)
+        made.start()
+        return made
+
+    def _end(self) -> None:
+        for process in self._all:
+            process.kill()
 
     def _befall(self, begun_at: float) -> None:
         """The scene's fault, at its time."""

@@ -129,13 +129,20 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class Emptied:
+    """The store held this artifact, but it was no good and is gone; it is fetched anew from whoever has it."""
+
+    key: ArtifactKey
+
+
+@dataclass(frozen=True, slots=True)
 class Woken:
     """A timer that was asked for."""
 
 
 Event = (
     PlanSet | PeerUp | PeerDown | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen | CancelSeen
-    | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Forgotten | Woken
+    | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions

@@ -18,6 +18,7 @@ class SessionConfig:
     uplink_bytes_per_s: float = 0.0
     slots_per_peer: int = 2
     have_interval_s: float = 0.5
+    have_peers: int = 5  # with more than these have-maps go out less often
     relay_slack_s: float = 0.15
     relay_timeout_s: float = 2.0
     relays_full_s: float = 0.3

@@ -22,6 +22,7 @@ from echo2.broadcast.events import (
     CancelSeen,
     ChunkSeen,
     ChunkSent,
+    Emptied,
     Event,
     Forgotten,
     HaveSeen,
@@ -53,7 +54,7 @@ from echo2.broadcast.seeding import Seeding
 from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref
 from echo2.broadcast.topology import BroadcastPlan
 
-HOUSEKEEPING_S = 0.02  # the flood of chunk events does not look at every peer each time
+HOUSEKEEPING_S = 0.05  # the flood of chunk events does not look at every peer each time
 
 
 class Session:
@@ -135,6 +136,8 @@ class Session:
                 self.artifacts.pop(event.key, None)
                 self._seeding.forget(event.key)
                 self._forget_at_peers(event.key)
+            case Emptied():
+                self._emptied(event.key, now)
             case Woken():
                 self._wake_at = float("inf")
             case _:
@@ -281,6 +284,15 @@ class Session:
         self.governor.sample(seen, now)
         self._pacer.rate_bytes_per_s = self.governor.rate_bytes_per_s
 
+    def _emptied(self, key: ArtifactKey, now: float) -> None:
+        artifact, offered = self.artifacts.get(key), 0
+        for peer in self.peers.values():
+            offered |= peer.haves.get(key, 0)
+            for table in (peer.told, peer.given):
+                table.pop(key, None)
+        if artifact is not None:
+            artifact.emptied(offered, now)
+
     def _forget_at_peers(self, key: ArtifactKey) -> None:
         self._relaying.forget(key)
         for peer in self.peers.values():
@@ -324,11 +336,13 @@ class Session:
         return artifact.held & ~self._seeding.waiting.get(artifact.key, 0)
 
     def _gossip(self, now: float) -> None:
-        """Have-maps that changed, to everyone, at most once an interval."""
+        """Have-maps that changed, to everyone, at most once an interval: rarer among many, until little is missing."""
         if not self._is_untold or now < self._gossip_at:
             return
         self._is_untold = False
-        self._gossip_at = now + self.config.have_interval_s
+        is_ending = any(a.is_nearly_complete and not a.is_complete for a in self.artifacts.values())
+        crowd = 1.0 if is_ending else max(1.0, len(self.peers) / self.config.have_peers)
+        self._gossip_at = now + self.config.have_interval_s * crowd
         for artifact in self.artifacts.values():
             shown = self._shown(artifact)
             for peer in self.peers.values():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.chunks import all_of
+from echo2.broadcast.chunks import all_of, indices_of
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import RateEstimate
@@ -45,6 +45,12 @@ class Artifact:
         since = self.missing_since.pop(index, None)
         if not is_answer:
             self.push_lag_s = max(PUSH_LAG_KEPT * self.push_lag_s, now - since if since is not None else 0.0)
+
+    def emptied(self, offered: int, now: float) -> None:
+        """Nothing of it is held any more; what neighbours hold of it is asked for at once."""
+        self.held, self.is_wanted, self.pushed_at = 0, True, float("-inf")
+        self.sizes.clear()
+        self.missing_since = dict.fromkeys(indices_of(offered), now)
 
     @property
     def is_complete(self) -> bool:

@@ -319,10 +319,6 @@ class BroadcastDriver:
             keys, key=lambda k: (self.entries[k].is_complete, self.entries[k].header.published_unix_s), default=None
         )
 
-    def forget(self, key: ArtifactKey) -> None:
-        self._drop(key)
-        self.act(be.Forgotten(key))
-
     # ---- publishing
 
     def publish(self, artifact: ArtifactId, data: bytes, fingerprint: str, full_bytes: int, is_pushed: bool) -> int:
@@ -378,7 +374,13 @@ class BroadcastDriver:
     def refetch(self, artifact: ArtifactId) -> None:
         key = self.find(artifact)
         if key is not None:
-            self.forget(key)
+            entry = self.entries[key]
+            self._drop(key)
+            for dropped in self._enter(entry.header):
+                self.act(be.Forgotten(dropped))
+            if entry.seal is not None:
+                self._keep_seal(self.entries[key], entry.seal)
+            self.act(be.Emptied(key))
         self.set_live(artifact.parent)
 
     # ---- the session

@@ -52,6 +52,42 @@ def test_deltas_follow_and_late_joiner_takes_the_cheapest_way(tmp_path: Path) ->
     asyncio.run(scene())
 
 
+def test_an_artifact_whose_weights_did_not_match_is_fetched_anew(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 2) as f:
+            learner, first, second = (m.node for m in f.members)
+            await learner.publish(KEYFRAME, iter(_blocks(2, 200_000)), lambda: "0", 200_000)
+            delta = ArtifactId(Version(1), Version(0))
+            await learner.publish(delta, iter(_blocks(1, 30_000)), lambda: "d", 200_000)
+            assert await gathered(blocks_of(first, delta), blocks_of(second, delta)) == [_blocks(1, 30_000)] * 2
+            once_bytes = first.stats().received_by_artifact[delta]
+            first.refetch(delta)
+            assert await asyncio.wait_for(blocks_of(first, delta), 10) == _blocks(1, 30_000)
+            assert first.stats().received_by_artifact[delta] > 1.9 * once_bytes
+            assert not first.stats().banned, "an answer is no replay"
+
+    asyncio.run(scene())
+
+
+def test_what_the_disk_changed_is_fetched_anew(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 2) as f:
+            learner, first, second = (m.node for m in f.members)
+            await learner.publish(KEYFRAME, iter(_blocks(2, 200_000)), lambda: "0", 200_000)
+            assert await gathered(blocks_of(first, KEYFRAME), blocks_of(second, KEYFRAME)) == [_blocks(2, 200_000)] * 2
+            key = first.library.find(KEYFRAME)
+            assert key is not None
+            first.library.recent.drop(key)
+            (path,) = first.options.folder.glob("*.artifact")
+            data = bytearray(path.read_bytes())
+            data[100_000] ^= 1
+            path.write_bytes(bytes(data))
+            first.set_live(None)
+            assert await asyncio.wait_for(blocks_of(first, KEYFRAME), 10) == _blocks(2, 200_000)
+
+    asyncio.run(scene())
+
+
 def test_chunks_survive_a_restart_of_worker_and_learner(tmp_path: Path) -> None:
     async def scene() -> None:
         blocks = _blocks(3, 300_000)

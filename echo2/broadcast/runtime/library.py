@@ -35,6 +35,7 @@ from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
 UNSEALED_DELTA_SHARE = 0.05  # of a snapshot: the guess for a delta whose size is not known yet
+WAY_KEPT_CHUNKS = 32  # a way is weighed anew after this many chunks, or when an artifact comes, ends or goes
 
 
 @dataclass(slots=True)
@@ -68,8 +69,35 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LibraryLimits:
+    """`recent_bytes_max`: chunks that just came, so that passing them on and decoding them reads no disk."""
+
     artifacts_max: int = 96
     memory_bytes_max: int = 256 << 20
+    recent_bytes_max: int = 16 << 20
+
+
+class RecentChunks:
+    """The last verified chunks with their frames, `bytes_max` of them: what was checked once is not read back."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self.held_bytes = 0
+        self._kept: dict[tuple[ArtifactKey, int], tuple[Chunk, bytes]] = {}
+
+    def add(self, chunk: Chunk, frame: bytes) -> None:
+        if (old := self._kept.pop((chunk.key, chunk.index), None)) is not None:
+            self.held_bytes -= 2 * len(old[1])
+        self._kept[(chunk.key, chunk.index)] = chunk, frame
+        self.held_bytes += 2 * len(frame)  # the payload lies in both
+        while self.held_bytes > self._bytes_max:
+            self.held_bytes -= 2 * len(self._kept.pop(next(iter(self._kept)))[1])
+
+    def get(self, key: ArtifactKey, index: int) -> tuple[Chunk, bytes] | None:
+        return self._kept.get((key, index))
+
+    def drop(self, key: ArtifactKey) -> None:
+        for place in [place for place in self._kept if place[0] == key]:
+            self.held_bytes -= 2 * len(self._kept.pop(place)[1])
 
 
 class Library:
@@ -81,6 +109,9 @@ class Library:
         self.link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK
         self.trouble = ""
         self._memory_bytes = 0
+        self.recent = RecentChunks(limits.recent_bytes_max)
+        self._last_way: tuple[Version | None, Way | None] | None = None
+        self._chunks_since_way = 0
 
     # ---- from an earlier run
 
@@ -140,6 +171,7 @@ class Library:
             dropped += victims
         entry = Entry(header)
         self.entries[header.key] = entry
+        self._last_way = None
         try:
             self.store.create(header.key, wire.header_to_bytes(header))
         except ResourceError as error:
@@ -167,12 +199,15 @@ class Library:
         entry.digests[chunk.index] = digest
         entry.checks[chunk.index] = xxhash.xxh3_64_intdigest(frame)
         entry.held_bytes += len(chunk.payload)
+        self.recent.add(chunk, frame)
+        self._chunks_since_way += 1
         self._check_root(entry)
         return dropped
 
     def add_seal(self, key: ArtifactKey, seal: Seal) -> None:
         entry = self.entries[key]
         entry.seal = seal
+        self._last_way = None
         try:
             if entry.is_on_disk:
                 self.store.put_seal(key, wire.seal_to_bytes(seal))
@@ -183,6 +218,7 @@ class Library:
     def _check_root(self, entry: Entry) -> None:
         if not entry.is_complete:
             return
+        self._last_way = None
         assert entry.seal is not None
         root = root_of(entry.digests[index] for index in sorted(entry.digests))
         if root != entry.seal.root_sha256 or entry.held_bytes != entry.seal.total_bytes:
@@ -237,6 +273,8 @@ class Library:
         entry = self.entries.get(key)
         if entry is None:
             return None
+        if (recent := self.recent.get(key, index)) is not None:
+            return recent[1]
         found = entry.memory.get(index) or self.store.chunk(key, index)
         if found is not None and xxhash.xxh3_64_intdigest(found) != entry.checks.get(index):
             self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
@@ -245,7 +283,9 @@ class Library:
         return found
 
     def chunk(self, key: ArtifactKey, index: int) -> Chunk:
-        """A chunk read back for decoding; CorruptChunk when the disk changed it."""
+        """A chunk for decoding, read back unless it just came; CorruptChunk when the disk changed it."""
+        if (recent := self.recent.get(key, index)) is not None:
+            return recent[0]
         entry, frame = self.entries.get(key), self.frame(key, index)
         if entry is None or frame is None:
             whose = entry.header.artifact if entry is not None else key.hex()
@@ -274,7 +314,18 @@ class Library:
         entry = self.entries.pop(key, None)
         if entry is not None:
             self._memory_bytes -= sum(map(len, entry.memory.values()))
+            self.recent.drop(key)
+            self._last_way = None
             self.store.drop(key)
+
+    def empty(self, key: ArtifactKey) -> list[ArtifactKey]:
+        """Drops an artifact's chunks but not that there is one; returns the artifacts dropped with it."""
+        entry = self.entries[key]
+        self.drop(key)
+        dropped = self.add_header(entry.header)
+        if entry.seal is not None:
+            self.add_seal(key, entry.seal)
+        return dropped
 
     def offers(self) -> list[Offer]:
         return [
@@ -289,9 +340,13 @@ class Library:
         """How the newest version that can be reached is expected first over this node's link."""
         return plan_way(self.offers(), start, self.link())
 
-    def path(self, start: Version | None) -> list[ArtifactKey]:
-        way = self.way(start)
-        return list(way.keys) if way is not None else []
+    def path(self, start: Version | None) -> tuple[ArtifactKey, ...]:
+        """The way's artifacts, as they were weighed WAY_KEPT_CHUNKS ago at most."""
+        known = self._last_way
+        if known is None or known[0] != start or self._chunks_since_way >= WAY_KEPT_CHUNKS:
+            self._last_way = known = (start, self.way(start))
+            self._chunks_since_way = 0
+        return known[1].keys if known[1] is not None else ()
 
     def blocks_of(self, artifact: ArtifactId) -> Iterator[bytes] | None:
         """The blocks of an artifact that lies here whole, read as they are drawn; None where it does not."""

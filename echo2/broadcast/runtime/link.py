@@ -13,12 +13,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo2.base.errors import LimitExceeded, Unreachable
+from echo2.base.ids import RunId
 from echo2.broadcast.events import SendChunk
 from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.broadcast.runtime.transport import Connection
 from echo2.wire import broadcast as wire
 
 CONTROL_FRAMES_MAX = 8192
+HELLO_TIMEOUT_S = 10.0
+
+
+async def hello_of(connection: Connection, run_id: RunId) -> bytes:
+    """Says who we are; the peer's first frame. Unreachable when none comes."""
+    peer = connection.peer.peer_id
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            await connection.send(wire.hello(PROTOCOL_VERSION, run_id))
+            frame = await connection.receive()
+    except TimeoutError:
+        raise Unreachable(f"peer {peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
+    if frame is None:
+        raise Unreachable(f"peer {peer}: the connection ended before its hello")
+    return frame
 
 
 @dataclass(frozen=True, slots=True)

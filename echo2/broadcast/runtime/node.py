@@ -19,13 +19,14 @@ from pathlib import Path
 
 import grpc.aio
 
-from echo2.base.errors import EchoError, ResourceError, StateError, Unreachable, VersionMismatch
+from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
     ChunkSent,
+    Emptied,
     Event,
     Forgotten,
     HeaderSeen,
@@ -47,7 +48,7 @@ from echo2.broadcast.runtime.dialling import Dialling, Target
 from echo2.broadcast.runtime.following import Following
 from echo2.broadcast.runtime.inbox import Inbox
 from echo2.broadcast.runtime.library import Library, LibraryLimits
-from echo2.broadcast.runtime.link import LinkCalls, PeerLink
+from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.meter import Meter
 from echo2.broadcast.runtime.outbox import control_frame
 from echo2.broadcast.runtime.progress import (
@@ -61,16 +62,14 @@ from echo2.broadcast.runtime.progress import (
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
 from echo2.broadcast.runtime.sockets import SocketWatch
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, Credentials
+from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport import Connection, Transport, way_of
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
-from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
 CONNECTIONS_MAX = 48
-HELLO_TIMEOUT_S = 10.0
 CONNECT_INTERVAL_S = 0.5
 UPLINK_INTERVAL_S = 0.1
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
@@ -203,10 +202,12 @@ class BroadcastNode:
         self.set_live(artifact.version)
 
     def refetch(self, artifact: ArtifactId) -> None:
-        """Forget an artifact whose decoded weights did not match, and go back to before it."""
+        """Fetch anew an artifact whose decoded weights did not match, and go back to before it."""
         key = self.library.find(artifact)
         if key is not None:
-            self._forget(key)
+            for dropped in self.library.empty(key):
+                self._act(Forgotten(dropped))
+            self._act(Emptied(key))
         self._reader.restart_from(artifact.parent)
         self._update_wants()
 
@@ -272,7 +273,7 @@ class BroadcastNode:
     async def progress(self) -> AsyncIterator[Progress]:
         """What to decode, in order; waits while nothing new has arrived. One consumer."""
         while self._is_running or self._error is None:
-            step = self._reader.next() if self._now() >= self._settled_at else None
+            step = self._next_step()
             if step is not None:
                 if isinstance(step, ArtifactSealed):
                     self._update_wants()
@@ -284,6 +285,18 @@ class BroadcastNode:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+    def _next_step(self) -> Progress | None:
+        """What the disk changed is fetched anew."""
+        if self._now() < self._settled_at:
+            return None
+        try:
+            return self._reader.next()
+        except CorruptChunk as error:
+            log.warning("fetched anew: %s", error)
+            if (artifact := self._reader.artifact) is not None:
+                self.refetch(artifact)
+            return self._reader.next()
 
     def artifacts_available(self) -> list[AvailableArtifact]:
         """What this node holds or has heard of, oldest version first."""
@@ -363,7 +376,7 @@ class BroadcastNode:
         peer = connection.peer.peer_id
         link = PeerLink(connection, LinkCalls(self.library.frame, self._chunk_sent, lambda f: self._received(peer, f)))
         try:
-            await self._shake_hands(connection)
+            self._inbox.check_hello(peer, await hello_of(connection, self.credentials.run_id))
             await self._replace(link)
             if self._links.get(peer) is link:
                 self._act(PeerUp(peer))
@@ -377,18 +390,6 @@ class BroadcastNode:
                 del self._links[peer]
                 self._act(PeerDown(peer))
             await connection.close()
-
-    async def _shake_hands(self, connection: Connection) -> None:
-        peer = connection.peer.peer_id
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                await connection.send(wire.hello(PROTOCOL_VERSION, self.credentials.run_id))
-                frame = await connection.receive()
-        except TimeoutError:
-            raise Unreachable(f"peer {peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
-        if frame is None:
-            raise Unreachable(f"peer {peer}: the connection ended before its hello")
-        self._inbox.check_hello(peer, frame)
 
     async def _replace(self, link: PeerLink) -> None:
         """Enters the link, unless an older one to the same peer is to stay."""
@@ -414,8 +415,7 @@ class BroadcastNode:
 
     async def drop_connections(self) -> None:
         """Closes all connections, as a cut link would; they are dialled again."""
-        for link in list(self._links.values()):
-            await link.connection.close()
+        await asyncio.gather(*(link.connection.close() for link in self._links.values()))
 
     def stats(self) -> NodeStats:
         """A picture of now, for heartbeats and the operator."""

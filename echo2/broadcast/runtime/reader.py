@@ -24,6 +24,11 @@ class ArtifactReader:
         self._assembler = BlockAssembler()
         self._was_restarted = False
 
+    @property
+    def artifact(self) -> ArtifactId | None:
+        """The one that is being handed out."""
+        return self._current[1] if self._current is not None else None
+
     def restart_from(self, version: Version | None) -> None:
         """The consumer's weights are at `version` now; what was half handed out is dropped."""
         self.version = version

@@ -19,7 +19,7 @@ RUN = RunId("run")
 def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: Path) -> None:
     """Served, it would make honest peers ban this node for a signature that does not hold."""
     identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits())
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0))
     header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
     library.add_header(header)
     for chunk, digest in signed_chunks(100, identity, header.key, 0, bytes(range(250))):
@@ -33,6 +33,23 @@ def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: P
     assert library.frame(header.key, 0) and library.frame(header.key, 2)
     with pytest.raises(CorruptChunk, match="chunk 1"):
         library.chunk(header.key, 1)
+
+
+def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path) -> None:
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=1000))
+    header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
+    library.add_header(header)
+    made = signed_chunks(100, identity, header.key, 0, bytes(range(250)) * 4)
+    for chunk, digest in made:
+        library.add_chunk(chunk, digest)
+    kept = [index for index in range(len(made)) if library.recent.get(header.key, index)]
+    assert kept == [8, 9] and library.recent.held_bytes <= 1000, "two bytes are counted for each of a payload"
+    library.store.drop(header.key)
+    assert library.chunk(header.key, 9) == made[9][0] and library.frame(header.key, 9) is not None
+    assert library.frame(header.key, 0) is None
+    library.drop(header.key)
+    assert library.recent.get(header.key, 9) is None and library.recent.held_bytes == 0
 
 
 def _artifact(library: Library, identity: Identity, version: int, parent: int | None, size: int) -> ArtifactKey:

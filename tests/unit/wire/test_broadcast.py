@@ -103,6 +103,20 @@ def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
     assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan"))) == PLAN
 
 
+@given(
+    index=st.integers(0, CHUNKS_MAX - 1),
+    ends_block=st.booleans(),
+    payload=st.binary(max_size=40) | st.sampled_from([bytes(127), bytes(128), bytes(20_000), bytes(3 << 20)]),
+    signature=st.binary(max_size=64),
+)
+def test_a_chunk_written_by_hand_is_what_protobuf_writes(
+    index: int, ends_block: bool, payload: bytes, signature: bytes
+) -> None:
+    chunk = Chunk(KEY, index, ends_block, payload, signature)
+    frame = pb.ChunkFrame(key=KEY, index=index, ends_block=ends_block, signature=signature, payload=payload)
+    assert wire.chunk_to_bytes(chunk) == pb.PeerMessage(chunk=frame).SerializeToString()
+
+
 def _damaged(name: str, data: st.DataObject) -> bytes:
     """Golden bytes with some replaced and perhaps cut, or arbitrary ones."""
     good = bytearray(golden(name))
