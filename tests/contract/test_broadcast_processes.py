@@ -5,10 +5,13 @@ No coordinator runs here: nodes have their certificates and the plan, and need n
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_broadcast import Cell, Results, measured, options_of
 from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import Fault, make_scene
 from benchmarks.wan.lab import missing
@@ -59,3 +62,13 @@ def test_worker_whose_disk_is_full_says_so_and_gets_the_version() -> None:
 def test_workers_that_accept_no_connections_are_served_and_relay_over_their_own() -> None:
     got = broadcast(None, in_lab=True, natted=2)
     assert set(got.times) == {"w0", "w1", "w2"}
+
+
+def test_a_cell_that_fails_is_a_row_that_says_so_and_the_rows_so_far_are_on_disk(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    results.add(measured(Cell("homogeneous", 2, mib=1), options_of(["--limit-s", "0.01"]), in_lab=False))
+    (failed,) = json.loads((tmp_path / "results.json").read_text())
+    assert failed["name"] == "homogeneous/2/echo2" and failed["value"] is None and failed["unit"].startswith("failed: ")
+    results.add(measured(Cell("homogeneous", 2, mib=1), options_of([]), in_lab=False))
+    rows = {row["name"]: row["value"] for row in json.loads((tmp_path / "results.json").read_text())[1:]}
+    assert rows["homogeneous/2/echo2"] >= 1 and rows["homogeneous/2/learner sent"] > 0
