@@ -60,7 +60,9 @@ def test_a_machine_learns_of_its_link_before_it_joins(tmp_path: Path) -> None:
 
 
 @pytest.mark.network_namespaces
-@pytest.mark.parametrize(("is_symmetric", "kind"), [(False, "hole-punched"), (True, "relayed")])
+@pytest.mark.parametrize(
+    ("is_symmetric", "kind"), [(False, "hole-punched"), pytest.param(True, "relayed", marks=pytest.mark.soak)]
+)
 def test_a_machine_behind_a_nat_learns_how_it_will_be_met(tmp_path: Path, is_symmetric: bool, kind: str) -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
