@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -216,3 +217,27 @@ def test_a_coordinator_on_this_store_goes_on_where_it_was(url: str, tmp_path: Pa
             assert set(daemon.hub.book.leases) == {ticket.lease_id}
 
     daemon_tests.play(scene)
+
+
+def test_a_checkpoint_beside_writes_lets_the_log_start_over(tmp_path: Path) -> None:
+    log = tmp_path / "state.sqlite-wal"
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)) as store:
+        for number in range(300):
+            store.write(Changes(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
+        grown = log.stat().st_size
+        store.checkpoint()
+        for number in range(300):
+            store.write(Changes(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
+        assert log.stat().st_size < 1.5 * grown
+        assert store.load().meta["n"] == "299"
+    store.checkpoint()  # told after the end, by a thread that was late
+
+
+def test_a_checkpoint_on_another_thread_neither_stops_nor_loses_writes(tmp_path: Path) -> None:
+    url, count = f"sqlite:///{tmp_path / 'state.sqlite'}", 200
+    with closing(SqlStore(url, RUN)) as store, ThreadPoolExecutor(1) as pool:
+        for number in range(count):
+            done = pool.submit(store.checkpoint)
+            store.write(Changes(events=[LoggedEvent(1.0, "k", str(number))]))
+            done.result()
+        assert [event.text for event in store.load().events] == [str(number) for number in range(count)]

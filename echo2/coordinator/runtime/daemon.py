@@ -46,6 +46,7 @@ from echo2.coordinator.tokens import token_hash
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, probe_pb2_grpc
 
 TICK_S = 0.5
+CHECKPOINT_S = 2.0
 STOP_GRACE_S = 2.0
 LINK_LIFETIME_S = 30 * 86_400.0
 LINK_ROLES = (Role.WORKER, Role.LEARNER, Role.OPERATOR)
@@ -134,7 +135,9 @@ class CoordinatorDaemon:
         self._write_links(commands)
         dashboard = Dashboard(commands, listener, web_host, options.folder, own)
         self.dashboard_url = dashboard.url
-        await self._run_until_stopped(hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses))
+        await self._run_until_stopped(
+            hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses), _checkpoints(store)
+        )
 
     def _is_banned(self, peer: PeerId) -> bool:
         """Asked from the relay's thread: one look-up each."""
@@ -219,6 +222,13 @@ async def _tick(hub: Hub, pauses: ShortPauses) -> None:
         await asyncio.sleep(TICK_S / 2)
         hub.tick()
         consolidate(hub)
+
+
+async def _checkpoints(store: SqlStore) -> None:
+    """Beside the loop's thread: a lease that is granted meanwhile does not wait for the disk."""
+    while True:
+        await asyncio.sleep(CHECKPOINT_S)
+        await asyncio.to_thread(store.checkpoint)
 
 
 def _port(wanted: int, kept: str | None) -> int:

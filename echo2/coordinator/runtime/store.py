@@ -1,13 +1,15 @@
 """The coordinator's state in SQL: SQLite (WAL) in the run's folder by default, PostgreSQL by its URL.
 
 Guarantees: see `StateStore`. SQLite runs with synchronous=NORMAL: what `write` has kept outlives a kill of the process;
-a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. The schema
+a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. A `write` waits
+for no disk: the log's way into the database file, with its fsyncs, is `checkpoint`, on whatever thread calls it. The schema
 carries a version and is migrated forward, one step at a time, in a transaction; a newer one than ours is refused.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
@@ -30,6 +32,9 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message
 
 SCHEMA_VERSION = 3
+CHECKPOINT_TRIES = 3
+LOG_PAGES_MAX = 16_384
+"""A log of 64 MiB is folded in by `write` itself: nobody has called `checkpoint`."""
 EVENTS_LOADED = 5_000
 SAMPLES_LOADED = 4_000
 
@@ -114,6 +119,7 @@ class SqlStore:
     def __init__(self, url: str, run_id: RunId) -> None:
         self._engine = _engine_of(url)
         self._upserts: dict[str, Any] = {}
+        self._checkpointing, self._is_open = threading.Lock(), True
         self._where = self._engine.url.render_as_string(hide_password=True)
         self._insert: Any = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
         try:
@@ -213,8 +219,24 @@ class SqlStore:
         except SQLAlchemyError as error:
             raise self._error(error) from None
 
+    def checkpoint(self) -> None:
+        """Folds SQLite's log into its file beside writes, so that the log starts over; from any thread. Else nothing."""
+        with self._checkpointing:
+            if self._engine.dialect.name != "sqlite" or not self._is_open:
+                return
+            try:
+                with self._engine.connect() as connection:
+                    for _ in range(CHECKPOINT_TRIES):  # what was written meanwhile is left, and keeps the log growing
+                        found = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
+                        if found[1] == found[2]:
+                            return
+            except SQLAlchemyError as error:
+                raise self._error(error) from None
+
     def close(self) -> None:
-        self._engine.dispose()
+        with self._checkpointing:
+            self._is_open = False
+            self._engine.dispose()
 
     def _error(self, error: SQLAlchemyError) -> DiskFull | StateError:
         text = str(getattr(error, "orig", None) or error).strip()
@@ -232,6 +254,7 @@ def _engine_of(url: str) -> Engine:
             cursor = connection.cursor()
             for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON"):
                 cursor.execute(f"PRAGMA {pragma}")
+            cursor.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES_MAX}")
             cursor.close()
 
     return engine
