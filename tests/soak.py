@@ -29,7 +29,7 @@ SLICE_S = 60.0
 FUZZ_BATCH = 100
 FUZZ_TURN_S = 2.0
 CHAOS_TEST = "tests/e2e/test_chaos.py::test_long_chaos"
-CHAOS_GRACE_S = 120
+CHAOS_GRACE_S = 150
 SHARES = {"sim": 2.0, "fuzz": 1.0, "chaos": 1.0}
 TEXT_MAX = 300
 

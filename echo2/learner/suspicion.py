@@ -20,8 +20,10 @@ bets reaches 1/alpha with probability at most alpha. Six bets, each with what it
 - *copies*: siblings are drawn independently. Catches completions handed in twice.
 
 How much honest engines differ is the one thing here that depends on kernels and cards, so a finding that rests on
-*noise* alone is not certain (`Accusation.is_certain`): what is done then can be undone, and a person decides. A finding
-is certain when the mean of all bets reaches 1/alpha with *noise* counted as lost.
+*noise* alone is not certain (`Accusation.is_certain`): what is done then can be undone, and a person decides. Nor is one
+that rests on *version* while less than three quarters of the worker's differences are explained by the version before: perturbed
+weights lean that way too, for whatever disturbs a model makes it less sure of itself, and so may an engine's noise. A
+finding is certain when the mean of all bets reaches 1/alpha with those two counted as lost.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ LEARN_TOKENS = 200
 FABRICATION = 10.0
 UNCERTAIN_TOKENS = 600
 """A finding of noise alone waits for so many, in which the other bets may still say what kind of noise it is."""
+EXPLAINED_MIN = 0.75
+"""The share of a worker's differences (in squares) that the version before must explain for that to be certain."""
 SIGMA_MIN = 1e-7
 SHIFT_MIN = 0.2
 """Two versions closer than this share of a worker's noise are not told apart: the noise of another precision is a fixed
@@ -114,6 +118,7 @@ class Suspicion:
     _copies: float = 0.0
     _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
     _shift_squares: float = 0.0
+    _products: float = 0.0
     _counted: int = 0
     _all_squares: float = 0.0
 
@@ -156,6 +161,7 @@ class Suspicion:
                 self._version += towards * noise - towards * towards / 2.0
         self._squares += math.fsum(difference * difference for difference in differences)
         self._shift_squares += math.fsum(shift * shift for shift in shifts)
+        self._products += math.fsum(d * s for d, s in zip(differences, shifts, strict=True))
         self._counted += len(differences)
 
     def _bet_on_stop(self, chance: float, stopped: bool) -> None:
@@ -182,6 +188,11 @@ class Suspicion:
         }
 
     @property
+    def noise_nats(self) -> float:
+        """How far its log-probabilities are off: root mean square over all tokens seen."""
+        return math.sqrt(self._all_squares / max(1, self.tokens))
+
+    @property
     def evidence(self) -> float:
         """Natural logarithm of the mean bet; 0 at the start."""
         return _log_mean(list(self.log_wealths.values()))
@@ -193,13 +204,14 @@ class Suspicion:
         if evidence < needed:
             return None
         wealths = self.log_wealths
-        is_certain = _log_mean([-math.inf if name == "noise" else log for name, log in wealths.items()]) >= needed
+        explained = self._products**2 >= EXPLAINED_MIN * self._squares * self._shift_squares
+        uncertain = {"noise"} if explained else {"noise", "version"}
+        is_certain = _log_mean([-math.inf if name in uncertain else log for name, log in wealths.items()]) >= needed
         if not is_certain and self.tokens < UNCERTAIN_TOKENS:
             return None
-        bet = max(wealths, key=lambda name: wealths[name] if name != "noise" or not is_certain else -math.inf)
-        size_nats = math.sqrt(self._all_squares / max(1, self.tokens))
+        bet = max(wealths, key=lambda name: wealths[name] if name not in uncertain or not is_certain else -math.inf)
         text = (
-            f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens; its log-probabilities are {size_nats:.3g} "
+            f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens; its log-probabilities are {self.noise_nats:.3g} "
             f"nats off, root mean square, {self.config.noise_nats:g} are allowed)"
         )
         return Accusation(bet, evidence, self.tokens, text, is_certain)

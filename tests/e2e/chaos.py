@@ -7,6 +7,7 @@ what was done. Guarantees: same seed, same order of strikes (their effect depend
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -65,12 +66,17 @@ class Chaos:
         self.counts: Counter[str] = Counter()
         self._due: list[tuple[float, Callable[[], None]]] = []
 
-    def run(self, last_step: int, within_s: float) -> None:
-        """Strikes until the learner has made its last step, then puts everything right again."""
+    def run(self, last_step: int, strike_s: float, within_s: float) -> None:
+        """Strikes for `strike_s` or until the learner has made its last step, puts everything right again, and waits for
+        that step, for `within_s` in all."""
         deadline = time.monotonic() + within_s
+        strikes_end = time.monotonic() + strike_s
         next_strike = time.monotonic() + self.mean_gap_s
         while self.cluster.step() < last_step:
             now = time.monotonic()
+            if now >= strikes_end:
+                self._undo_all()
+                next_strike = strikes_end = math.inf
             assert now < deadline, f"not at step {last_step} within {within_s:.0f} s, at step {self.cluster.step()}"
             self.archive.look()
             for at, act in [one for one in self._due if one[0] <= now]:

@@ -45,7 +45,7 @@ def chaotic_run(
             archive = Archive(cluster.run_folder / "learner" / "journal", archive_folder)
             chaos = Chaos(cluster, seed, archive, link, disks, mean_gap_s)
             cluster.wait_until(lambda: cluster.step() >= 2, within_s, "the first steps")
-            chaos.run(steps, within_s)
+            chaos.run(steps, within_s / 2, within_s)
             held = held_bits(cluster, steps)
             assert cluster.wait("learner", 60) == 0, cluster.log("learner")[-3000:]
             archive.look()
@@ -97,7 +97,7 @@ def judge_run(cluster: Cluster, archive: Archive, steps: int) -> Judged:
 @pytest.mark.soak  # tests/e2e/test_run.py has the kills, one after the other, in the default run
 @pytest.mark.parametrize("seed", [int(os.environ.get("CHAOS_SEED", "1"))])
 def test_a_run_survives_chaos_with_its_history_whole(tmp_path: Path, run_config: str, seed: int) -> None:
-    counts = chaotic_run(tmp_path, run_config, seed, steps=30, mean_gap_s=2.0, within_s=150)
+    counts = chaotic_run(tmp_path, run_config, seed, steps=30, mean_gap_s=2.0, within_s=240)
     assert sum(count for name, count in counts.items() if name.startswith("kill")) >= 2, counts
 
 

@@ -1,0 +1,204 @@
+"""How soon the rollout audit finds each kind of cheat, on a real small policy, and whether it ever flags an honest worker.
+
+    python -m benchmarks.bench_audit [--seconds 150]
+
+Each cheat is watched several times, with other random numbers, until it is accused or `GROUPS_MAX` groups were looked at.
+Honest workers of other precisions and batch sizes are watched for the rest of the time, each as a worker of its own for
+as many rollouts as everything of a newcomer is audited. Counts and sizes (nats) depend on seeds alone, not on the machine;
+how many honest workers there are depends on its speed. Writes results/audit.json and the table of docs/security.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.audit_workers import (
+    SIBLINGS,
+    TOKENS,
+    Bench,
+    Maker,
+    altered,
+    copied,
+    cut_short,
+    fabricated,
+    float8,
+    honest,
+    make_bench,
+    one_behind,
+    perturbed,
+    quantised,
+    watched,
+)
+from echo2.learner.audit import NEWCOMER_TOKENS
+from echo2.learner.suspicion import SuspicionConfig
+
+RESULTS = Path(__file__).parent / "results" / "audit.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"
+BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
+TIMES = 3
+GROUPS_MAX = 40
+ALLOWED_NATS = SuspicionConfig().noise_nats
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Of one kind of worker. `rollouts`: until it was accused, each time; `noise_nats`: how far its numbers were off."""
+
+    worker: str
+    noise_nats: float
+    watched: int
+    rollouts: list[int]
+    bets: list[str]
+    certain: int
+    rollouts_max: int
+
+
+def cheats(bench: Bench) -> dict[str, Maker]:
+    """What an audit should find, and what it must let pass: alterations as small as honest noise."""
+    made = {
+        "the previous version, float32": one_behind(bench),
+        "the previous version, bf16": one_behind(bench, torch.bfloat16),
+        "made-up log-probabilities": fabricated(bench),
+        "completions cut short with a stop token": cut_short(bench),
+        "one completion handed in for all siblings": copied(bench),
+        "nearly greedy sampling, honest numbers": altered(bench, None, coldness=8.0),
+        "sharpened sampling (temperature 0.67), honest numbers": altered(bench, None, coldness=1.5),
+        "weights in fp8 (e4m3)": altered(bench, float8),
+    }
+    for bits in (8, 6, 5, 4):
+        made[f"weights in int{bits}"] = altered(bench, quantised(bits))
+    for size in (0.02, 0.05, 0.1, 0.2):
+        made[f"weights perturbed by {size:g} of their mean size"] = altered(bench, perturbed(size))
+    return made
+
+
+def finding_of(bench: Bench, worker: str, make: Maker) -> Finding:
+    rollouts, bets, certain, noises = [], [], 0, []
+    for time_number in range(TIMES):
+        held, seen, accusation = watched(bench, make, GROUPS_MAX, first_group=1000 * time_number)
+        noises.append(held.noise_nats)
+        if accusation is not None:
+            rollouts.append(seen)
+            bets.append(accusation.bet)
+            certain += accusation.is_certain
+    return Finding(worker, statistics.mean(noises), TIMES, rollouts, bets, certain, GROUPS_MAX * SIBLINGS)
+
+
+def watch_honest(bench: Bench, until: float) -> tuple[dict[str, int], int, float]:
+    """How many honest workers of each kind were watched, how many were accused, and the largest noise of one."""
+    kinds = {
+        "float32, batch 8": honest(bench),
+        "bf16, batch 8": honest(bench, torch.bfloat16),
+        "float16, batch 8": honest(bench, torch.float16),
+        "float32, batch 1": honest(bench, siblings=1),
+        "bf16, batch 3": honest(bench, torch.bfloat16, siblings=3),
+    }
+    counts, accused, noise = dict.fromkeys(kinds, 0), 0, 0.0
+    number = 0
+    while time.monotonic() < until or not all(counts.values()):
+        for kind, make in kinds.items():
+            siblings = len(make(0))
+            groups = NEWCOMER_TOKENS // (siblings * TOKENS)
+            held, _, accusation = watched(bench, make, groups, first_group=100_000 + 1000 * number)
+            counts[kind] += 1
+            accused += accusation is not None
+            noise = max(noise, held.noise_nats)
+            number += 1
+    return counts, accused, noise
+
+
+def rows_of(kept: dict[str, Any]) -> list[dict[str, object]]:
+    """Targets: whatever is off by more than honest engines may be, or lies otherwise, is found within a newcomer's tokens
+    (and truncation, of which a completion says one bit, within four times as many)."""
+    rows: list[dict[str, object]] = []
+    for one in (Finding(**given) for given in kept["findings"]):
+        is_allowed = not one.rollouts and one.noise_nats <= ALLOWED_NATS
+        rate = 100.0 * len(one.rollouts) / one.watched
+        rows.append(row(f"{one.worker}: found", rate, "%", None if is_allowed else 100.0, "higher"))
+        median = statistics.median(one.rollouts) if one.rollouts else None
+        slow = 4.0 if set(one.bets) & {"length", "draw"} else 1.0
+        rows.append(
+            row(f"{one.worker}: rollouts until found, median", median, "rollouts",
+                None if is_allowed else slow * NEWCOMER_TOKENS / TOKENS, "lower")
+        )  # fmt: skip
+    rows.append(row("honest workers watched", sum(kept["honest"].values()), "workers", None, "higher"))
+    rows.append(row("honest workers accused", kept["honest_accused"], "workers", 0, "lower"))
+    rows.append(row("largest noise of an honest worker", kept["honest_noise_nats"], "nats", ALLOWED_NATS, "lower"))
+    rows.append(row("bound on false alarms", SuspicionConfig().false_alarms_per_day, "a worker and day", 1e-6, "lower"))
+    return rows
+
+
+def row(name: str, value: object, unit: str, target: float | None, better: str) -> dict[str, object]:
+    return {"name": name, "value": value, "unit": unit, "target": target, "better": better}
+
+
+def table_of(kept: dict[str, Any]) -> str:
+    """The table of docs/security.md."""
+    lines = [
+        "| worker | numbers off by, nats | found | rollouts until found: median, worst | by | then |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in (Finding(**given) for given in kept["findings"]):
+        rate = f"{len(one.rollouts)} of {one.watched}"
+        if one.rollouts:
+            when = f"{statistics.median(one.rollouts):.0f}, {max(one.rollouts)}"
+            then = "banned" if one.certain == len(one.rollouts) else "quarantined" if not one.certain else "either"
+        else:
+            when, then = (
+                f"not in {one.rollouts_max}",
+                "within what honest engines may differ" if one.noise_nats <= ALLOWED_NATS else "",
+            )
+        lines.append(
+            f"| {one.worker} | {one.noise_nats:.3f} | {rate} | {when} | {', '.join(sorted(set(one.bets)))} | {then} |"
+        )
+    for kind, workers in kept["honest"].items():
+        lines.append(
+            f"| honest: {kind} | at most {kept['honest_noise_nats']:.3f} | {kept['honest_accused']} of {workers} | | | |"
+        )
+    return "\n".join(lines)
+
+
+def write_page(kept: dict[str, Any], page: Path = PAGE) -> None:
+    text = page.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{head}{BEGIN}\n\n{table_of(kept)}\n\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument(
+        "--only", choices=("cheats", "honest"), help="measure one half, keep what is known of the other"
+    )
+    given = parser.parse_args()
+    began = time.monotonic()
+    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if given.only else {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = make_bench(Path(folder))
+        if given.only != "honest":
+            findings = []
+            for worker, make in cheats(bench).items():
+                findings.append(asdict(finding_of(bench, worker, make)))
+                print(f"{time.monotonic() - began:6.1f} s  {findings[-1]}", flush=True)
+            kept["findings"] = findings
+        if given.only != "cheats":
+            kept["honest"], kept["honest_accused"], kept["honest_noise_nats"] = watch_honest(
+                bench, began + given.seconds
+            )
+    kept["rows"] = rows_of(kept)
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    write_page(kept)
+    print(table_of(kept))
+
+
+if __name__ == "__main__":
+    main()
