@@ -27,6 +27,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 EVENTS_SHOWN = 200
 REASON_CHARS_MAX = 300
+SILENT_BEATS = 3
 MACHINE_TOKEN_S = 30 * 86_400.0
 """A machine's token lives as long as it may take to be preempted and come back; it is revoked when the machine ends."""
 
@@ -93,6 +94,13 @@ class Commands:
         if not board.is_connected and not board.report.is_finished:
             since = board.changed_at or hub.started_at
             found.append(Wait("the coordinator waits for the learner to connect", since))
+        elif board.is_connected and now - board.heard_at > SILENT_BEATS * hub.options.heartbeat_interval_s:
+            found.append(
+                Wait(
+                    "nothing is heard of the learner, whose stream stands: its process or its network hangs",
+                    board.heard_at,
+                )
+            )
         elif board.report.waits_for:
             on = hub.book.slowest(now, self._name_of) or f"{len(hub.book.leases)} leases out"
             text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"

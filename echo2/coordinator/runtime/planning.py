@@ -14,7 +14,7 @@ import time
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
-from echo2.coordinator.membership import Liveness, Member
+from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
@@ -39,6 +39,18 @@ def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None
         return plan(snapshot, config, previous, TreeBroadcast(config.broadcast_efficiency))
 
 
+async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
+    """The fleet as the planner is told of it; None while too little is known. Leases are served meanwhile."""
+    members = list(hub.membership.members.values())
+    maker = SnapshotMaker(hub.board, members, hub.clock.now(), built_in_catalogue())
+    if not maker.is_possible:
+        return None
+    while not maker.is_whole:
+        maker.go_on(ESTIMATES_AT_ONCE)
+        await asyncio.sleep(0)
+    return maker.snapshot()
+
+
 class Planning:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -52,15 +64,6 @@ class Planning:
         """After a restart the whole fleet is on its way back, and plans of its first few would be made in vain."""
         fleet = sum(1 for _ in self._hub.membership.living())
         await asyncio.sleep(SETTLE_S + SETTLE_S_PER_WORKER * fleet)
-
-    async def _snapshot(self, members: list[Member]) -> FleetSnapshot | None:
-        maker = SnapshotMaker(self._hub.board, members, self._hub.clock.now(), built_in_catalogue())
-        if not maker.is_possible:
-            return None
-        while not maker.is_whole:
-            maker.go_on(ESTIMATES_AT_ONCE)
-            await asyncio.sleep(0)
-        return maker.snapshot()
 
     async def _run_pool(self) -> None:
         while True:
@@ -76,7 +79,7 @@ class Planning:
     async def _plan_pool(self) -> None:
         hub = self._hub
         members = list(hub.membership.members.values())
-        snapshot = await self._snapshot(members)
+        snapshot = await snapshot_of(hub)
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""

@@ -1,9 +1,8 @@
 """The page and the JSON API that it uses, on Starlette.
 
-Guarantees: `/api/stream` tells a change within `STREAM_S`, and sends only the sections and the worker rows that
-changed; actions go through `Commands`, as everything that changes state does. Waits for requests; a stream wakes every
-`STREAM_S` and sends nothing where nothing changed. Leaves to others: who may ask (guard), what it means (commands,
-planner).
+Guarantees: `/api/stream` tells a change within `STREAM_S`, and sends only the sections and the worker rows that changed, or
+each `KEEPALIVE_S` the time alone; actions go through `Commands`, as everything that changes state does. Waits for requests;
+a stream wakes every `STREAM_S`. Leaves to others: who may ask (guard), what it means (commands, planner).
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from echo2.base.errors import EchoError, MalformedMessage
-from echo2.coordinator.planner_input import fleet_snapshot, plan_config
-from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.coordinator.planner_input import plan_config
 from echo2.coordinator.runtime.commands import Commands
-from echo2.coordinator.runtime.planning import make_plan
+from echo2.coordinator.runtime.planning import make_plan, snapshot_of
 from echo2.coordinator.runtime.web.feed import Feed
 from echo2.coordinator.runtime.web.metrics import exposition, families_of
 from echo2.coordinator.runtime.web.openapi import document
@@ -35,7 +33,8 @@ from echo2.coordinator.what_if import WhatIf, changed_config, changed_snapshot
 
 STATIC = Path(__file__).parent / "static"
 STREAM_S = 0.4
-KEEPALIVE_S = 10.0
+KEEPALIVE_S = 2.0
+"""Where nothing changes the page hears the time, so that it can tell quiet from death."""
 STREAMS_MAX = 64
 WHAT_IFS_AT_ONCE = 1
 Body = dict[str, Any]
@@ -117,12 +116,10 @@ class Web:
                     samples = latest
                     message["samples_changed"] = "true"
                 quiet_s = 0.0 if message else quiet_s + STREAM_S
-                if message:
+                if message or quiet_s >= KEEPALIVE_S:
+                    quiet_s = 0.0
                     message["now"] = str(round(self._commands.hub.clock.now(), 2))
                     yield "data: {" + ",".join(f'"{name}":{text}' for name, text in message.items()) + "}\n\n"
-                elif quiet_s >= KEEPALIVE_S:
-                    quiet_s = 0.0
-                    yield ": still here\n\n"
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), STREAM_S)
         finally:
@@ -131,8 +128,7 @@ class Web:
     async def _what_if(self, request: Request) -> Response:
         """The same planner on the present snapshot with some numbers changed."""
         hub = self._commands.hub
-        members = list(hub.membership.members.values())
-        snapshot = fleet_snapshot(hub.board, members, hub.clock.now(), built_in_catalogue())
+        snapshot = await snapshot_of(hub)
         if snapshot is None:
             return JSONResponse({"error": "nothing to plan with yet: no step or no rollout has been measured"}, 409)
         what_if, config = _what_if_of(request), plan_config(hub.options, hub.board)

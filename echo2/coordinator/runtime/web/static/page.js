@@ -34,7 +34,8 @@ function drawHeader() {
   setText($("run-name"), run.run_id || "echo2"); document.title = `${run.run_id || "echo2"}${l.step != null ? ` · step ${l.step}` : ""}`;
   setText($("model"), l.is_known ? `${l.model} · version ${l.version} · batches of ${l.rollouts_per_step} rollouts in groups of ${l.rollouts_per_group}` : "waiting for the learner to join");
   const waits = state.waits.some((w) => w.what.startsWith("the learner waits"));
-  const [text, kind] = !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finished", "good"] : !l.is_connected ? ["learner away", "bad"] : waits ? ["learner waits", "warn"] : ["training", "good"];
+  const isSilent = state.waits.some((w) => w.what.startsWith("nothing is heard of the learner"));
+  const [text, kind] = !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finished", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : ["training", "good"];
   setText($("status"), text); $("status").className = "pill " + kind;
 }
 function drawWaits() {
@@ -160,11 +161,19 @@ function take(message) {
   if (message.samples_changed && !seriesTimer) seriesTimer = setTimeout(() => { seriesTimer = 0; loadSeries().catch(() => {}); }, series ? 900 : 0);
   document.body.dataset.ready = "yes";
 }
+const SILENT_MS = 6000; // the coordinator says the time each 2 s at least
+function isAway(what) {
+  $("banner").hidden = false; setText($("banner"), `${what} Workers and learner go on by themselves; the page tries again.`);
+  setText($("status"), "coordinator away"); $("status").className = "pill bad";
+}
 function connect() {
   const stream = new EventSource("/api/stream");
   stream.onopen = () => { $("banner").hidden = true; };
-  stream.onmessage = (event) => { $("banner").hidden = true; take(JSON.parse(event.data)); };
-  stream.onerror = () => { $("banner").hidden = false; setText($("banner"), "The coordinator does not answer. Workers and learner go on by themselves; the page tries again."); setText($("status"), "coordinator away"); $("status").className = "pill bad"; if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000); };
+  stream.onmessage = (event) => { const wasAway = !$("banner").hidden; $("banner").hidden = true; take(JSON.parse(event.data)); if (wasAway) drawHeader(); };
+  stream.onerror = () => { isAway("The coordinator does not answer."); if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000); };
 }
-setInterval(() => { ageFleet(now(), state.learner.version); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
+setInterval(() => {
+  const wasAway = !$("banner").hidden;
+  if (lastHeard && Date.now() - lastHeard > SILENT_MS && !wasAway) isAway("Nothing is heard of the coordinator.");
+  ageFleet(now(), state.learner.version); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
 connect();
