@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,24 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.fixture(scope="module")
+def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Three steps of a dtype on two ranks, made when first asked for: folders that are only read from then on."""
+    folder = tmp_path_factory.mktemp("two")
+
+    def of(weights_dtype: str) -> Path:
+        if not (folder / weights_dtype).exists():
+            torchrun("steps", model_path, folder / weights_dtype, weights_dtype)
+        return folder / weights_dtype
+
+    return of
+
+
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "float32-lora"])
-def test_two_ranks_train_as_one_process_does(model_path: Path, tmp_path: Path, weights_dtype: str) -> None:
-    torchrun("steps", model_path, tmp_path / "two", weights_dtype)
-    two: dict[str, Any] = torch.load(tmp_path / "two" / "result.pt", weights_only=False)
+def test_two_ranks_train_as_one_process_does(
+    model_path: Path, trained: Callable[[str], Path], tmp_path: Path, weights_dtype: str
+) -> None:
+    two: dict[str, Any] = torch.load(trained(weights_dtype) / "result.pt", weights_only=False)
     one = new_team(two_ranks.options_of(model_path, tmp_path / "one", weights_dtype), Ranks())
     for step in range(two_ranks.STEPS):
         result = one.step(two_ranks.batch(step))
@@ -65,13 +80,13 @@ def test_two_ranks_train_as_one_process_does(model_path: Path, tmp_path: Path, w
     assert two["again"] == two["repeated"], "what was loaded is what was saved"
 
 
-def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, tmp_path: Path) -> None:
-    torchrun("steps", model_path, tmp_path, "float32")
-    two: dict[str, Any] = torch.load(tmp_path / "result.pt", weights_only=False)
-    store = CheckpointStore(tmp_path / "checkpoints", CheckpointOptions(free_bytes_min=0))
+def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: Callable[[str], Path]) -> None:
+    folder = trained("float32")
+    two: dict[str, Any] = torch.load(folder / "result.pt", weights_only=False)
+    store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
     files = list(store.folder_of(Step(two_ranks.STEPS)).glob("*.safetensors"))
     assert len(files) == 2, "each rank writes its own shards"
-    one = new_team(two_ranks.options_of(model_path, tmp_path, "float32"), Ranks())
+    one = new_team(two_ranks.options_of(model_path, folder, "float32"), Ranks())
     loaded = one.load_newest(store)
     assert loaded is not None and loaded.published_version == Version(two_ranks.STEPS)
     for name, tensor in one.snapshot().items():
