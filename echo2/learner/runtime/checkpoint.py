@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,8 @@ from echo2.learner.runtime.trainer import Trainer
 
 FORMAT = 2
 STATE_FILE = "state.json"
+# One process is what was asked for (`no_dist`); torch warns of it at every checkpoint all the same.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
 
 
