@@ -280,8 +280,8 @@ def rows_of(outcome: Outcome, workers: int) -> list[dict[str, object]]:
         row("recovery after SIGKILL, slowest", max(outcome.recovery_s), "s", 3.0),
         row("half of the streams back, median", statistics.median(outcome.half_back_s), "s", 10.0),
         row("95 % of streams back, median", statistics.median(outcome.streams_back_s), "s", 15.0),
-        row("coordinator's CPU to restart, per stream", statistics.median(outcome.cpu_ms_per_stream), "ms", 5.0),
-        row("load generator's CPU, per stream", statistics.median(outcome.load_cpu_ms_per_stream), "ms", 5.0),
+        row("coordinator's CPU to restart, per stream", statistics.median(outcome.cpu_ms_per_stream), "ms", None),
+        row("load generator's CPU, per stream", statistics.median(outcome.load_cpu_ms_per_stream), "ms", None),
         row("kills", len(outcome.recovery_s), "", 3, "higher"),
         row("violations of the history", len(outcome.violations), "", 0),
     ]
@@ -311,9 +311,10 @@ def main() -> None:
     rows = rows_of(outcome, own.workers)
     print(f"{'coordinator':<46}{'ours':>12}  {'target':>8}  {'ratio':>7}")
     for row in rows:
-        value, target = float(str(row["value"])), float(str(row["target"]))
-        ratio = f"{value / target:.2f}" if target else "-"
-        print(f"{row['name']!s:<46}{value:>12.3f}  {target:>8g}  {ratio:>7} {row['unit']}")
+        value, target = float(str(row["value"])), row["target"]
+        asked = "" if target is None else f"{float(str(target)):g}"
+        ratio = f"{value / float(str(target)):.2f}" if target else "-"
+        print(f"{row['name']!s:<46}{value:>12.3f}  {asked:>8}  {ratio:>7} {row['unit']}")
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(1 if outcome.violations else 0)
