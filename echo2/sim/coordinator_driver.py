@@ -183,8 +183,8 @@ class CoordinatorDriver:
         end.send(m.Activate(member.activation is Activation.ACTIVE))
         if self._broadcast is not None:
             end.send(self._broadcast)
-        self._review(self.membership.change_of(member, self.now()))
         self._handle(le.WorkerCame(peer, hello.held_leases))
+        self._review(self.membership.change_of(member, self.now()))
         may = member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
         self._handle(le.WorkerAllowed(peer, may))
         self._dirty_members.add(peer)

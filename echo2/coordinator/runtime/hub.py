@@ -217,8 +217,8 @@ class Hub:
         session.send(pb.WorkerOrder(activation=activation))
         if self.broadcast_plan is not None:
             self.send_broadcast_plan(session)
+        self._handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: its last life's wish is void
         self._review(self.membership.change_of(member, now))
-        self._handle(le.WorkerCame(peer_id, hello.held_leases))
         self._allow(peer_id)
         self.keeper.member(peer_id)
         self.broadcast_needed.set()

@@ -35,6 +35,7 @@ FOUND = {
     1539: "a worker whose reports were all refused got the leases again and again, and the others nothing",
     2029: "a worker took the renewal of a lease that it had just ended for a new one",
     2066: "the same, as the coordinator came back and took in the lease",
+    3379: "a worker that came back was given what its last life had asked for, before that wish was forgotten",
     212: "groups behind closed ones kept their late step and waited for a version that no step could bring",
 }
 
