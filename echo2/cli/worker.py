@@ -67,6 +67,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         uplink_limit_bytes_per_s=worker.uplink_limit,
         store_bytes=worker.store_bytes,
         slowdown=worker.slowdown,
+        draft_tokens=worker.draft_tokens,
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
         link_file=Path(own.link[1:]) if own.link.startswith("@") else None,

@@ -229,6 +229,10 @@ class WorkerSection(Section):
     emulated_rtt: Annotated[Seconds, Field(description="Delays its messages by half of this, for trials; 0: off.")] = (
         0.0
     )
+    draft_tokens: Annotated[
+        int,
+        Field(ge=0, le=16, description="vLLM guesses so many tokens from repetitions in a sequence; 0: none."),
+    ] = 0
     slowdown: Annotated[float, Field(ge=1, description="Makes the embedded engine this much slower, for trials.")] = 1.0
     host: Annotated[
         str,

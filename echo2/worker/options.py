@@ -71,6 +71,7 @@ class WorkerOptions:
     preemption_notice: str = ""  # where a cloud says that it takes the machine: aws, azure, gcp or an address
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
+    draft_tokens: int = 0  # vLLM guesses so many tokens ahead; whether that pays depends on the task's repetitions
     model_path: str = ""  # folder or hub id of the base model, where this machine may have it; an adapter needs it
 
     def __post_init__(self) -> None:
@@ -80,6 +81,8 @@ class WorkerOptions:
             raise ConfigError(f"price_usd_per_hour: expected 0 to a million, got {self.price_usd_per_hour}")
         if not 0 <= self.slot_count <= 4096:
             raise ConfigError(f"slot_count: expected 0 (by rule) to 4096, got {self.slot_count}")
+        if not 0 <= self.draft_tokens <= 16:
+            raise ConfigError(f"draft_tokens: expected 0 (none) to 16, got {self.draft_tokens}")
         if not 0 <= self.listen_port <= 65535:
             raise ConfigError(f"listen_port: expected 0 (any) to 65535, got {self.listen_port}")
         if not 0 <= self.report_interval_s <= 3600:

@@ -32,6 +32,7 @@ KINDS = [
     pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
     pytest.param(("vllm-2-ranks", "qwen3"), id="vllm-2-ranks-qwen3", marks=pytest.mark.vllm),
+    pytest.param(("vllm-drafts", "qwen3"), id="vllm-drafts-qwen3", marks=pytest.mark.vllm),
 ]
 
 
@@ -46,7 +47,7 @@ def make_engine(kind: str, config: dict[str, object]) -> Engine:
     from echo2.worker.runtime.engines.vllm import VllmEngine
 
     gpus = (0, 1) if kind == "vllm-2-ranks" else ()
-    return VllmEngine(config, slot_count=8, gpus=gpus)
+    return VllmEngine(config, slot_count=8, gpus=gpus, draft_tokens=3 if kind == "vllm-drafts" else 0)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -153,6 +154,33 @@ def test_first_tokens_follow_the_sampling_distribution(rig: Rig, params: Samplin
         likely = [token for token in range(VOCAB_COUNT) if expected[token] * count >= 5]
         chi_squared = sum((drawn[t] - count * float(expected[t])) ** 2 / (count * float(expected[t])) for t in likely)
         # Mean + 5 sigma of a chi-squared with that many degrees of freedom: fails by chance about once in a million.
+        assert chi_squared < len(likely) + 5 * math.sqrt(2 * len(likely))
+
+    rig.run(body)
+
+
+def test_second_tokens_follow_the_distribution_where_the_prompt_invites_a_guess(rig: Rig) -> None:
+    count = 1200
+    params = SamplingParams(max_new_tokens=2, temperature=0.7)
+    # Ends in 7, after which the prompt knows 40 tokens, and one more after each of those: a guess at the second token.
+    guesses = {first: (5 * first + 3) % VOCAB_COUNT for first in range(40)}
+    prompt = (*(token for first, guess in guesses.items() for token in (7, first, guess)), 7)
+
+    async def body() -> None:
+        requests = [rig.request(prompt, dataclasses.replace(params, seed=seed), prefix="same") for seed in range(count)]
+        drawn = [tuple(sequence.token_ids) for sequence in await rig.generate(*requests)]
+        after = {
+            first: sampling_logprobs(rig.raw_logprobs(0, prompt, (first, 0))[1], params).exp()
+            for first in {pair[0] for pair in drawn}
+        }
+        chances = [float(after[first][guesses[first]]) for first, _ in drawn if first in guesses]
+        guessed = sum(second == guesses.get(first) for first, second in drawn)
+        assert len(chances) > count / 4, "many second tokens could be guessed"
+        assert abs(guessed - sum(chances)) < 5 * math.sqrt(sum(chances) + 1)
+        expected = torch.stack([after[first] for first, _ in drawn]).sum(0)
+        seconds = Counter(second for _, second in drawn)
+        likely = [token for token in range(VOCAB_COUNT) if expected[token] >= 5]
+        chi_squared = sum((seconds[t] - float(expected[t])) ** 2 / float(expected[t]) for t in likely)
         assert chi_squared < len(likely) + 5 * math.sqrt(2 * len(likely))
 
     rig.run(body)

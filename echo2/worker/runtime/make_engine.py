@@ -102,6 +102,7 @@ def _one_engine(
             context_tokens=options.context_tokens_max,
             linger_s=LINGER_S,
             gpus=gpus,
+            draft_tokens=options.draft_tokens,
             adapter=None if adapter is None else module.BaseOfAdapter(adapter, options.model_path),
         )
         return made

@@ -76,7 +76,8 @@ class VllmEngine:
     """One vLLM.
 
     `gpus`: which of the GPUs that this process sees; over several, vLLM is tensor parallel (on a CPU, over as many
-    processes); none: vLLM's choice.
+    processes); none: vLLM's choice. `draft_tokens`: so many tokens are guessed from what came before them in the same
+    sequence and judged in one step; 0: none.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class VllmEngine:
         linger_s: float = 0.0,
         gpus: Sequence[int] = (),
         adapter: BaseOfAdapter | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self._config = load_config(config)
         limit = int(str(self._config.get("max_position_embeddings", 0)))
@@ -105,6 +107,7 @@ class VllmEngine:
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
         self._ids_in_use: set[str] = set()
+        self._draft_tokens = draft_tokens
         self._adapter = adapter
         self._weights = VllmWeights(
             self._rpc, str(self._config.get("model_type")), None if adapter is None else adapter.spec
@@ -159,6 +162,7 @@ class VllmEngine:
             disable_log_stats=True,
             tensor_parallel_size=max(1, len(self._gpus)),
             distributed_executor_backend="mp" if len(self._gpus) > 1 else None,
+            speculative_config=_drafting(self._draft_tokens),
             **_lora_arguments(self._adapter),
         )
         try:
@@ -366,6 +370,12 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+
+
+def _drafting(count: int) -> dict[str, Any] | None:
+    if not count:
+        return None
+    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 def _lora_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:

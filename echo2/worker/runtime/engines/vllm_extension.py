@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as vllm_ops
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from echo2.base.errors import EchoError, EngineError
@@ -30,6 +32,22 @@ _NUMBERS_EXACT_MAX = 1 << 24  # what float32 counts exactly
 Shapes = list[tuple[str, list[int]]]
 
 
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """vLLM's function of this name, which spreads values of sequences over their drafts.
+
+    Its kernel for CPUs writes to a copy, so that drafts are judged under a temperature and a top-k that nobody wrote.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=torch.zeros_like(cu_num_tokens[:1]))
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
+
+
+if not torch.cuda.is_available():
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
 class SamplerOfBoth(Sampler):  # type: ignore[misc]
     """vLLM's sampler; in place of the likeliest alternative it reports the raw log-probability of the token."""
 
@@ -38,6 +56,23 @@ class SamplerOfBoth(Sampler):  # type: ignore[misc]
         output = super().forward(logits, *args, **kwargs)
         _report_raw(output.logprobs_tensors, raw, output.sampled_token_ids[:, :1].long())
         return output
+
+
+class RejectionSamplerOfBoth(RejectionSampler):  # type: ignore[misc]
+    """The same for vLLM's sampler of drafted tokens."""
+
+    def _get_logprobs_tensors(
+        self, count: int, metadata: Any, logits: torch.Tensor, target: Any, bonus: Any, sampled: torch.Tensor
+    ) -> Any:
+        reported = super()._get_logprobs_tensors(count, metadata, logits, target, bonus, sampled)
+        # Each sequence's rows of logits lie one after another, those of its drafts and one more; rejected ones are
+        # dropped later, whatever stands there.
+        first = torch.zeros_like(metadata.cu_num_sampled_tokens)
+        first[1:] = metadata.cu_num_sampled_tokens[:-1]
+        rows = (first[:, None] + torch.arange(sampled.shape[1], device=first.device)).flatten()
+        raw = self.sampler.compute_logprobs(logits[rows.clamp_(max=len(logits) - 1)])
+        _report_raw(reported, raw, sampled.flatten().clamp(min=0)[:, None].long())
+        return reported
 
 
 def _report_raw(reported: Any, raw: torch.Tensor, sampled: torch.Tensor) -> None:
@@ -62,6 +97,14 @@ class WorkerExtension:
         if type(sampler) is not Sampler:
             return f"error: expected the sampler {Sampler.__name__}, got {type(sampler).__name__}"
         self.model_runner.sampler = SamplerOfBoth(logprobs_mode="processed_logprobs")
+        drafts = getattr(self.model_runner, "rejection_sampler", None)
+        if drafts is None:
+            return ""
+        if type(drafts) is not RejectionSampler:
+            return f"error: expected the sampler {RejectionSampler.__name__}, got {type(drafts).__name__}"
+        self.model_runner.rejection_sampler = RejectionSamplerOfBoth(
+            self.model_runner.sampler, self.model_runner.speculative_config, self.model_runner.device
+        )
         return ""
 
     def echo2_map(self, shapes: Shapes, is_base: bool) -> Any:
