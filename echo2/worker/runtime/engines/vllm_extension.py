@@ -44,8 +44,17 @@ def expand_batch_to_tokens(
     return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
+_top_k_top_p = rejection_sampler.apply_top_k_top_p
+
+
+def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """vLLM's function of this name, whose way for CPUs fails where not one token of a batch was drafted."""
+    return _top_k_top_p(logits, k, p) if len(logits) else logits
+
+
 if not torch.cuda.is_available():
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 
 
 class SamplerOfBoth(Sampler):  # type: ignore[misc]
