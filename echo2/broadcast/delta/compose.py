@@ -15,15 +15,9 @@ from itertools import pairwise
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta.bitstream import U32
-from echo2.broadcast.delta.block import (
-    Scratch,
-    decode_plain,
-    decode_whole,
-    encode_block,
-    encode_changes,
-    encode_whole,
-)  # fmt: skip
+from echo2.broadcast.delta.bits import I64, U32
+from echo2.broadcast.delta.block import decode_whole, encode_block, encode_whole, finds_for
+from echo2.broadcast.delta.changes import Changes, read_plain
 from echo2.broadcast.delta.container import (
     BlockFrame,
     DeltaHeader,
@@ -43,7 +37,6 @@ from echo2.broadcast.delta.host import HostWeights
 from echo2.broadcast.delta.layout import blocks_of
 
 COMPOSED_MAX = 1 << 12
-_SHARE_FOR_ALL = 4.0  # of a block: what its changes can take at the very most
 
 
 class _Container:
@@ -76,10 +69,10 @@ def _check_neighbours(first: _Container, second: _Container) -> None:
         raise DeltaFormatError(f"{first.whose} and {second.whose}: expected consecutive deltas, cut in the same way")
 
 
-Changes = tuple[U32, Bits]
+Listed = tuple[U32, I64]
 
 
-def _merged(first: Changes, second: Changes) -> Changes:
+def _merged(first: Listed, second: Listed) -> Listed:
     positions = np.concatenate((first[0], second[0]))
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
@@ -95,7 +88,7 @@ def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
     """One block of the merged delta. What came before a whole block does not matter."""
     element, count = TYPE_BY_CODE[frames[0].element_code], frames[0].element_count
     whole: Bits | None = None
-    changes: Changes = np.empty(0, np.uint32), np.empty(0, element.bits_dtype)
+    changes: Listed = np.empty(0, np.uint32), np.empty(0, np.int64)
     moved = [frame for frame in frames if frame.method is not Method.UNCHANGED]
     if len(moved) == 1:
         return moved[0].method, bytes(moved[0].payload)
@@ -104,18 +97,17 @@ def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
             whole = np.empty(count, element.bits_dtype)
             decode_whole(frame.method, frame.payload, element, whole)
             continue
-        positions, moves = decode_plain(frame.payload, element, count)
+        these = read_plain(frame.payload, element, count)
+        positions, moves = these.positions(), these.steps()
         if whole is not None:
-            whole[positions] += moves
+            whole[positions] += moves.view(np.uint64).astype(element.bits_dtype)
         else:
             changes = _merged(changes, (positions, moves))
     if whole is not None:
         return encode_whole([whole], element)
     if not changes[0].size:
         return Method.UNCHANGED, b""
-    payload = encode_changes(*changes, element, count, _SHARE_FOR_ALL)
-    assert payload is not None, "the arena was sized for every element changing at random"
-    return Method.SPARSE, payload
+    return Method.SPARSE, Changes.of_steps(*changes, count, element).payload()
 
 
 def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
@@ -174,11 +166,11 @@ def densified(delta: Iterable[bytes], target: HostWeights) -> Iterator[bytes]:
         method, payload = frame.method, bytes(frame.payload)
         if method is Method.SPARSE:
             new = target.segments(block)
-            positions, moves = decode_plain(frame.payload, block.element, block.element_count)
+            changes = read_plain(frame.payload, block.element, block.element_count)
             flat = np.concatenate(new)
-            flat[positions] -= moves
+            flat[changes.positions()] -= changes.steps().view(np.uint64).astype(flat.dtype)
             old = [flat[s.base : s.base + s.count] for s in block.segments]
-            coded = encode_block(block, old, new, Setting.DENSE, header.fingerprint_key, Scratch(block))
+            coded = encode_block(block, old, new, Setting.DENSE, header.fingerprint_key, finds_for(block))
             method, payload = coded.method, coded.payload
         yield encode_block_frame(
             container_id_of(head), block.index, block.element_count, block.element.code, method, payload

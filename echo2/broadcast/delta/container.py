@@ -26,7 +26,7 @@ from echo2.broadcast.delta.elements import (
 )  # fmt: skip
 from echo2.broadcast.delta.layout import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MAX, SHARDS_MAX
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HEADER_MAGIC = b"E2WH"
 BLOCK_MAGIC = b"E2WB"
 END_MAGIC = b"E2WE"

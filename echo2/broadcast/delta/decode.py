@@ -2,9 +2,9 @@
 
 Guarantees: a frame is decoded as soon as it is here and the header is; every error names the version, the block and
 its tensor; nothing of the base changes before `HostWeights.commit`; `finish` hands out nothing whose fingerprint
-differs. Feeding a frame twice does no harm. Memory: staged changes take 4 bytes and an element's width each; beyond
-`DecodeLimits.staging_share` of the weights, blocks are kept in the code without classes, about a byte a change, and
-decoded again when they are put in place or taken back. Leaves to others: fetching, signatures, when to swap.
+differs. Feeding a frame twice does no harm. Memory: a staged block is kept in the code without classes, about a byte a
+change, and decoded again when it is put in place or taken back; what goes beyond `DecodeLimits.staging_share` of the
+weights goes to the caller's spill, if there is one. Leaves to others: fetching, signatures, when to swap.
 
 `feed` may be called from several threads, for different frames, once the header was fed.
 """
@@ -19,8 +19,9 @@ import numpy as np
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
-from echo2.broadcast.delta.bitstream import U32
-from echo2.broadcast.delta.block import compact, decode_plain, decode_sparse, decode_whole
+from echo2.broadcast.delta.bits import I64, U32
+from echo2.broadcast.delta.block import decode_sparse, decode_whole, is_plain
+from echo2.broadcast.delta.changes import Changes, read_plain
 from echo2.broadcast.delta.container import (
     BlockFrame,
     DeltaHeader,
@@ -31,10 +32,10 @@ from echo2.broadcast.delta.container import (
     parse_frame,
 )  # fmt: skip
 from echo2.broadcast.delta.elements import Bits, TensorSpec
-from echo2.broadcast.delta.fingerprint import MODULUS, coefficients, header_term, sum_bits
+from echo2.broadcast.delta.fingerprint import MODULUS, header_term, sum_bits
 from echo2.broadcast.delta.host import HostWeights
-from echo2.broadcast.delta.layout import Block, blocks_of
-from echo2.broadcast.delta.walk import add, exchange, settle
+from echo2.broadcast.delta.layout import Block, Segment, blocks_of
+from echo2.broadcast.delta.staging import Kept, Spill, Staging
 from echo2.broadcast.staged import TensorUpdate
 
 
@@ -44,34 +45,28 @@ class DecodeLimits:
 
     weights_bytes_max: int = 1 << 36
     pending_bytes_max: int = 1 << 26
-    staging_share: float = 0.045
+    staging_share: float = 0.04
     staging_bytes_min: int = 1 << 24
 
 
 @dataclass(slots=True)
 class _StagedBlock:
-    """Changes of a block, in one of three forms.
+    """A block that is to be put in place: its payload, of changes without classes or of whole elements.
 
-    Decoded: `positions` (None means all elements) and `bits`, new before a commit and old after it. Compact, when
-    staging has reached its share: `payload` without classes, from which positions and steps are read each time. Whole
-    elements beyond the share: their payload, until the commit decodes it.
+    `before`: the bits that whole elements replaced, while they are in place and not yet committed.
     """
 
     block: Block
-    positions: U32 | None = None
-    bits: Bits | None = None
-    method: Method = Method.SPARSE
-    payload: bytes | None = None
+    method: Method
+    payload: Kept
+    before: Kept | None = None
     is_in_place: bool = False
 
-    @property
-    def is_compact(self) -> bool:
-        return self.payload is not None and self.method is Method.SPARSE
+    def changes(self) -> Changes:
+        return read_plain(memoryview(self.payload.read()), self.block.element, self.block.element_count)
 
-    def changes(self) -> tuple[U32, Bits]:
-        """Positions and steps, of a compact block."""
-        assert self.payload is not None, "only compact blocks are decoded again"
-        return decode_plain(memoryview(self.payload), self.block.element, self.block.element_count)
+    def whole(self) -> Bits:
+        return _whole_bits(self.block, self.method, memoryview(self.payload.read()))
 
 
 def _parts(positions: U32, block: Block) -> list[slice]:
@@ -79,10 +74,6 @@ def _parts(positions: U32, block: Block) -> list[slice]:
     bases = np.array([segment.base for segment in block.segments], np.uint32)
     borders = [*np.searchsorted(positions, bases).tolist(), positions.size]
     return [slice(begin, end) for begin, end in pairwise(borders)]
-
-
-def _whole_parts(block: Block) -> list[slice]:
-    return [slice(segment.base, segment.base + segment.count) for segment in block.segments]
 
 
 def _whole_bits(block: Block, method: Method, payload: memoryview) -> Bits:
@@ -100,20 +91,23 @@ def _whole_step(block: Block, bits: Bits, old: list[Bits], key: int) -> int:
     return step % MODULUS
 
 
-def _settle(block: Block, positions: U32, moves: Bits, old: list[Bits], key: int) -> int:
-    """Turns steps into new bits, in place. Returns what they add to the fingerprint."""
-    step = 0
-    for segment, before, part in zip(block.segments, old, _parts(positions, block), strict=True):
-        print_at = (segment.start, *coefficients(segment.spec.name, key))
-        step += int(settle(before, segment.base, positions[part], moves[part], print_at))
-    return step % MODULUS
+def _moved(held: Bits, steps: I64) -> Bits | None:
+    """Elements after their steps; None if one left its range."""
+    after = held.astype(np.uint64).view(np.int64) + steps
+    if held.itemsize < 8 and after.size and not 0 <= int(after.min()) <= int(after.max()) < 1 << (8 * held.itemsize):
+        return None
+    moved: Bits = after.view(np.uint64).astype(held.dtype)
+    return moved
 
 
 class StagedDelta:
     """A verified version in host memory; fits `StagedVersion`. `updates` works before and after it is committed."""
 
-    def __init__(self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights) -> None:
+    def __init__(
+        self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights, staging: Staging
+    ) -> None:
         self._header = header
+        self._staging = staging
         self._table = table
         self._fingerprint = fingerprint
         self._host = base
@@ -164,24 +158,28 @@ class StagedDelta:
 
     def _block_updates(self, staged: _StagedBlock) -> Iterator[TensorUpdate]:
         block, live = staged.block, self._live(staged.block)
-        positions, bits = staged.positions, staged.bits
-        if staged.is_compact:
-            positions, bits = staged.changes()
-            if not self._is_committed:
-                _settle(block, positions, bits, live, self.key)
-        elif staged.payload is not None and not self._is_committed:
-            bits = _whole_bits(block, staged.method, memoryview(staged.payload))
-        parts = _whole_parts(block) if positions is None else _parts(positions, block)
-        for segment, held, part in zip(block.segments, live, parts, strict=True):
-            if positions is None:
-                indices = np.arange(segment.start, segment.start + segment.count)
-            else:
-                indices = positions[part].astype(np.int64) + (segment.start - segment.base)
-            if not indices.size:
-                continue
+        if staged.method is not Method.SPARSE:
+            bits = None if self._is_committed else staged.whole()
+            for segment, held in zip(block.segments, live, strict=True):
+                values = held.copy() if bits is None else bits[segment.base : segment.base + segment.count]
+                yield _update(segment, np.arange(segment.start, segment.start + segment.count), values)
+            return
+        changes = staged.changes()
+        positions, steps = changes.positions(), None if self._is_committed else changes.steps()
+        for segment, held, part in zip(block.segments, live, _parts(positions, block), strict=True):
+            places = positions[part].astype(np.int64) - segment.base
             # After the commit the new bits are the host's.
-            values = held[indices - segment.start] if self._is_committed or bits is None else bits[part]
-            yield TensorUpdate(segment.spec.name, segment.spec.element.name, segment.spec.shape, indices, values)
+            moved = held[places] if steps is None else _moved(held[places], steps[part])
+            if moved is None:
+                raise self._wrapped(block)
+            if places.size:
+                yield _update(segment, places + segment.start, moved)
+
+    def _wrapped(self, block: Block) -> FingerprintMismatch:
+        return FingerprintMismatch(
+            f"{self._header.describe()}: {block.describe()}: expected changes within the range of its elements, one "
+            "leaves it: the host's bits are not those of the parent"
+        )
 
     def _live(self, block: Block) -> list[Bits]:
         expected = self.version if self._is_committed else self.parent
@@ -196,37 +194,46 @@ class StagedDelta:
         return list(self._blocks)
 
     def exchange(self, part: int, live: HostWeights) -> None:
-        """Swaps a block's bits with the host's, or adds its steps; a second call undoes it."""
+        """Puts a block's changes in place; a second call takes them back."""
         staged = self._blocks[part]
         block, held = staged.block, live.segments(staged.block)
-        if staged.is_compact:
-            positions, moves = staged.changes()
-            for segment, target, inside in zip(block.segments, held, _parts(positions, block), strict=True):
-                add(target, segment.base, positions[inside], moves[inside], staged.is_in_place)
-        elif staged.positions is not None and staged.bits is not None:
-            for segment, target, inside in zip(block.segments, held, _parts(staged.positions, block), strict=True):
-                exchange(target, segment.base, staged.positions[inside], staged.bits[inside])
+        if staged.method is not Method.SPARSE:
+            self._exchange_whole(staged, held)
+            return
+        changes = staged.changes()
+        wrapped = changes.move(block, held, staged.is_in_place)
+        if wrapped and not staged.is_in_place:
+            changes.move(block, held, True)
+            raise self._wrapped(block)
+        staged.is_in_place = not staged.is_in_place
+
+    def _exchange_whole(self, staged: _StagedBlock, held: list[Bits]) -> None:
+        block = staged.block
+        if staged.before is None:
+            bits = staged.whole()
+            staged.before = self._staging.keep(b"".join(part.tobytes() for part in held))
         else:
-            if staged.bits is None and staged.payload is not None:
-                staged.bits, staged.payload = _whole_bits(block, staged.method, memoryview(staged.payload)), None
-            assert staged.bits is not None, "whole elements are staged decoded or encoded"
-            for target, inside in zip(held, _whole_parts(block), strict=True):
-                before = target.copy()
-                target[:] = staged.bits[inside]
-                staged.bits[inside] = before
+            bits = np.frombuffer(staged.before.read(), block.element.bits_dtype)
+            staged.before = None
+        for segment, target in zip(block.segments, held, strict=True):
+            target[:] = bits[segment.base : segment.base + segment.count]
         staged.is_in_place = not staged.is_in_place
 
     def committed(self, host: HostWeights) -> None:
         self._host = host
         self._is_committed = True
         for staged in self._blocks.values():
-            staged.bits = None
+            staged.before = None
+
+
+def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
+    return TensorUpdate(segment.spec.name, segment.spec.element.name, segment.spec.shape, indices, bits)
 
 
 class Decoder:
     """Takes the frames of one container and stages the version that they carry upon `base`."""
 
-    def __init__(self, base: HostWeights, limits: DecodeLimits | None = None) -> None:
+    def __init__(self, base: HostWeights, limits: DecodeLimits | None = None, spill: Spill | None = None) -> None:
         self._base = base
         self._limits = limits or DecodeLimits()
         self._head: HeaderFrame | None = None
@@ -238,8 +245,8 @@ class Decoder:
         self._digests: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         self._staged: dict[int, _StagedBlock] = {}
-        self._staged_bytes = 0
-        self._staging_limit = max(self._limits.staging_bytes_min, int(base.total_bytes * self._limits.staging_share))
+        share = int(base.total_bytes * self._limits.staging_share)
+        self._staging = Staging(max(self._limits.staging_bytes_min, share), spill)
         self._whole: dict[str, Bits] | None = None
 
     @property
@@ -360,29 +367,22 @@ class Decoder:
             return
         old, key = self._base.segments(block), self._head.header.fingerprint_key
         if frame.method is Method.SPARSE:
-            positions, moves = decode_sparse(frame.payload, block, old)
-            payload = None
-            if not self._has_room(positions.nbytes + moves.nbytes):
-                payload = compact(frame.payload, positions, moves, block)
-            self._steps[block.index] = _settle(block, positions, moves, old, key)
-            if payload is None:
-                self._staged[block.index] = _StagedBlock(block, positions, moves)
-            else:
-                self._staged[block.index] = _StagedBlock(block, payload=payload)
-            return
-        bits = _whole_bits(block, frame.method, frame.payload)
-        self._steps[block.index] = _whole_step(block, bits, old, key)
-        if self._has_room(bits.nbytes):
-            self._staged[block.index] = _StagedBlock(block, None, bits, frame.method)
+            changes = decode_sparse(frame.payload, block, old)
+            self._steps[block.index] = changes.settle(block, key)
+            kept = self._staging.keep(self._plain_payload(frame.payload, changes))
         else:
-            self._staged[block.index] = _StagedBlock(block, None, None, frame.method, bytes(frame.payload))
+            self._steps[block.index] = _whole_step(block, _whole_bits(block, frame.method, frame.payload), old, key)
+            kept = self._staging.keep(bytes(frame.payload))
+        self._staged[block.index] = _StagedBlock(block, frame.method, kept)
 
-    def _has_room(self, size: int) -> bool:
-        """Takes so many bytes of the staging share, if they are left."""
-        if self._staged_bytes + size > self._staging_limit:
-            return False
-        self._staged_bytes += size
-        return True
+    def _plain_payload(self, payload: memoryview, changes: Changes) -> bytes:
+        """The code without classes, of which nothing depends on the old weights."""
+        if is_plain(payload):
+            return bytes(payload)
+        quick = changes.payload(is_coded=False)
+        if self._staging.has_room(len(quick)) or self._staging.can_spill:
+            return quick
+        return changes.payload()
 
     def _place(self, block: Block, frame: BlockFrame, whole: dict[str, Bits]) -> None:
         assert self._head is not None, "blocks wait for the header"
@@ -422,7 +422,7 @@ class Decoder:
                 raise FingerprintMismatch(
                     f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {found:016x}"
                 )
-        return StagedDelta(header, self._table, found, self._base).fill(self._staged, self._whole)
+        return StagedDelta(header, self._table, found, self._base, self._staging).fill(self._staged, self._whole)
 
 
 def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:

@@ -1,24 +1,28 @@
 """The device path: compare, select and gather where the weights lie, so that only changed elements cross to the host.
 
-Guarantees: the same bytes as the CPU path (scan.py), because only the finding of changes differs; the coding is shared.
-Plain torch operations, so any device will do, the CPU included (which is how it is tested without one). Leaves to
-others: which device (the tensors'), pinned buffers, streams.
+Guarantees: the same bytes as the CPU path (marks.py, classes.py), because only the finding of changes differs; the coding
+is shared. Plain torch operations, so any device will do, the CPU included (which is how it is tested without one). Leaves
+to others: which device (the tensors'), pinned buffers, streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta import scan
-from echo2.broadcast.delta.bitstream import I64, U8, U64
-from echo2.broadcast.delta.block import Changes, EncodedBlock, Packer, Scratch, coded_block, uses_classes
+from echo2.broadcast.delta import classes
+from echo2.broadcast.delta.bits import I64, U32, U64
+from echo2.broadcast.delta.bitset import BitSet
+from echo2.broadcast.delta.block import EncodedBlock, Run, coded_block, dense_payload, uses_classes
+from echo2.broadcast.delta.changes import Changes
+from echo2.broadcast.delta.classes import CLASS_COUNT
 from echo2.broadcast.delta.container import Setting
 from echo2.broadcast.delta.elements import Bits, ElementType, flat_bits
-from echo2.broadcast.delta.fingerprint import ROW_ELEMENTS, column_coefficients, row_coefficients
+from echo2.broadcast.delta.fingerprint import MODULUS, ROW_ELEMENTS, column_coefficients, row_coefficients
 from echo2.broadcast.delta.layout import Block, Segment
 from echo2.broadcast.staged import TensorUpdate
 
@@ -34,56 +38,56 @@ def _host_bits(bits: torch.Tensor, element: ElementType) -> Bits:
     return array
 
 
-def _class_base(old: list[torch.Tensor], new: list[torch.Tensor], element: ElementType) -> int:
+def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
     """As the CPU path chooses it: only the sample crosses."""
-    i = max(range(len(old)), key=lambda i: old[i].numel())
-    stride = max(1, old[i].numel() // scan.SAMPLE)
-    before, after = _host_bits(old[i][::stride], element), _host_bits(new[i][::stride], element)
-    return scan.choose_class_base_of_sample(before, after, element.exponent_shift, element.exponent_bits)
+    part = max(old, key=lambda part: part.numel())
+    sample = _host_bits(part[:: classes.sample_stride(part.numel())], element)
+    return classes.choose_class_base_of_sample(sample, element.exponent_shift, element.exponent_bits)
 
 
-class _Scan:
-    """Finds the changes of a block's segments one after another; remembers where each class's last change was."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A segment's changes, on the host: positions in the block and steps; by class, if asked for: each one's class, its
+    place among the segment's elements of that class, and how many elements each class has."""
 
-    def __init__(self, element: ElementType, table: U8) -> None:
-        self._element = element
-        self._table = table
-        self._passed: I64 = np.zeros(scan.CLASS_COUNT, np.int64)
-        self._last: I64 = np.full(scan.CLASS_COUNT, -1, np.int64)
+    positions: U32
+    steps: I64
+    classes: I64
+    places: I64
+    sizes: I64
 
-    def segment(self, old: torch.Tensor, new: torch.Tensor, base: int) -> Changes:
-        """Positions, gaps, contexts and steps, on the host."""
-        if self._table.size == 1:
-            index = (old != new).nonzero()[:, 0]
-            contexts = torch.zeros_like(index)
-            classes, ranks = torch.ones_like(index), index
-            totals = np.array([0, old.numel()])
-        else:
-            element = self._element
-            exponents = (_wide(old) >> element.exponent_shift) & ((1 << element.exponent_bits) - 1)
-            by_element = torch.from_numpy(self._table).to(old.device)[exponents]
-            index = ((old != new) | (by_element == 0)).nonzero()[:, 0]
-            contexts, classes = exponents[index], by_element[index].to(torch.int64)
-            ranks = torch.zeros_like(index)
-            for c in range(1, scan.CLASS_COUNT):
-                before = (by_element == c).cumsum(0)[index] - 1
-                ranks = torch.where(classes == c, before, ranks)
-            totals = np.bincount(by_element.cpu().numpy(), minlength=scan.CLASS_COUNT)
-        steps: U64 = (_wide(new[index]) - _wide(old[index])).cpu().numpy().view(np.uint64)
-        gaps = self._gaps(classes.cpu().numpy(), ranks.cpu().numpy(), totals)
-        positions = index.cpu().numpy() + base
-        return positions.astype(np.uint32), gaps.astype(np.uint32), contexts.cpu().numpy().astype(np.uint16), steps
 
-    def _gaps(self, classes: I64, ranks: I64, totals: I64) -> I64:
-        gaps: I64 = np.zeros(classes.size, np.int64)
-        for c in range(1, totals.size):
-            mine = classes == c
-            places = ranks[mine] + self._passed[c]
-            gaps[mine] = np.diff(places, prepend=self._last[c]) - 1
-            if places.size:
-                self._last[c] = places[-1]
-            self._passed[c] += totals[c]
-        return gaps
+def _find(segment: Segment, old: torch.Tensor, new: torch.Tensor, class_base: int | None) -> _Found:
+    index = (old != new).nonzero()[:, 0]
+    steps: I64 = (_wide(new[index]) - _wide(old[index])).cpu().numpy()
+    positions = (index.cpu().numpy() + segment.base).astype(np.uint32)
+    none: I64 = np.zeros(0, np.int64)
+    if class_base is None:
+        return _Found(positions, steps, none, none, none)
+    element = segment.spec.element
+    exponents = (_wide(old) >> element.exponent_shift) & ((1 << element.exponent_bits) - 1)
+    by_element = (exponents - class_base).clamp(0, CLASS_COUNT - 1)
+    mine = by_element[index]
+    places = torch.zeros_like(index)
+    sizes = []
+    for c in range(CLASS_COUNT):
+        counted = (by_element == c).cumsum(0)
+        places = torch.where(mine == c, counted[index] - 1, places)
+        sizes.append(counted[-1] if counted.numel() else torch.zeros((), dtype=torch.int64, device=old.device))
+    totals: I64 = torch.stack(sizes).cpu().numpy()
+    return _Found(positions, steps, mine.cpu().numpy(), places.cpu().numpy(), totals)
+
+
+def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run]:
+    """Every class's run, of a block's segments."""
+    sizes = np.stack([part.sizes for part in found])
+    before = np.cumsum(sizes, axis=0) - sizes
+    mine = np.concatenate([part.classes for part in found])
+    places = np.concatenate([part.places + start[part.classes] for part, start in zip(found, before, strict=True)])
+    for c in range(CLASS_COUNT):
+        chosen = places[mine == c].astype(np.uint32)
+        own = Changes.of_steps(chosen, steps[mine == c], int(sizes[:, c].sum()), element)
+        yield own.changed, BitSet.of_places(own.larger, own.count), own.excess
 
 
 def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) -> int:
@@ -95,22 +99,26 @@ def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) ->
 
 
 def encode_block_on_device(
-    block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: Setting, key: int, scratch: Scratch
+    block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: Setting, key: int
 ) -> EncodedBlock:
     """As `block.encode_block`, for segments of flat integer bit patterns (`flat_bits`) on one device."""
     element = block.element
-    table, class_base = scan.plain_table(), 0
-    if uses_classes(element, setting):
-        class_base = _class_base(old, new, element)
-        table = scan.class_table(element.exponent_bits, class_base)
-    packer = Packer(element, table, class_base, scratch)
-    finder = _Scan(element, table)
-    step, fits = 0, True
-    for segment, before, after in zip(block.segments, old, new, strict=True):
-        changes = finder.segment(before, after, segment.base)
-        step += _fingerprint_step(segment, key, changes[0].astype(np.uint64), changes[3])
-        fits = fits and packer.add(changes, changes[0].size)
-    return coded_block(block, packer, fits, step, lambda: [_host_bits(part, element) for part in new])
+    class_base = _class_base(old, element) if uses_classes(element, setting) else None
+    found = [_find(s, before, after, class_base) for s, before, after in zip(block.segments, old, new, strict=True)]
+    step = 0
+    for segment, part in zip(block.segments, found, strict=True):
+        step += _fingerprint_step(segment, key, part.positions.astype(np.uint64), part.steps.view(np.uint64))
+    steps = np.concatenate([part.steps for part in found])
+    changes = Changes.of_steps(np.concatenate([p.positions for p in found]), steps, block.element_count, element)
+
+    def sparse() -> bytes:
+        if class_base is None:
+            return changes.payload()
+        return dense_payload(changes, class_base, _runs(found, steps, element))
+
+    return coded_block(
+        block, changes.count, sparse, step % MODULUS, lambda: [_host_bits(part, element) for part in new]
+    )  # fmt: skip
 
 
 def apply_updates(weights: dict[str, torch.Tensor], updates: Iterable[TensorUpdate]) -> None:

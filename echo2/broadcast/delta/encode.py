@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch
-from echo2.broadcast.delta.block import EncodedBlock, ScratchPool, encode_block, encode_whole
+from echo2.broadcast.delta.block import EncodedBlock, FindsPool, encode_block, encode_whole
 from echo2.broadcast.delta.container import (
     DeltaHeader,
     Setting,
@@ -171,16 +171,16 @@ class Source:
 
 def delta_coder(old: Source, new: Source, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
     """Codes a block's changes; on as many threads as one likes."""
-    pool = ScratchPool()
+    pool = FindsPool()
 
     def code(block: Block) -> EncodedBlock:
-        scratch = pool.take(block)
-        how = (header.setting, header.fingerprint_key, scratch)
+        finds = pool.take(block)
+        how = (header.setting, header.fingerprint_key)
         if old.is_on_device(block) and new.is_on_device(block):
             coded = encode_block_on_device(block, old.device_segments(block), new.device_segments(block), *how)
         else:
-            coded = encode_block(block, old.segments(block), new.segments(block), *how)
-        pool.give(scratch)
+            coded = encode_block(block, old.segments(block), new.segments(block), *how, finds)
+        pool.give(finds)
         return coded
 
     return code

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from echo2.base.rng import derived_seed
-from echo2.broadcast.delta.bitstream import U64
+from echo2.broadcast.delta.bits import U64
 from echo2.broadcast.delta.elements import (
     Bits,
     ElementType,

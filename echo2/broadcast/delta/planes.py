@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta.bitstream import U8
+from echo2.broadcast.delta.bits import U8
 from echo2.broadcast.delta.elements import Bits, ElementType
 from echo2.broadcast.delta.jit import compiled
 

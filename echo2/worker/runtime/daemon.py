@@ -308,7 +308,7 @@ class WorkerDaemon:
             decoded=node.following.decoded,
         )  # fmt: skip
         machine = SwapMachine(self.options.swap_mode)
-        self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks)
+        self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks, self.options.folder)
         receiving = Receiving(node, self._keeper, self.waits, base, self._progress)
         self._start(receiving.run(), "weights")
         await self._pump(engine)

@@ -12,12 +12,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, EngineError, IntegrityError
 from echo2.base.ids import Version
 from echo2.broadcast.delta import Decoder, FrameReader, HostWeights, StagedDelta
+from echo2.broadcast.runtime.spill import FileSpill
 from echo2.broadcast.staged import StagedVersion, TensorUpdate
 from echo2.worker import swap
 from echo2.worker.engine import Engine
@@ -62,10 +64,11 @@ class WeightsHooks:
 
 
 class WeightKeeper:
-    """One per worker. Its methods are called in turn by whoever reads the broadcast's deliveries."""
+    """One per worker. Its methods are called in turn by whoever reads the broadcast's deliveries. In `folder` waits what
+    is staged and does not fit into its share of memory."""
 
     def __init__(
-        self, engine: Engine, machine: SwapMachine, gate: TokenGate, clock: Clock, hooks: WeightsHooks
+        self, engine: Engine, machine: SwapMachine, gate: TokenGate, clock: Clock, hooks: WeightsHooks, folder: Path
     ) -> None:
         self.machine = machine
         self.host = HostWeights.empty()
@@ -76,6 +79,7 @@ class WeightKeeper:
         self._gate = gate
         self._clock = clock
         self._hooks = hooks
+        self._folder = folder
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
         self._decoder: Decoder | None = None
         self._reader = FrameReader()
@@ -84,6 +88,9 @@ class WeightKeeper:
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _new_decoder(self) -> Decoder:
+        return Decoder(self.host, spill=FileSpill(self._folder))
 
     async def began(self, version: Version, parent: Version | None) -> None:
         await self._send(swap.Began(version, parent))
@@ -137,7 +144,7 @@ class WeightKeeper:
     async def _carry_out(self, action: swap.Action) -> swap.Event | None:
         match action:
             case swap.StartDecoder():
-                self._decoder, self._reader, self._staged = Decoder(self.host), FrameReader(), None
+                self._decoder, self._reader, self._staged = self._new_decoder(), FrameReader(), None
                 self._decode_s = 0.0
             case swap.DropDecoder():
                 self._decoder = self._staged = None

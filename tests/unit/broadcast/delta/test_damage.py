@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echo2.base.errors import DeltaFormatError, EchoError
+from echo2.base.errors import DeltaFormatError, EchoError, FingerprintMismatch
 from echo2.base.ids import Version
 from echo2.broadcast.delta import Decoder, DeltaHeader, FrameReader, HostWeights, Setting, encode_delta, encode_keyframe
 from echo2.broadcast.delta.block import decode_sparse
@@ -91,9 +91,12 @@ def test_payloads_with_a_right_digest_and_wrong_contents_are_refused_or_bounded(
     for _ in range(rng.randint(1, 4)):
         payload[rng.randrange(len(payload))] = rng.randrange(256)
     try:
-        positions, _ = decode_sparse(memoryview(payload), block, host.segments(block))
+        changes = decode_sparse(memoryview(payload), block, host.segments(block))
+        changes.settle(block, KEY)
     except DeltaFormatError:
         return
+    positions = changes.positions()
+    assert positions.size == changes.count == changes.steps().size
     assert (np.diff(positions.astype(np.int64)) > 0).all()
     assert positions.size == 0 or int(positions[-1]) < block.element_count
 
@@ -149,30 +152,88 @@ def test_a_plane_that_claims_more_than_its_block_is_refused() -> None:
         decoder.feed(encode_block_frame(container_id_of(first), 0, 1000, 1, Method.PLANES, payload))
 
 
-def test_more_changes_than_bytes_could_hold_are_refused() -> None:
+def head(class_count: int, base: int, count: int) -> bytes:
+    return struct.pack("<BBI", class_count, base, count) + bytes(-(-count // 8))
+
+
+def run(form: int, shift: int, marked: int, body: bytes) -> bytes:
+    return struct.pack("<BBI", form, shift, marked) + body
+
+
+def plane(coding: int, data: bytes) -> bytes:
+    return struct.pack("<BI", coding, len(data)) + data
+
+
+def test_more_changes_than_a_block_has_elements_are_refused() -> None:
     host, frames = EXAMPLES[Setting.FAST]
     block = blocks_of(host.table.specs, 2000)[0]
-    payload = struct.pack("<BBHIIII", 2, 0, 2, 5, 0, 1999, 4) + bytes(9)
-    with pytest.raises(DeltaFormatError, match="expected 1 to 16 changes, it claims 1999"):
-        decode_sparse(memoryview(payload), block, host.segments(block))
+    with pytest.raises(DeltaFormatError, match="expected 1 to 2000 changes, it claims 2001"):
+        decode_sparse(memoryview(struct.pack("<BBI", 1, 0, 2001)), block, host.segments(block))
     decoder = Decoder(host)
     decoder.feed(frames[0])
-    bomb = encode_block_frame(container_id_of(frames[0]), 0, 1 << 24, 1, Method.SPARSE, payload)
+    bomb = encode_block_frame(container_id_of(frames[0]), 0, 1 << 24, 1, Method.SPARSE, head(1, 0, 3))
     with pytest.raises(DeltaFormatError, match="expected 2000 elements of type 1, it claims 16777216"):
         decoder.feed(bomb)
 
 
-def test_claims_about_classes_are_checked_against_what_can_be() -> None:
-    host, _ = EXAMPLES[Setting.FAST]
-    block = blocks_of(host.table.specs, 2000)[0]
-    larger = struct.pack("<BBHIIII", 2, 0, 2, 0, 5, 3, 4) + bytes(4)
-    with pytest.raises(DeltaFormatError, match="3 changes: it claims 5 larger ones"):
-        decode_sparse(memoryview(larger), block, host.segments(block))
+HUGE = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
+GAPS = struct.pack("<I", 0) + plane(0, bytes([1, 2, 3]))
+NO_LARGER = NONE = run(0, 0, 0, b"")
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (head(1, 0, 3) + run(2, 0, 2001, GAPS), "at most 2000 changes, it claims 2001"),
+        (head(1, 0, 3) + run(2, 0, 3, struct.pack("<I", 4)), "at most 3 long gaps, it claims 4"),
+        (head(1, 0, 3) + run(2, 0, 3, struct.pack("<I", 0) + plane(1, HUGE)), "of 3 bytes, its frame claims 16777216"),
+        (head(1, 0, 3) + run(1, 0, 3, plane(1, HUGE)), "of 250 bytes, its frame claims 16777216"),
+        (head(1, 0, 3) + run(1, 0, 3, plane(0, b"\xff" + bytes(249))), "expected 3 changes of 2000, got others"),
+        (head(1, 0, 3) + run(2, 25, 3, GAPS), "got form 2, shift 25"),
+        (head(1, 0, 3) + run(3, 0, 3, GAPS), "got form 3, shift 0"),
+        (head(1, 0, 3) + run(2, 0, 3, GAPS), "bytes of larger changes, got 0"),
+        (head(1, 0, 3) + run(2, 0, 3, GAPS) + run(2, 0, 4, b""), "at most 3 larger changes, it claims 4"),
+        (head(1, 0, 3) + run(2, 0, 3, GAPS) + NO_LARGER + b"?", "bytes, got"),
+        (head(1, 0, 4) + run(2, 0, 3, GAPS) + NO_LARGER, "expected 4 changes, its marks claim 3"),
+        (
+            head(8, 0, 4) + run(2, 0, 3, GAPS) + NO_LARGER + 7 * NONE,
+            "expected 4 changes, its classes' marks are others",
+        ),
+        (head(8, 250, 3), "expected 1 or 8 classes of float8_e4m3fn, got 8 from 250"),
+        (head(5, 0, 3), "expected 1 or 8 classes of float8_e4m3fn, got 5 from 0"),
+    ],
+)
+def test_claims_are_checked_against_what_can_be(payload: bytes, why: str) -> None:
     fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
     block = blocks_of(fp8.table.specs, 2000)[0]
-    base = struct.pack("<BBHIIII", 8, 250, 2, 5, 0, 3, 4) + bytes(9)
-    with pytest.raises(DeltaFormatError, match="expected a class base of 4 bits, got 250"):
-        decode_sparse(memoryview(base), block, fp8.segments(block))
+    with pytest.raises(DeltaFormatError, match=why):
+        decode_sparse(memoryview(payload), block, fp8.segments(block))
+
+
+def test_changes_outside_of_their_block_are_refused() -> None:
+    fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
+    block = blocks_of(fp8.table.specs, 2000)[0]
+    far = struct.pack("<I", 1) + plane(0, bytes([1, 255, 3])) + struct.pack("<I", 1995)
+    changes = decode_sparse(memoryview(head(1, 0, 3) + run(2, 0, 3, far) + NO_LARGER), block, fp8.segments(block))
+    with pytest.raises(DeltaFormatError, match="expected 3 changes within 2000 elements"):
+        changes.settle(block, KEY)
+
+
+def test_a_host_whose_bits_are_not_the_parents_is_told_and_left_alone() -> None:
+    """Bits that differ where the weights go up by one: all ones, which cannot."""
+    old, new = {"w": torch.zeros(3000).bfloat16()}, {"w": torch.zeros(3000).bfloat16()}
+    new["w"].view(torch.int16)[10:13] = 1
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    frames = list(encode_delta(old, new, delta_header(host, 1, block_elements=2000)))
+    host.bits("w")[11] = 0xFFFF
+    before = host.bits("w").copy()
+    staged = decoded(host, frames)
+    with pytest.raises(FingerprintMismatch, match=r"version 1.*block 0.*tensor w.*not those of the parent"):
+        list(staged.updates())
+    with pytest.raises(FingerprintMismatch, match=r"version 1.*block 0.*tensor w.*not those of the parent"):
+        host.commit(staged)
+    assert (host.bits("w") == before).all()
+    assert host.version == 0
 
 
 def test_a_frame_that_claims_too_much_is_refused_while_it_is_read() -> None:
@@ -192,5 +253,13 @@ def test_an_unknown_format_version_is_told() -> None:
     frame = bytearray(encode_end(1, 0, 0))
     frame[4] = 9
     frame[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(frame[:-8])))
-    with pytest.raises(DeltaFormatError, match="format version 2, got 9"):
+    with pytest.raises(DeltaFormatError, match="format version 3, got 9"):
         parse_frame(bytes(frame))
+
+
+def test_a_container_of_an_older_format_is_refused_by_its_version() -> None:
+    frame = bytearray(EXAMPLES[Setting.FAST][1][0])
+    frame[4] = 2
+    frame[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(frame[:-8])))
+    with pytest.raises(DeltaFormatError, match="format version 3, got 2"):
+        Decoder(EXAMPLES[Setting.FAST][0]).feed(bytes(frame))

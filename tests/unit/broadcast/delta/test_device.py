@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.broadcast.delta import HostWeights, Setting, apply_updates, encode_delta, fingerprint
-from echo2.broadcast.delta.block import Scratch, encode_block
+from echo2.broadcast.delta.block import encode_block, finds_for
 from echo2.broadcast.delta.device import encode_block_on_device
 from echo2.broadcast.delta.elements import ELEMENT_TYPES, bits_of, flat_bits
 from echo2.broadcast.delta.layout import blocks_of
@@ -33,10 +33,8 @@ def test_device_and_cpu_code_a_block_to_the_same_bytes(types, seed, share, setti
         def parts(weights: dict[str, torch.Tensor], read) -> list:  # type: ignore[no-untyped-def, type-arg]
             return [read(weights[s.spec.name])[s.start : s.start + s.count] for s in block.segments]  # noqa: B023
 
-        expected = encode_block(block, parts(old, bits_of), parts(new, bits_of), setting, KEY, Scratch(block))
-        found = encode_block_on_device(
-            block, parts(old, flat_bits), parts(new, flat_bits), setting, KEY, Scratch(block)
-        )  # fmt: skip
+        expected = encode_block(block, parts(old, bits_of), parts(new, bits_of), setting, KEY, finds_for(block))
+        found = encode_block_on_device(block, parts(old, flat_bits), parts(new, flat_bits), setting, KEY)
         assert found == expected
 
 

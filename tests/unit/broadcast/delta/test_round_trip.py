@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from echo2.broadcast.delta import (
     FrameReader,
     HostWeights,
     Setting,
+    apply_updates,
     encode_delta,
     encode_keyframe,
     fingerprint,
     join_frames,
 )  # fmt: skip
+from echo2.broadcast.runtime.spill import FileSpill
 from tests.unit.broadcast.delta.models import (
     ALL_TYPES,
     KEY,
@@ -242,3 +245,30 @@ def test_frames_before_the_header_wait_within_a_limit() -> None:
     with pytest.raises(LimitExceeded, match="header within 200 bytes"):
         for frame in frames[1:]:
             decoder.feed(frame)
+
+
+@pytest.mark.parametrize("setting", Setting)
+@pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
+def test_what_memory_has_no_room_for_waits_on_disk(setting: Setting, share: float, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    old = {"w": (torch.randn(90, 100) * 0.02).bfloat16(), "whole": torch.zeros(50, dtype=torch.int32)}
+    new = {"w": with_changes(rng, old["w"], share, 3), "whole": torch.from_numpy(rng.integers(0, 1 << 30, 50)).int()}
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    spill = FileSpill(tmp_path)
+    decoder = Decoder(host, DecodeLimits(staging_bytes_min=0, staging_share=0.0), spill)
+    for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
+        decoder.feed(frame)
+    staged = decoder.finish()
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    apply_updates(live, staged.updates())
+    assert fingerprint(live, KEY) == fingerprint(new, KEY)
+    for part in staged.exchange_parts():
+        staged.exchange(part, host)
+    assert fingerprint(host.tensors(), KEY) == fingerprint(new, KEY)
+    for part in staged.exchange_parts():
+        staged.exchange(part, host)
+    assert fingerprint(host.tensors(), KEY) == fingerprint(old, KEY)
+    host.commit(staged)
+    host.verify()
+    assert host.fingerprint() == fingerprint(new, KEY)
+    assert list(tmp_path.iterdir()) == []

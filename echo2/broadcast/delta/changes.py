@@ -1,0 +1,160 @@
+"""The changes of one block, whichever way they came: found, decoded, merged or selected on a device.
+
+Guarantees: `settle` has seen every change before anything of a sender's is believed: a change outside the block is
+refused there. Leaves to others: the code by exponent class (block.py), frames (container.py), staging (decode.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from echo2.base.errors import DeltaFormatError
+from echo2.broadcast.delta import bits, gapwalk, marks
+from echo2.broadcast.delta.bits import I64, U32, U64
+from echo2.broadcast.delta.bitset import BitSet, Reader, read_bit_set, read_values, value_parts
+from echo2.broadcast.delta.elements import Bits, ElementType
+from echo2.broadcast.delta.fingerprint import MODULUS, coefficients
+from echo2.broadcast.delta.layout import Block
+
+PLAIN_CLASS_COUNT = 1
+HEAD = struct.Struct("<BBI")
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Which elements of a block changed and by how much. `larger`, `excess`: as in marks.py."""
+
+    changed: BitSet
+    signs: U64
+    larger: U32
+    excess: Bits
+
+    @property
+    def count(self) -> int:
+        return self.changed.marked
+
+    @classmethod
+    def found(cls, old: Sequence[Bits], new: Sequence[Bits], finds: marks.Finds) -> Changes:
+        """Of a block's segments."""
+        at = np.zeros(3, np.int64)
+        memory = finds.restart()
+        for before, after in zip(old, new, strict=True):
+            marks.survey(before, after, at, memory)
+        size, count, found = (int(n) for n in at)
+        ranks = np.empty(found, np.uint32)
+        bits.places_of_marks(finds.larger, count, ranks)
+        excess = finds.excess[:found]
+        if found > excess.size:
+            excess = np.empty(found, finds.excess.dtype)
+            base, cursor = 0, np.zeros(2, np.int64)
+            for before, after in zip(old, new, strict=True):
+                marks.gather(before, after, base, (finds.changed, finds.larger), cursor, excess)
+                base += before.size
+        return cls(BitSet.of_marks(finds.changed, size, count), finds.signs, ranks, excess)
+
+    @classmethod
+    def of_steps(cls, positions: U32, steps: I64, size: int, element: ElementType) -> Changes:
+        """Of positions, strictly rising, and steps other than 0."""
+        signs, flags = (np.zeros(bits.word_count(steps.size), np.uint64) for _ in range(2))
+        larger = np.empty(int(marks.mark_steps(steps, signs, flags)), np.uint32)
+        bits.places_of_marks(flags, steps.size, larger)
+        magnitudes = np.abs(steps[larger]).view(np.uint64)
+        excess: Bits = (magnitudes - np.uint64(1)).astype(element.bits_dtype)
+        return cls(BitSet.of_places(positions, size), signs, larger, excess)
+
+    def settle(self, block: Block, key: int) -> int:
+        """What the changes add to the fingerprint. Refuses those outside the block."""
+        step = 0
+        cursor = np.zeros(4, np.int64)
+        gaps = self.changed.gaps
+        for segment in block.segments:
+            print_at = (segment.start, *coefficients(segment.spec.name, key))
+            if gaps is None:
+                words = (self.changed.marks(), self.signs, self.larger, self.excess)
+                step += int(marks.settle_marks(segment.base, segment.count, words, cursor, print_at))
+            else:
+                coded = (self.signs, self.larger, self.excess)
+                where = (segment.base, segment.count, gaps, self.changed.shift)
+                step += int(gapwalk.settle_gaps(*where, coded, cursor, print_at))
+        if cursor[0] != self.count or (gaps is not None and cursor[3] != gaps[2].size):
+            raise DeltaFormatError(f"expected {self.count} changes within {block.element_count} elements, got others")
+        return step % MODULUS
+
+    def move(self, block: Block, live: Sequence[Bits], is_back: bool) -> int:
+        """Adds the changes to the live bits of a block's segments, or takes them back. Returns how many of them left
+        their element's range, which does not happen to the weights that they were made from."""
+        wrapped = 0
+        cursor = np.zeros(4, np.int64)
+        for segment, target in zip(block.segments, live, strict=True):
+            if self.changed.gaps is None:
+                words = (self.changed.marks(), self.signs, self.larger, self.excess)
+                wrapped += int(marks.move_marks(target, segment.base, words, cursor, is_back))
+            else:
+                coded, gaps = (self.signs, self.larger, self.excess), self.changed.gaps
+                where = (target, segment.base, gaps, self.changed.shift)
+                wrapped += int(gapwalk.move_gaps(*where, coded, cursor, is_back))
+        return wrapped if block.element.bytes < 8 else 0
+
+    def positions(self) -> U32:
+        """Where the changes are, strictly rising."""
+        return self.changed.places()
+
+    def steps(self) -> I64:
+        """New less old, in 64-bit arithmetic."""
+        out = np.empty(self.count, np.int64)
+        marks.list_steps((self.signs, self.larger, self.excess), out)
+        return out
+
+    def signs_bytes(self) -> bytes:
+        """A bit for each change."""
+        return self.signs.view(np.uint8)[: -(-self.count // 8)].tobytes()
+
+    def payload(self, is_coded: bool = True) -> bytes:
+        """The code without exponent classes; without its entropy coding if that is not asked for."""
+        parts = [HEAD.pack(PLAIN_CLASS_COUNT, 0, self.count), self.signs_bytes()]
+        parts += run_parts(self.changed, BitSet.of_places(self.larger, self.count), self.excess, is_coded)
+        return b"".join(parts)
+
+
+def run_parts(changed: BitSet, larger: BitSet, excess: Bits, is_coded: bool = True) -> list[bytes]:
+    """One run of marks: the changed elements, the larger ones of these, and their magnitudes."""
+    if not changed.marked:
+        return changed.parts()
+    parts = [*changed.parts(is_coded), *larger.parts(is_coded)]
+    return parts + value_parts(excess, is_coded) if larger.marked else parts
+
+
+def read_run(reader: Reader, size: int, element: ElementType) -> tuple[BitSet, BitSet, Bits]:
+    """The reverse of `run_parts`, for a run of so many marks."""
+    changed = read_bit_set(reader, size, "changes")
+    if not changed.marked:
+        return changed, BitSet(0, 0), np.empty(0, element.bits_dtype)
+    larger = read_bit_set(reader, changed.marked, "larger changes")
+    if not larger.marked:
+        return changed, larger, np.empty(0, element.bits_dtype)
+    return changed, larger, read_values(reader, larger.marked, element.bits_dtype)
+
+
+def read_head(payload: memoryview, element_count: int) -> tuple[Reader, int, int, int, U64]:
+    """A payload's reader behind its head; class count and base, changes, and their signs."""
+    reader = Reader(payload)
+    class_count, base, count = reader.fields(HEAD, "a block's head")
+    if not 1 <= count <= element_count:
+        raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {count}")
+    return reader, class_count, base, count, reader.words(-(-count // 8), "signs")
+
+
+def read_plain(payload: memoryview, element: ElementType, element_count: int) -> Changes:
+    """Changes coded without exponent classes."""
+    reader, class_count, base, count, signs = read_head(payload, element_count)
+    if (class_count, base) != (PLAIN_CLASS_COUNT, 0):
+        raise DeltaFormatError("expected changes coded without exponent classes: these need the old weights")
+    changed, larger, excess = read_run(reader, element_count, element)
+    reader.end()
+    if changed.marked != count:
+        raise DeltaFormatError(f"expected {count} changes, its marks claim {changed.marked}")
+    return Changes(changed, signs, larger.places(), excess)

@@ -1,0 +1,90 @@
+"""Changes that are coded as gaps, summed up and put in place without going over to marks; compiled.
+
+As the kernels of marks.py, for rare changes: time is that of the changes alone, whatever lies between them.
+
+Guarantees: as marks.py. Leaves to others: checking that all gaps were used up.
+
+Legend: `cursor` = changes before the segment, larger ones before it, the first place of the block that the next change
+can be at, long gaps before it; all are moved on. `coded` = the gaps, then signs, larger, excess as in marks.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from echo2.broadcast.delta.bits import I64, LONG, U8, U32, U64, gap_at
+from echo2.broadcast.delta.elements import Bits
+from echo2.broadcast.delta.fingerprint import ROW_MASK, ROW_SHIFT, row_coefficient
+from echo2.broadcast.delta.jit import compiled
+from echo2.broadcast.delta.marks import move
+
+_0 = np.uint64(0)
+_1 = np.uint64(1)
+_NEVER = np.int64(1 << 40)
+
+
+@compiled
+def settle_gaps(
+    base: int, count: int, gaps: tuple[U8, U64, U32], shift: int, coded: tuple[U64, U32, Bits], cursor: I64,
+    print_at: tuple[int, np.uint64, U64],
+) -> np.uint64:  # fmt: skip
+    """What the changes of a segment of `count` elements add to the fingerprint. `print_at` as in `settle_marks`."""
+    signs, larger, excess = coded
+    offset, seed, columns = print_at
+    rank, found, free, longer = cursor[0], cursor[1], cursor[2], cursor[3]
+    total, row_sum = _0, _0
+    row = np.int64(-1)
+    end = base + count
+    upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+    size = gaps[0].size
+    to_element = offset - base
+    while rank < size:
+        place = free + gap_at(gaps, shift, rank, longer)
+        if place >= end:
+            break
+        longer += np.int64(gaps[0][rank] == LONG)
+        free = place + 1
+        element = np.int64(place + to_element)
+        if element >> ROW_SHIFT != row:
+            total += row_sum * row_coefficient(seed, np.uint64(row))
+            row, row_sum = element >> ROW_SHIFT, _0
+        number = columns[element & ROW_MASK]
+        if rank == upcoming:
+            number += number * np.uint64(excess[found])
+            found += 1
+            upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+        down = _0 - ((signs[rank >> 6] >> np.uint64(rank & 63)) & _1)
+        row_sum += (number ^ down) - down
+        rank += 1
+    cursor[0], cursor[1], cursor[2], cursor[3] = rank, found, free, longer
+    return total + row_sum * row_coefficient(seed, np.uint64(row))
+
+
+@compiled
+def move_gaps(
+    live: Bits, base: int, gaps: tuple[U8, U64, U32], shift: int, coded: tuple[U64, U32, Bits], cursor: I64,
+    is_back: bool,
+) -> np.uint64:  # fmt: skip
+    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range."""
+    signs, larger, excess = coded
+    rank, found, free, longer = cursor[0], cursor[1], cursor[2], cursor[3]
+    flip = _1 if is_back else _0
+    wrapped = _0
+    end = base + live.size
+    upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+    size = gaps[0].size
+    while rank < size:
+        place = free + gap_at(gaps, shift, rank, longer)
+        if place >= end:
+            break
+        longer += np.int64(gaps[0][rank] == LONG)
+        free = place + 1
+        by = _1
+        if rank == upcoming:
+            by += np.uint64(excess[found])
+            found += 1
+            upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+        wrapped += move(live, place - base, by, ((signs[rank >> 6] >> np.uint64(rank & 63)) & _1) ^ flip)
+        rank += 1
+    cursor[0], cursor[1], cursor[2], cursor[3] = rank, found, free, longer
+    return wrapped

@@ -1,0 +1,67 @@
+"""Where decoded versions wait: in memory up to a share of the weights, beyond it in a spill that the caller lends.
+
+Guarantees: what was kept is read back as it was. Leaves to others: what a spill is (a file, in the worker).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from echo2.base.errors import StateError
+
+
+class Spill(Protocol):
+    """Room outside of memory."""
+
+    def put(self, data: bytes) -> int:
+        """Keeps some bytes and says where."""
+        ...
+
+    def get(self, place: int, size: int) -> bytes:
+        """The bytes kept at a place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes that were kept: in memory, or in a spill at a place."""
+
+    data: bytes | None
+    spill: Spill | None
+    place: int
+    size: int
+
+    def read(self) -> bytes:
+        """The bytes."""
+        if self.data is not None:
+            return self.data
+        assert self.spill is not None, "bytes are kept in memory or in a spill"
+        found = self.spill.get(self.place, self.size)
+        if len(found) != self.size:
+            raise StateError(f"staged bytes: expected {self.size} of them back, got {len(found)}")
+        return found
+
+
+class Staging:
+    """Keeps bytes, in memory up to `memory_bytes`. Without a spill, memory takes the rest as well."""
+
+    def __init__(self, memory_bytes: int, spill: Spill | None) -> None:
+        self._left = memory_bytes
+        self._spill = spill
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes would be kept in memory as a matter of course."""
+        return size <= self._left
+
+    @property
+    def can_spill(self) -> bool:
+        """Whether there is room outside of memory."""
+        return self._spill is not None
+
+    def keep(self, data: bytes) -> Kept:
+        """Keeps some bytes."""
+        if not self.has_room(len(data)) and self._spill is not None:
+            return Kept(None, self._spill, self._spill.put(data), len(data))
+        self._left -= len(data)
+        return Kept(data, None, 0, len(data))

@@ -1,0 +1,47 @@
+"""A spill on disk: what a decoder stages beyond its share of memory.
+
+Guarantees: the file has no name, so that nothing is left of it when the process ends, whichever way. Leaves to others:
+what is kept in it, and for how long (echo2/broadcast/delta/staging.py).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+
+class FileSpill:
+    """A file in a folder that is on a disk; made when the first bytes come."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._file = -1
+        self._end = 0
+
+    def put(self, data: bytes) -> int:
+        """Appends some bytes; says where."""
+        with self._lock:
+            if self._file < 0:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file, path = tempfile.mkstemp(dir=self._folder, prefix="staged-")
+                Path(path).unlink()
+            place, self._end = self._end, self._end + len(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.pwrite(self._file, view, place + len(data) - len(view)) :]
+        return place
+
+    def get(self, place: int, size: int) -> bytes:
+        """The bytes at a place; fewer if the file lost some."""
+        parts: list[bytes] = []
+        while size and (part := os.pread(self._file, size, place)):
+            parts.append(part)
+            place, size = place + len(part), size - len(part)
+        return b"".join(parts)
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
