@@ -1,12 +1,14 @@
 """Where decoded versions wait: in memory up to a share of the weights, beyond it in a spill that the caller lends.
 
-Guarantees: what was kept is read back as it was. Leaves to others: what a spill is (a file, in the worker).
+Guarantees: what was kept is read back as it was, or `StateError`. Leaves to others: what a spill is (a file, in the worker).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+import xxhash
 
 from echo2.base.errors import StateError
 
@@ -25,12 +27,13 @@ class Spill(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that were kept: in memory, or in a spill at a place."""
+    """Bytes that were kept: in memory, or in a spill at a place, with their digest."""
 
     data: bytes | None
-    spill: Spill | None
-    place: int
-    size: int
+    spill: Spill | None = None
+    place: int = 0
+    size: int = 0
+    digest: int = 0
 
     def read(self) -> bytes:
         """The bytes."""
@@ -38,8 +41,8 @@ class Kept:
             return self.data
         assert self.spill is not None, "bytes are kept in memory or in a spill"
         found = self.spill.get(self.place, self.size)
-        if len(found) != self.size:
-            raise StateError(f"staged bytes: expected {self.size} of them back, got {len(found)}")
+        if len(found) != self.size or xxhash.xxh3_64_intdigest(found) != self.digest:
+            raise StateError(f"staged bytes: expected the {self.size} that were kept, got {len(found)}, or others")
         return found
 
 
@@ -62,6 +65,6 @@ class Staging:
     def keep(self, data: bytes) -> Kept:
         """Keeps some bytes."""
         if not self.has_room(len(data)) and self._spill is not None:
-            return Kept(None, self._spill, self._spill.put(data), len(data))
+            return Kept(None, self._spill, self._spill.put(data), len(data), xxhash.xxh3_64_intdigest(data))
         self._left -= len(data)
-        return Kept(data, None, 0, len(data))
+        return Kept(data)

@@ -11,9 +11,18 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echo2.base.errors import DeltaFormatError, EchoError, FingerprintMismatch
+from echo2.base.errors import DeltaFormatError, EchoError, FingerprintMismatch, StateError
 from echo2.base.ids import Version
-from echo2.broadcast.delta import Decoder, DeltaHeader, FrameReader, HostWeights, Setting, encode_delta, encode_keyframe
+from echo2.broadcast.delta import (
+    DecodeLimits,
+    Decoder,
+    DeltaHeader,
+    FrameReader,
+    HostWeights,
+    Setting,
+    encode_delta,
+    encode_keyframe,
+)
 from echo2.broadcast.delta.block import decode_sparse
 from echo2.broadcast.delta.container import (
     BlockFrame,
@@ -263,3 +272,27 @@ def test_a_container_of_an_older_format_is_refused_by_its_version() -> None:
     frame[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(frame[:-8])))
     with pytest.raises(DeltaFormatError, match="format version 3, got 2"):
         Decoder(EXAMPLES[Setting.FAST][0]).feed(bytes(frame))
+
+
+def test_what_a_spill_damages_is_not_put_in_place() -> None:
+    class Rotten:
+        """Gives back what it kept with a bit flipped."""
+
+        def __init__(self) -> None:
+            self.kept: list[bytes] = []
+
+        def put(self, data: bytes) -> int:
+            self.kept.append(data)
+            return len(self.kept) - 1
+
+        def get(self, place: int, size: int) -> bytes:
+            return bytes([self.kept[place][0] ^ 1]) + self.kept[place][1:]
+
+    host, frames = EXAMPLES[Setting.FAST]
+    decoder = Decoder(host, DecodeLimits(staging_bytes_min=0, staging_share=0.0), Rotten())
+    for frame in frames:
+        decoder.feed(frame)
+    with pytest.raises(StateError, match="or others"):
+        host.commit(decoder.finish())
+    host.verify()
+    assert host.version == 41
