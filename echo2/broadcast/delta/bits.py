@@ -48,7 +48,8 @@ def put(words: U64, at: Int, value: np.uint64, count: Int) -> Int:
 def bits_at(words: U64, at: Int) -> np.uint64:
     """The 64 bits from bit `at` on."""
     word, shift = at >> 6, np.uint64(at & 63)
-    return (words[word] >> shift) | ((words[word + 1] << _1) << (_63 - shift))
+    found: np.uint64 = (words[word] >> shift) | ((words[word + 1] << _1) << (_63 - shift))
+    return found
 
 
 @inlined
@@ -58,7 +59,7 @@ def below(count: Int) -> np.uint64:
 
 
 @compiled
-def count_marks(words: U64, count: int) -> int:
+def count_marks(words: U64, count: int) -> Int:
     """How many of the first `count` bits are 1."""
     total = _0
     for at in range(0, count, 64):
@@ -144,7 +145,7 @@ def marks_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, words: U64) -> 
             return False
         words[at >> 6] |= _1 << np.uint64(at & 63)
         at += 1
-    return longer == gaps[2].size
+    return bool(longer == gaps[2].size)
 
 
 @compiled
@@ -158,7 +159,7 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
             return False
         places[i] = at
         at += 1
-    return longer == gaps[2].size
+    return bool(longer == gaps[2].size)
 
 
 @compiled

@@ -123,11 +123,11 @@ def sort_marks(
         while found < larger.size and np.int64(larger[found]) < following:
             bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
             i = start + np.int64(trailing_zeros(bit))
-            c = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
-            at = runs[c, 2]
-            ranks[at] = runs[c, 3] + np.int64(count_ones(word & masks[c] & (bit - _1)))
+            mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
+            at = runs[mine, 2]
+            ranks[at] = runs[mine, 3] + np.int64(count_ones(word & masks[mine] & (bit - _1)))
             sorted_excess[at] = excess[found]
-            runs[c, 2] = at + 1
+            runs[mine, 2] = at + 1
             found += 1
         for c in range(CLASS_COUNT):
             runs[c, 0] = put(words, runs[c, 0], extract(word, masks[c]), np.int64(count_ones(masks[c])))
@@ -170,10 +170,10 @@ def join_marks(
             bit = lanes & (_0 - lanes)
             lanes ^= bit
             i = start + np.int64(trailing_zeros(bit))
-            c = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
+            mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
             larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
-            excess[found] = sorted_excess[runs[c, 2]]
-            runs[c, 2] += 1
+            excess[found] = sorted_excess[runs[mine, 2]]
+            runs[mine, 2] += 1
             found += 1
         rank += np.int64(count_ones(word))
     at[0], at[1], at[2] = bits, rank, found

@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 LANES = 64
 
+Int = int | np.int64
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -209,7 +210,7 @@ def _sum_marked(typing_context, columns, index, changed, negative):  # type: ign
     return types.uint64(columns, types.int64, types.uint64, types.uint64), generate
 
 
-sum_marked = cast(Callable[[npt.NDArray[np.uint64], int, np.uint64, np.uint64], np.uint64], _sum_marked)
+sum_marked = cast(Callable[[npt.NDArray[np.uint64], Int, np.uint64, np.uint64], np.uint64], _sum_marked)
 """Of 64 numbers from `index` on, the sum of those marked in the first word, negated where the second one says so."""
 
 
@@ -231,7 +232,7 @@ def _move_marked(typing_context, live, index, changed, negative):  # type: ignor
     return types.uint64(live, types.int64, types.uint64, types.uint64), generate
 
 
-move_marked = cast(Callable[[npt.NDArray[np.unsignedinteger], int, np.uint64, np.uint64], np.uint64], _move_marked)
+move_marked = cast(Callable[[npt.NDArray[np.unsignedinteger], Int, np.uint64, np.uint64], np.uint64], _move_marked)
 """Adds one to those of 64 elements from `index` on that the first word marks, or takes one where the second word says
 so. Returns which of them passed the end of their range."""
 
@@ -256,7 +257,7 @@ def _octaves(typing_context, bits, index, shift, mask, base, out):  # type: igno
 
 
 octaves = cast(
-    Callable[[npt.NDArray[np.unsignedinteger], int, np.uint64, np.uint64, np.uint64, npt.NDArray[np.uint64]], None],
+    Callable[[npt.NDArray[np.unsignedinteger], Int, np.uint64, np.uint64, np.uint64, npt.NDArray[np.uint64]], None],
     _octaves,
 )
 """Into eight words: which of the 64 elements from `index` on have an exponent, (bits >> shift) & mask, of `base` or

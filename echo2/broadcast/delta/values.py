@@ -79,4 +79,4 @@ def read_values(symbols: U8, words: U64, bits: int, excess: Bits) -> bool:
         if value >= most:
             return False
         excess[i] = value + _1
-    return (at + 7) >> 3 == (bits + 7) >> 3
+    return bool((at + 7) >> 3 == (bits + 7) >> 3)
