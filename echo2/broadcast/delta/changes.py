@@ -88,7 +88,7 @@ class Changes:
         """Adds the changes to the live bits of a block's segments, or takes them back. Returns how many of them left
         their element's range, which does not happen to the weights that they were made from."""
         wrapped = 0
-        cursor = np.zeros(4, np.int64)
+        cursor, places = np.zeros(4, np.int64), np.empty(gapwalk.PLACES, np.int64)
         for segment, target in zip(block.segments, live, strict=True):
             if self.changed.gaps is None:
                 words = (self.changed.marks(), self.signs, self.larger, self.excess)
@@ -96,7 +96,7 @@ class Changes:
             else:
                 coded, gaps = (self.signs, self.larger, self.excess), self.changed.gaps
                 where = (target, segment.base, gaps, self.changed.shift)
-                wrapped += int(gapwalk.move_gaps(*where, coded, cursor, is_back))
+                wrapped += int(gapwalk.move_gaps(*where, coded, cursor, is_back, places))
         return wrapped if block.element.bytes < 8 else 0
 
     def positions(self) -> U32:

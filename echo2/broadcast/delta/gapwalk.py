@@ -15,12 +15,13 @@ import numpy as np
 from echo2.broadcast.delta.bits import I64, LONG, U8, U32, U64, gap_at
 from echo2.broadcast.delta.elements import Bits
 from echo2.broadcast.delta.fingerprint import ROW_MASK, ROW_SHIFT, row_coefficient
-from echo2.broadcast.delta.jit import compiled
+from echo2.broadcast.delta.jit import compiled, prefetch
 from echo2.broadcast.delta.marks import move
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _NEVER = np.int64(1 << 40)
+PLACES = 64  # changes whose cache lines are asked for together
 
 
 @compiled
@@ -63,9 +64,12 @@ def settle_gaps(
 @compiled
 def move_gaps(
     live: Bits, base: int, gaps: tuple[U8, U64, U32], shift: int, coded: tuple[U64, U32, Bits], cursor: I64,
-    is_back: bool,
+    is_back: bool, places: I64,
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range."""
+    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range.
+
+    `places` is room for those of some changes: their cache lines are asked for before the first of them is needed.
+    """
     signs, larger, excess = coded
     rank, found, free, longer = cursor[0], cursor[1], cursor[2], cursor[3]
     flip = _1 if is_back else _0
@@ -73,18 +77,25 @@ def move_gaps(
     end = base + live.size
     upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
     size = gaps[0].size
-    while rank < size:
-        place = free + gap_at(gaps, shift, rank, longer)
-        if place >= end:
-            break
-        longer += np.int64(gaps[0][rank] == LONG)
-        free = place + 1
-        by = _1
-        if rank == upcoming:
-            by += np.uint64(excess[found])
-            found += 1
-            upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
-        wrapped += move(live, place - base, by, ((signs[rank >> 6] >> np.uint64(rank & 63)) & _1) ^ flip)
-        rank += 1
+    count = np.int64(-1)
+    while count != 0:
+        count = np.int64(0)
+        while count < places.size and rank + count < size:
+            place = free + gap_at(gaps, shift, rank + count, longer)
+            if place >= end:
+                break
+            longer += np.int64(gaps[0][rank + count] == LONG)
+            free = place + 1
+            places[count] = place - base
+            prefetch(live, np.int64(place - base))
+            count += 1
+        for i in range(count):
+            by = _1
+            if rank == upcoming:
+                by += np.uint64(excess[found])
+                found += 1
+                upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+            wrapped += move(live, places[i], by, ((signs[rank >> 6] >> np.uint64(rank & 63)) & _1) ^ flip)
+            rank += 1
     cursor[0], cursor[1], cursor[2], cursor[3] = rank, found, free, longer
     return wrapped

@@ -73,6 +73,24 @@ trailing_zeros = cast(Callable[[np.uint64], np.uint64], _trailing_zeros)
 
 
 @intrinsic
+def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(call, [place, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+prefetch = cast(Callable[[npt.NDArray[np.unsignedinteger], Int], None], _prefetch)
+"""Asks for the cache line of an element that will be needed soon; harmless wherever it points."""
+
+
+@intrinsic
 def _count_ones(typing_context, word):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.ctpop(arguments[0])
