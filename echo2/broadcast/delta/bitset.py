@@ -11,7 +11,6 @@ which the caller knows to be right, does not justify. Leaves to others: what is 
 from __future__ import annotations
 
 import struct
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +30,7 @@ _PLANE = struct.Struct("<BI")
 _COUNT = struct.Struct("<I")
 _RAW, _ZSTD = 0, 1
 _ZSTD_BYTES_MIN = 48
+_WINDOW_MAX = 1 << 20
 _NOISE = (0.4, 0.6)  # a share of marks between these leaves nothing to gain
 # What pays here is the entropy stage: matches of noise only hurt, so few are looked for (a tiny hash table).
 _PARAMETERS = zstandard.ZstdCompressionParameters(
@@ -38,30 +38,26 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 )
 
 
-class _Coders(threading.local):
-    """zstd's working memory, one of each a thread."""
+class Coder:
+    """The entropy stage and its working memory. One for each payload: making it takes as long as coding some thousand
+    symbols, and threads cannot share it."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 20)
+        self._zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+
+    def shorter(self, data: bytes) -> bytes | None:
+        """The frame of some bytes, if it is shorter than they are."""
+        coded: bytes = self._zstd.compress(data)
+        return coded if len(coded) < len(data) else None
 
 
-_CODERS = _Coders()
-
-
-def shorter_with_zstd(data: bytes) -> bytes | None:
-    """The frame of some bytes, if it is shorter than they are."""
-    coded: bytes = _CODERS.compressor.compress(data)
-    return coded if len(coded) < len(data) else None
-
-
-def from_zstd(data: memoryview, size: int, what: str) -> bytes:
+def _from_zstd(zstd: zstandard.ZstdDecompressor, data: memoryview, size: int, what: str) -> bytes:
     """The bytes of a frame that must be so many."""
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
         if claimed != size:
             raise DeltaFormatError(f"expected {what} of {size} bytes, its frame claims {claimed}")
-        plain: bytes = _CODERS.decompressor.decompress(data, max_output_size=size)
+        plain: bytes = zstd.decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
         raise DeltaFormatError(f"{what}: {error}") from None
     if len(plain) != size:
@@ -75,6 +71,7 @@ class Reader:
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
         self._at = 0
+        self._zstd = zstandard.ZstdDecompressor(max_window_size=_WINDOW_MAX)
 
     def take(self, size: int, what: str) -> memoryview:
         """The next bytes."""
@@ -101,7 +98,7 @@ class Reader:
             return np.frombuffer(data, np.uint8)
         if coding != _ZSTD:
             raise DeltaFormatError(f"expected {what} of {size} bytes, raw or from zstd, got {length} (coding {coding})")
-        return np.frombuffer(from_zstd(data, size, what), np.uint8)
+        return np.frombuffer(_from_zstd(self._zstd, data, size, what), np.uint8)
 
     def end(self) -> None:
         """Refuses bytes that are left."""
@@ -109,10 +106,10 @@ class Reader:
             raise DeltaFormatError(f"expected {self._at} bytes, got {len(self._payload)}")
 
 
-def plane_parts(plane: U8, is_noise: bool) -> list[bytes]:
-    """A plane's bytes with their head; `is_noise` says that no code will shorten them."""
+def plane_parts(plane: U8, coder: Coder | None) -> list[bytes]:
+    """A plane's bytes with their head; raw without a coder, or where that is shorter."""
     data = plane.tobytes()
-    shorter = None if is_noise or len(data) < _ZSTD_BYTES_MIN else shorter_with_zstd(data)
+    shorter = None if coder is None or len(data) < _ZSTD_BYTES_MIN else coder.shorter(data)
     if shorter is None:
         return [_PLANE.pack(_RAW, len(data)), data]
     return [_PLANE.pack(_ZSTD, len(shorter)), shorter]
@@ -166,20 +163,20 @@ class BitSet:
             raise DeltaFormatError(f"expected gaps within {self.size} places")
         return out
 
-    def parts(self, is_coded: bool = True) -> list[bytes]:
-        """What `read_bit_set` reads; entropy-coded unless that is not asked for."""
+    def parts(self, coder: Coder | None) -> list[bytes]:
+        """What `read_bit_set` reads; not entropy-coded without a coder."""
         if self.words is not None:
             share = self.marked / self.size
             plane = self.words.view(np.uint8)[: -(-self.size // 8)]
-            is_noise = not is_coded or _NOISE[0] < share < _NOISE[1]
-            return [_HEAD.pack(MARKS, 0, self.marked), *plane_parts(plane, is_noise)]
+            is_noise = _NOISE[0] < share < _NOISE[1]
+            return [_HEAD.pack(MARKS, 0, self.marked), *plane_parts(plane, None if is_noise else coder)]
         if self.gaps is None:
             return [_HEAD.pack(NONE, 0, 0)]
         quotients, low, long = self.gaps
         return [
             _HEAD.pack(GAPS, self.shift, self.marked),
             _COUNT.pack(long.size),
-            *plane_parts(quotients, not is_coded),
+            *plane_parts(quotients, coder),
             low.view(np.uint8)[: -(-self.marked * self.shift // 8)].tobytes(),
             long.tobytes(),
         ]
@@ -218,14 +215,14 @@ def read_bit_set(reader: Reader, size: int, what: str) -> BitSet:
     return BitSet(size, marked, shift, (quotients, low, long))
 
 
-def value_parts(excess: Bits, is_coded: bool = True) -> list[bytes]:
+def value_parts(excess: Bits, coder: Coder | None) -> list[bytes]:
     """What `read_values` reads: magnitudes above one."""
     symbols = np.empty(excess.size, np.uint8)
     count = int(values.count_plain_bits(excess))
     words = np.zeros(bits.word_count(count), np.uint64)
     values.write_values(excess, symbols, words)
     size = -(-count // 8)
-    return [*plane_parts(symbols, not is_coded), _COUNT.pack(size), words.view(np.uint8)[:size].tobytes()]
+    return [*plane_parts(symbols, coder), _COUNT.pack(size), words.view(np.uint8)[:size].tobytes()]
 
 
 def read_values(reader: Reader, count: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:

@@ -15,7 +15,7 @@ import numpy as np
 from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta import classes
 from echo2.broadcast.delta.bits import I64, U64, word_count
-from echo2.broadcast.delta.bitset import BitSet
+from echo2.broadcast.delta.bitset import BitSet, Coder
 from echo2.broadcast.delta.changes import (
     HEAD,
     PLAIN_CLASS_COUNT,
@@ -147,8 +147,9 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
 def dense_payload(changes: Changes, class_base: int, runs: Iterable[Run]) -> bytes:
     """A payload by exponent class, of every class's run."""
     parts = [HEAD.pack(CLASS_COUNT, class_base, changes.count), changes.signs_bytes()]
+    coder = Coder()
     for run in runs:
-        parts += run_parts(*run)
+        parts += run_parts(*run, coder)
     return b"".join(parts)
 
 

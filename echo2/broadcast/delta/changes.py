@@ -15,7 +15,7 @@ import numpy as np
 from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta import bits, gapwalk, marks
 from echo2.broadcast.delta.bits import I64, U32, U64
-from echo2.broadcast.delta.bitset import BitSet, Reader, read_bit_set, read_values, value_parts
+from echo2.broadcast.delta.bitset import BitSet, Coder, Reader, read_bit_set, read_values, value_parts
 from echo2.broadcast.delta.elements import Bits, ElementType
 from echo2.broadcast.delta.fingerprint import MODULUS, coefficients
 from echo2.broadcast.delta.layout import Block
@@ -115,17 +115,18 @@ class Changes:
 
     def payload(self, is_coded: bool = True) -> bytes:
         """The code without exponent classes; without its entropy coding if that is not asked for."""
+        coder = Coder() if is_coded else None
         parts = [HEAD.pack(PLAIN_CLASS_COUNT, 0, self.count), self.signs_bytes()]
-        parts += run_parts(self.changed, BitSet.of_places(self.larger, self.count), self.excess, is_coded)
+        parts += run_parts(self.changed, BitSet.of_places(self.larger, self.count), self.excess, coder)
         return b"".join(parts)
 
 
-def run_parts(changed: BitSet, larger: BitSet, excess: Bits, is_coded: bool = True) -> list[bytes]:
+def run_parts(changed: BitSet, larger: BitSet, excess: Bits, coder: Coder | None) -> list[bytes]:
     """One run of marks: the changed elements, the larger ones of these, and their magnitudes."""
     if not changed.marked:
-        return changed.parts()
-    parts = [*changed.parts(is_coded), *larger.parts(is_coded)]
-    return parts + value_parts(excess, is_coded) if larger.marked else parts
+        return changed.parts(coder)
+    parts = [*changed.parts(coder), *larger.parts(coder)]
+    return parts + value_parts(excess, coder) if larger.marked else parts
 
 
 def read_run(reader: Reader, size: int, element: ElementType) -> tuple[BitSet, BitSet, Bits]:
