@@ -61,7 +61,7 @@ def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return of
 
 
-@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "float32-lora"])
+@pytest.mark.parametrize("weights_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak), "float32-lora"])
 def test_two_ranks_train_as_one_process_does(
     model_path: Path, trained: Callable[[str], Path], tmp_path: Path, weights_dtype: str
 ) -> None:
