@@ -102,8 +102,9 @@ def main() -> None:
             rows.append(Row(f"{name}: measured utilisation", measured, "share", None, "higher"))
             rows.append(Row(f"{name}: {ERROR}", measured - predicted, "absolute", None, "lower"))
     keep(rows, is_whole=False)
-    show([*rows, *summary()])
-    keep(summary(), is_whole=False)
+    over_all = summary()
+    show([*rows, *over_all])
+    keep(over_all, is_whole=False)
 
 
 def summary() -> list[Row]:

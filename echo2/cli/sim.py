@@ -14,7 +14,7 @@ from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import Gpu, gpu_of, train_s_prior
 from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
-from echo2.cost_model.snapshot import DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
+from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
 from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
 from echo2.sim.lengths import Lengths
 
@@ -152,7 +152,7 @@ def _wishes(fields: Fields) -> PlanConfig:
         usd_per_hour_cap=fields.number("usd_per_hour_cap", 0.0),
         usd_budget=fields.number("usd_budget", 0.0),
         download=DownloadMode(download),
-        broadcast_efficiency=fields.number("broadcast_efficiency", 0.8),
+        broadcast_efficiency=fields.number("broadcast_efficiency", BROADCAST_EFFICIENCY),
         hysteresis=Hysteresis(
             add_margin=fields.number("add_margin", 0.05),
             drain_margin=fields.number("drain_margin", 0.15),

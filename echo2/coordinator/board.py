@@ -16,9 +16,10 @@ from echo2.base.errors import NotAllowed, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion
 from echo2.cost_model.calibration import DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
+from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY
 
 VERSIONS_KEPT = 64
-EFFICIENCY_PRIOR, EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.8, 0.25, 15
+EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.25, 15
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class LearnerBoard:
     train_time: RobustEstimator = field(default_factory=lambda: RobustEstimator("train_s"))
     delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
     reached: RobustEstimator = field(
-        default_factory=lambda: RobustEstimator("broadcast efficiency", EFFICIENCY_PRIOR, window=EFFICIENCY_WINDOW)
+        default_factory=lambda: RobustEstimator("broadcast efficiency", BROADCAST_EFFICIENCY, window=EFFICIENCY_WINDOW)
     )
     is_connected: bool = False
     heard_at: float = 0.0
@@ -138,7 +139,7 @@ class LearnerBoard:
     @property
     def broadcast_efficiency(self) -> float:
         """What share of the planned rate broadcasts reach: the prior at first, then the median of the newest."""
-        return max(EFFICIENCY_LEAST, self.reached.value_or(EFFICIENCY_PRIOR))
+        return max(EFFICIENCY_LEAST, self.reached.value_or(BROADCAST_EFFICIENCY))
 
     @property
     def newest(self) -> VersionRow | None:

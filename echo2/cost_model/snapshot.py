@@ -15,6 +15,7 @@ from echo2.base.ids import PeerId
 
 STALENESS_BOUND_MAX = 64
 WORKERS_MAX = 100_000
+BROADCAST_EFFICIENCY = 0.8  # until broadcasts were measured: the share of the planned rate that weighted trees reached
 
 
 def checked(whose: str, name: str, value: float, least: float, most: float = math.inf) -> None:
@@ -186,7 +187,7 @@ class PlanConfig:
     provider_workers_max: tuple[tuple[str, int], ...] = ()
     download: DownloadMode = DownloadMode.BACKGROUND
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
-    broadcast_efficiency: float = 0.8
+    broadcast_efficiency: float = BROADCAST_EFFICIENCY
     preemption_loss_s: float = 5.0
     exact_workers_max: int = 300
     exhaustive_workers_max: int = 14

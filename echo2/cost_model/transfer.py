@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from echo2.cost_model.snapshot import LinkEstimate
+from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, LinkEstimate
 
 HOPS = 2
 
@@ -40,7 +40,7 @@ def fluid_bound_s(artifact_bytes: float, seed: LinkEstimate, receivers: Sequence
 class FluidBroadcast:
     """The fluid bound over an efficiency, plus two hops of round trip. 0.8 is what weighted multi-trees reached."""
 
-    efficiency: float = 0.8
+    efficiency: float = BROADCAST_EFFICIENCY
 
     def predict(self, artifact_bytes: float, seed: LinkEstimate, receivers: Sequence[LinkEstimate]) -> float:
         if not receivers:

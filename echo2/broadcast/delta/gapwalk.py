@@ -16,11 +16,10 @@ from echo2.broadcast.delta.bits import I64, LONG, U8, U32, U64, gap_at
 from echo2.broadcast.delta.elements import Bits
 from echo2.broadcast.delta.fingerprint import ROW_MASK, ROW_SHIFT, row_coefficient
 from echo2.broadcast.delta.jit import compiled, prefetch
-from echo2.broadcast.delta.marks import move
+from echo2.broadcast.delta.marks import move, rank_of_larger
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
-_NEVER = np.int64(1 << 40)
 PLACES = 64  # changes whose cache lines are asked for together
 
 
@@ -36,7 +35,7 @@ def settle_gaps(
     total, row_sum = _0, _0
     row = np.int64(-1)
     end = base + count
-    upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+    upcoming = rank_of_larger(larger, found)
     size = gaps[0].size
     to_element = offset - base
     while rank < size:
@@ -53,7 +52,7 @@ def settle_gaps(
         if rank == upcoming:
             number += number * np.uint64(excess[found])
             found += 1
-            upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+            upcoming = rank_of_larger(larger, found)
         down = _0 - ((signs[rank >> 6] >> np.uint64(rank & 63)) & _1)
         row_sum += (number ^ down) - down
         rank += 1
@@ -75,7 +74,7 @@ def move_gaps(
     flip = _1 if is_back else _0
     wrapped = _0
     end = base + live.size
-    upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+    upcoming = rank_of_larger(larger, found)
     size = gaps[0].size
     count = np.int64(-1)
     while count != 0:
@@ -94,7 +93,7 @@ def move_gaps(
             if rank == upcoming:
                 by += np.uint64(excess[found])
                 found += 1
-                upcoming = np.int64(larger[found]) if found < larger.size else _NEVER
+                upcoming = rank_of_larger(larger, found)
             wrapped += move(live, places[i], by, ((signs[rank >> 6] >> np.uint64(rank & 63)) & _1) ^ flip)
             rank += 1
     cursor[0], cursor[1], cursor[2], cursor[3] = rank, found, free, longer

@@ -127,6 +127,12 @@ def gather(old: Bits, new: Bits, base: int, marks: tuple[U64, U64], cursor: I64,
 
 
 @inlined
+def rank_of_larger(larger: U32, found: Int) -> Int:
+    """Which change the next larger one is; after the last, one that never comes."""
+    return np.int64(larger[found]) if found < larger.size else np.int64(1 << 40)
+
+
+@inlined
 def _sum_word(word: np.uint64, down: np.uint64, element: Int, seed: np.uint64, columns: U64) -> np.uint64:
     """What up to 64 changes by one add, where these elements lie in two rows."""
     total = _0
@@ -150,7 +156,7 @@ def settle_marks(
     rank, found = cursor[0], cursor[1]
     total, row_sum = _0, _0
     row = np.int64(-1)
-    upcoming = np.int64(larger[found]) if found < larger.size else np.int64(1 << 40)
+    upcoming = rank_of_larger(larger, found)
     for start in range(0, count, LANES):
         word = bits_at(changed, base + start) & below(count - start)
         if not word:
@@ -177,7 +183,7 @@ def settle_marks(
             else:
                 total += number * row_coefficient(seed, np.uint64(place >> ROW_SHIFT))
             found += 1
-            upcoming = np.int64(larger[found]) if found < larger.size else np.int64(1 << 40)
+            upcoming = rank_of_larger(larger, found)
         rank = following
     cursor[0], cursor[1] = rank, found
     return total + row_sum * row_coefficient(seed, np.uint64(row))
@@ -201,7 +207,7 @@ def move_marks(
     rank, found = cursor[0], cursor[1]
     flip = ~_0 if is_back else _0
     wrapped = _0
-    upcoming = np.int64(larger[found]) if found < larger.size else np.int64(1 << 40)
+    upcoming = rank_of_larger(larger, found)
     for start in range(0, live.size, LANES):
         word = bits_at(changed, base + start) & below(live.size - start)
         if not word:
@@ -220,7 +226,7 @@ def move_marks(
             lane = trailing_zeros(deposit(_1 << np.uint64(upcoming - rank), word))
             wrapped += move(live, start + np.int64(lane), np.uint64(excess[found]), (down >> lane) & _1)
             found += 1
-            upcoming = np.int64(larger[found]) if found < larger.size else np.int64(1 << 40)
+            upcoming = rank_of_larger(larger, found)
         rank = following
     cursor[0], cursor[1] = rank, found
     return wrapped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,13 @@ from echo2.broadcast.staged import TensorUpdate
 from echo2.worker.runtime.engines.vllm_weights import NO_FINGERPRINT, VllmWeights, read_patches
 from echo2.worker.runtime.engines.weight_map import record_map
 from tests.contract.engine_rig import Staged, bits_of
+from tests.unit.worker.runtime.engines.halves import Half
 
 SHAPES = {"q": (6, 4), "norm": (4,)}
 
 
-class Rank(torch.nn.Module):
-    """Half of q by rows, all of norm; answers what the extension answers."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.q = torch.nn.Parameter(torch.zeros(3, 4))
-        self.norm = torch.nn.Parameter(torch.zeros(4))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "norm":
-                self.norm.data.copy_(tensor)
-            else:
-                self.q.data.copy_(tensor.narrow(0, 3 * self.rank, 3))
+class Rank(Half):
+    """It answers what the extension answers."""
 
     def answer(self, method: str, *arguments: Any) -> Any:
         match method:

@@ -15,6 +15,7 @@ from echo2.broadcast.delta.fingerprint import fingerprint
 from echo2.worker.runtime.engines.derived import Scaled
 from echo2.worker.runtime.engines.ranks import joined
 from echo2.worker.runtime.engines.weight_map import Patch, WeightMap, record_map
+from tests.unit.worker.runtime.engines.halves import Half
 
 SHAPES = {"q": (6, 4), "k": (2, 4), "wide": (3, 10), "turned": (5, 3), "norm": (4,), "vocab": (5, 4)}
 
@@ -192,23 +193,6 @@ def test_an_update_can_be_taken_back_until_it_is_settled() -> None:
     derived.apply([Patch("q", "bfloat16", torch.tensor([20]), bits(torch.ones(1).bfloat16()))])
     derived.settle(is_kept=False)
     assert torch.equal(live, values.float()[3:] * 2.0) and derived.fingerprint(5) == fingerprint({"q": values}, 5)
-
-
-class Half(torch.nn.Module):
-    """One of two ranks: half of q by rows, all of norm."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.q = torch.nn.Parameter(torch.zeros(3, 4))
-        self.norm = torch.nn.Parameter(torch.zeros(4))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "norm":
-                self.norm.data.copy_(tensor)
-            else:
-                self.q.data.copy_(tensor.narrow(0, 3 * self.rank, 3))
 
 
 def test_ranks_that_hold_parts_have_the_fingerprint_of_the_whole() -> None:
