@@ -53,8 +53,10 @@ def key_of_run(run_id: str) -> int:
     return derived_seed(0, "fingerprint", run_id)
 
 
+@lru_cache(maxsize=8)
 def column_coefficients(key: int) -> U64:
-    """T: the 4096 odd coefficients within a row."""
+    """T: the 4096 odd coefficients within a row. Drawing them takes as long as comparing 200 KiB of weights, so those of
+    the last few keys are kept; nobody may write to them."""
     stream = hashlib.shake_256(b"echo2 fingerprint columns" + struct.pack("<Q", key % MODULUS))
     return np.frombuffer(stream.digest(8 * ROW_ELEMENTS), "<u8").astype(np.uint64) | _1
 
