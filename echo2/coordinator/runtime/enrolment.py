@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -31,9 +32,16 @@ _STATUS: dict[type[EchoError], grpc.StatusCode] = {
 _log = logging.getLogger("echo2.coordinator")
 
 
+def caller_address(context: Any) -> tuple[str, int]:
+    """Where a call comes from: gRPC says `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`; other kinds have no port."""
+    head, _, port = unquote(str(context.peer())).rpartition(":")
+    host = head.partition(":")[2].strip("[]").removeprefix("::ffff:")
+    return host, int(port) if port.isdigit() else 0
+
+
 def caller_host(context: Any) -> str:
-    """The address that a call comes from, without its port."""
-    return str(context.peer()).rpartition(":")[0]
+    """The same without its port."""
+    return caller_address(context)[0]
 
 
 async def refuse(context: Any, error: EchoError, what: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, VersionMismatch
 from echo2.broadcast.probing import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
 from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
-from echo2.coordinator.runtime.enrolment import TOKEN_CHARS_MAX, caller_host, refuse
+from echo2.coordinator.runtime.enrolment import TOKEN_CHARS_MAX, caller_address, caller_host, refuse
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter, Token
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
@@ -50,7 +50,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
         except EchoError as error:
             await refuse(context, error, "probe")
             raise
-        host, port = _observed(context)
+        host, port = caller_address(context)
         failure = await _dial_back(host, request.port, request.nonce) if request.port else "it does not listen"
         return pb.ReachReply(
             host=host,
@@ -116,13 +116,6 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
             yield
         finally:
             self._transfer.release()
-
-
-def _observed(context: Any) -> tuple[str, int]:
-    """Where a call comes from: gRPC says `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
-    head, _, port = str(context.peer()).rpartition(":")
-    host = head.partition(":")[2].replace("%5B", "").replace("%5D", "").strip("[]").removeprefix("::ffff:")
-    return host, int(port) if port.isdigit() else 0
 
 
 async def _dial_back(host: str, port: int, nonce: bytes) -> str:

@@ -1,8 +1,8 @@
-"""A running worker's door for its owner: `status`, `drain` and `leave` over a socket in its folder.
+"""A running worker's door for its owner: `who`, `status`, `drain` and `leave` over a socket in its folder.
 
 One JSON object a line each way: `{"command": "status"}` -> `{"ok": true, ...}`. Guarantees: the socket belongs to the
 owner alone; one worker per folder (a second one is refused); a request over `LINE_BYTES_MAX` or unanswered within
-`ANSWER_S` ends the connection. Leaves to others: what the commands do (daemon).
+`ANSWER_S` ends the connection. Leaves to others: what the commands do (daemon), which workers run (`running`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,24 +23,27 @@ from echo2.base.errors import EchoError, ProtocolError, StateError, Unreachable
 LINE_BYTES_MAX = 1 << 16
 ANSWER_S = 30.0
 SOCKET_PATH_BYTES_MAX = 100  # the system's limit is 108
+SOCKET_NAME = "echo-worker.sock"
+DEEP_SOCKET_NAME = re.compile(r"echo-worker-\d+-[0-9a-f]{16}\.sock")
 Answer = dict[str, object]
 _log = logging.getLogger("echo2.worker")
 
 
 def socket_path(folder: Path) -> Path:
     """Where the worker of `folder` listens. A folder too deep for a socket's name gets one in the temporary folder."""
-    path = folder.resolve() / "control.sock"
+    path = folder.resolve() / SOCKET_NAME
     if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
         return path
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"echo2-{os.getuid()}-{name}.sock"
+    return Path(tempfile.gettempdir()) / f"echo-worker-{os.getuid()}-{name}.sock"
 
 
 class ControlServer:
-    """Listens between `start` and `stop`; `answer` is given the command's name."""
+    """Listens between `start` and `stop`; `answer` is given the command's name, but for `who`, which is answered here."""
 
-    def __init__(self, folder: Path, answer: Callable[[str], Awaitable[Answer]]) -> None:
+    def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[Answer]]) -> None:
         self._folder = folder
+        self._name = name
         self._path = socket_path(folder)
         self._answer = answer
         self._server: asyncio.Server | None = None
@@ -79,6 +83,8 @@ class ControlServer:
             command = request["command"]
         except (ValueError, KeyError, TypeError):
             return {"ok": False, "error": 'expected one line such as {"command": "status"}'}
+        if command == "who":
+            return {"ok": True, "name": self._name, "folder": str(self._folder.resolve()), "pid": os.getpid()}
         try:
             return {"ok": True, **await self._answer(str(command))}
         except EchoError as error:
@@ -98,7 +104,11 @@ async def _is_answered(path: Path) -> bool:
 
 async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> Answer:
     """Sends one command to the worker of `folder` and returns its answer."""
-    path = socket_path(folder)
+    return await ask_at(socket_path(folder), command, f"worker of {folder}", within_s)
+
+
+async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_S) -> Answer:
+    """The same for who knows the socket; `whose` is what an error calls it."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)
@@ -108,8 +118,8 @@ async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> Answer:
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
-        raise Unreachable(f"worker of {folder}: expected one to answer, got none ({error or 'no answer'})") from None
+        raise Unreachable(f"{whose}: expected one to answer, got none ({error or 'no answer'})") from None
     answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
     if not answer.pop("ok"):
-        raise ProtocolError(f"worker of {folder}: {answer.get('error', 'it refused')}")
+        raise ProtocolError(f"{whose}: {answer.get('error', 'it refused')}")
     return dict(answer)

@@ -104,7 +104,7 @@ class WorkerDaemon:
     async def run(self) -> None:
         """Works until stopped. Raises the `EchoError` that ended it otherwise."""
         self._prepare_folder()
-        control = ControlServer(self.options.folder, self._answer)
+        control = ControlServer(self.options.folder, self.options.name, self._answer)
         await control.start()
         try:
             self._machine = await asyncio.to_thread(machine_check.look, self.options.folder)

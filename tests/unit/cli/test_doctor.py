@@ -11,11 +11,15 @@ import pytest
 from echo2.broadcast.identity import Identity
 from echo2.cli import doctor
 from echo2.cli.main import main
+from echo2.worker.runtime import running
 
 
 @pytest.fixture(autouse=True)
 def no_workers_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    table = tmp_path / "sockets"
+    table.touch()
+    monkeypatch.setattr(running, "TABLE", table)
     monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 1 << 20)
 
 

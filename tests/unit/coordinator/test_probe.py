@@ -17,6 +17,7 @@ from echo2.broadcast import probing as limits
 from echo2.broadcast.identity import Identity, JoinLink
 from echo2.broadcast.runtime.probing import look_at_own_link
 from echo2.coordinator.runtime import probe
+from echo2.coordinator.runtime.enrolment import caller_address, caller_host
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
 from tests.unit.coordinator.test_daemon import options, play, running
@@ -160,3 +161,22 @@ def test_no_more_than_a_few_wait_for_their_turn(tmp_path: Path) -> None:
                     pass
 
     play(scene)
+
+
+@pytest.mark.parametrize(
+    ("peer", "seen"),
+    [
+        ("ipv4:203.0.113.7:4711", ("203.0.113.7", 4711)),
+        ("ipv6:%5B2001:db8::7%5D:4711", ("2001:db8::7", 4711)),
+        ("ipv6:%5B::ffff:203.0.113.7%5D:4711", ("203.0.113.7", 4711)),
+        ("ipv6:%5Bfe80::7%25eth0%5D:4711", ("fe80::7%eth0", 4711)),
+        ("unix:", ("", 0)),
+    ],
+)
+def test_where_a_call_comes_from(peer: str, seen: tuple[str, int]) -> None:
+    class Call:
+        def peer(self) -> str:
+            return peer
+
+    assert caller_address(Call()) == seen
+    assert caller_host(Call()) == seen[0]

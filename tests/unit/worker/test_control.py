@@ -22,13 +22,13 @@ def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_path: Pa
     folder.mkdir(parents=True)
 
     async def scene() -> None:
-        server = ControlServer(folder, answered)
+        server = ControlServer(folder, "w0", answered)
         await server.start()
         assert await ask(folder, "status") == {"version": 3}
         with pytest.raises(ProtocolError, match="expected status, got dance"):
             await ask(folder, "dance")
         with pytest.raises(StateError, match="another worker runs in this folder"):
-            await ControlServer(folder, answered).start()
+            await ControlServer(folder, "w0", answered).start()
         assert socket_path(folder).stat().st_mode & 0o077 == 0
         await server.stop()
         with pytest.raises(Unreachable, match="expected one to answer"):
@@ -40,7 +40,7 @@ def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_path: Pa
 def test_a_socket_left_by_a_killed_worker_is_taken_over(tmp_path: Path) -> None:
     async def scene() -> None:
         socket_path(tmp_path).touch()
-        server = ControlServer(tmp_path, answered)
+        server = ControlServer(tmp_path, "w0", answered)
         await server.start()
         assert await ask(tmp_path, "status") == {"version": 3}
         await server.stop()
@@ -55,7 +55,7 @@ def test_the_owners_commands_ask_the_worker_and_print_what_it_says(
         return {"version": 3, "waits_for": ""} if command == "status" else {"text": f"{command} begins"}
 
     async def scene() -> None:
-        server = ControlServer(tmp_path, obeyed)
+        server = ControlServer(tmp_path, "w0", obeyed)
         await server.start()
         for command in ("status", "drain", "leave"):
             code = await asyncio.to_thread(worker.main, [command, "--folder", str(tmp_path)])
