@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from echo2.base.errors import EchoError, PortBusy
 from echo2.base.units import format_bytes
