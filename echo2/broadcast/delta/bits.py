@@ -24,9 +24,13 @@ I64 = npt.NDArray[np.int64]
 Int = int | np.int64
 
 LONG = 255  # the byte of a gap that stands among the long ones
+AT_ONCE = 4  # marks of a word whose places are written without asking whether there are so many
 _0 = np.uint64(0)
 _1 = np.uint64(1)
+_6 = np.uint64(6)
 _63 = np.uint64(63)
+_64 = np.uint64(64)
+_LONG = np.uint64(LONG)
 
 
 def word_count(bits: int) -> int:
@@ -38,17 +42,17 @@ def word_count(bits: int) -> int:
 def put(words: U64, at: Int, value: np.uint64, count: Int) -> Int:
     """Writes the low `count` bits of `value`, whose others are 0, behind the `at` bits that are there. Returns how many
     are there then. The first word of a run is 0 at first."""
-    word, shift = at >> 6, np.uint64(at & 63)
+    word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
     words[word] |= value << shift
-    words[word + 1] = (value >> _1) >> (_63 - shift)
+    words[word + _1] = (value >> _1) >> (_63 - shift)
     return at + count
 
 
 @inlined
 def bits_at(words: U64, at: Int) -> np.uint64:
     """The 64 bits from bit `at` on."""
-    word, shift = at >> 6, np.uint64(at & 63)
-    found: np.uint64 = (words[word] >> shift) | ((words[word + 1] << _1) << (_63 - shift))
+    word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
+    found: np.uint64 = (words[word] >> shift) | ((words[word + _1] << _1) << (_63 - shift))
     return found
 
 
@@ -68,110 +72,99 @@ def count_marks(words: U64, count: int) -> Int:
 
 
 @compiled
-def gaps_of_marks(words: U64, count: int, k: int, out: tuple[U8, U64, U32]) -> Int:
-    """The gaps of the marks among the first `count` bits, in code. `out` = bytes, plain bits, long ones, of which it
-    returns the number."""
-    quotients, low, long = out
-    shift = np.uint64(k)
-    mask = (_1 << shift) - _1
-    found, longer = 0, 0
-    bits: Int = 0
-    last = np.int64(-1)
-    for at in range(0, count, 64):
-        marks = words[at >> 6] & below(count - at)
-        while marks:
-            place = at + np.int64(trailing_zeros(marks))
-            marks &= marks - _1
-            gap = np.uint64(place - last - 1)
-            last = place
-            quotient = gap >> shift
-            if quotient >= np.uint64(LONG):
-                long[longer] = gap
-                longer += 1
-                quotient = np.uint64(LONG)
-            quotients[found] = quotient
-            found += 1
-            if k:
-                bits = put(low, bits, gap & mask, k)
-    return longer
-
-
-@compiled
 def gaps_of_places(places: U32, k: int, out: tuple[U8, U64, U32]) -> Int:
-    """As `gaps_of_marks`, of places that are known."""
+    """The gaps of marks, of which there is one, in code. `out` = bytes, plain bits, long ones, of which it returns the
+    number."""
     quotients, low, long = out
     shift = np.uint64(k)
-    mask = (_1 << shift) - _1
-    longer = 0
-    bits: Int = 0
-    last = np.int64(-1)
-    for i in range(places.size):
-        place = np.int64(places[i])
-        gap = np.uint64(place - last - 1)
-        last = place
-        quotient = gap >> shift
-        if quotient >= np.uint64(LONG):
-            long[longer] = gap
-            longer += 1
-            quotient = np.uint64(LONG)
+    first = min(np.uint64(places[0]) >> shift, _LONG)
+    quotients[0] = first
+    longer = np.int64(first == _LONG)
+    for i in range(1, places.size):
+        quotient = min((np.uint64(places[i]) - np.uint64(places[i - 1]) - _1) >> shift, _LONG)
         quotients[i] = quotient
-        if k:
-            bits = put(low, bits, gap & mask, k)
+        longer += np.int64(quotient == _LONG)
+    if longer:
+        _list_long(places, quotients, long)
+    if k:
+        _low_bits(places, k, low)
     return longer
 
 
 @inlined
-def gap_at(gaps: tuple[U8, U64, U32], k: Int, i: Int, longer: Int) -> Int:
-    """Gap `i`, of which `longer` before it were long."""
-    quotients, low, long = gaps
-    quotient = np.int64(quotients[i])
-    if quotient == LONG:
-        return np.int64(long[longer]) if longer < long.size else np.int64(1 << 40)
-    if k == 0:
-        return quotient
-    rest = bits_at(low, i * k) & ((_1 << np.uint64(k)) - _1)
-    return (quotient << k) | np.int64(rest)
+def _gap_before(places: U32, i: Int) -> np.uint64:
+    return np.uint64(places[i]) - np.uint64(places[i - 1]) - _1 if i else np.uint64(places[0])
 
 
-@compiled
-def marks_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, words: U64) -> bool:
-    """Sets the marks that the gaps stand for in `words`, all 0. False: one is not below `count`, or long ones are left
-    over."""
-    at, longer = np.int64(0), np.int64(0)
-    for i in range(gaps[0].size):
-        at += gap_at(gaps, k, i, longer)
-        longer += np.int64(gaps[0][i] == LONG)
-        if at >= count:
-            return False
-        words[at >> 6] |= _1 << np.uint64(at & 63)
-        at += 1
-    return bool(longer == gaps[2].size)
+@inlined
+def _list_long(places: U32, quotients: U8, long: U32) -> None:
+    found = 0
+    for i in range(places.size):
+        if quotients[i] == LONG:
+            long[found] = _gap_before(places, i)
+            found += 1
+
+
+@inlined
+def _low_bits(places: U32, k: int, low: U64) -> None:
+    """The low k bits of every gap, as many together as a word holds."""
+    shift = np.uint64(k)
+    mask = (_1 << shift) - _1
+    together = 64 // k
+    bits: Int = 0
+    for start in range(0, places.size, together):
+        end = min(start + together, places.size)
+        word, at = _0, _0
+        for i in range(start, end):
+            word |= (_gap_before(places, i) & mask) << at
+            at += shift
+        bits = put(low, bits, word, (end - start) * k)
 
 
 @compiled
 def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -> bool:
-    """As `marks_of_gaps`, to the places themselves."""
-    at, longer = np.int64(0), np.int64(0)
-    for i in range(gaps[0].size):
-        at += gap_at(gaps, k, i, longer)
-        longer += np.int64(gaps[0][i] == LONG)
-        if at >= count:
-            return False
-        places[i] = at
-        at += 1
-    return bool(longer == gaps[2].size)
+    """The reverse. False: a place is not below `count`, or there are more or fewer long gaps than bytes that say so."""
+    quotients, low, long = gaps
+    shift = np.uint64(k)
+    mask = (_1 << shift) - _1
+    after = _0
+    longer, bits = np.int64(0), np.int64(0)
+    for i in range(quotients.size):
+        quotient = np.uint64(quotients[i])
+        gap = quotient
+        if k:
+            gap = (quotient << shift) | (bits_at(low, bits) & mask)
+            bits += np.int64(k)
+        if quotient == _LONG:
+            if longer == long.size:
+                return False
+            gap = np.uint64(long[longer])
+            longer += 1
+        after += gap
+        places[i] = after
+        after += _1
+    # Places rise, and 2^24 gaps of 32 bits do not wrap: if the last one is inside, all are.
+    return bool(after <= np.uint64(count) and longer == long.size)
 
 
 @compiled
 def places_of_marks(words: U64, count: int, places: U32) -> Int:
-    """The places of the marks among the first `count` bits. Returns how many there are."""
-    found = 0
+    """The places of the marks among the first `count` bits. Returns how many there are; `places` has room for `AT_ONCE`
+    more."""
+    found: Int = 0
     for at in range(0, count, 64):
         marks = words[at >> 6] & below(count - at)
+        place = np.uint64(at)
+        for i in range(AT_ONCE):
+            places[found + i] = place + trailing_zeros(marks)
+            marks &= marks - _1
+        following = found + np.int64(count_ones(words[at >> 6] & below(count - at)))
+        found += AT_ONCE
         while marks:
-            places[found] = at + np.int64(trailing_zeros(marks))
+            places[found] = place + trailing_zeros(marks)
             marks &= marks - _1
             found += 1
+        found = following
     return found
 
 
@@ -179,5 +172,5 @@ def places_of_marks(words: U64, count: int, places: U32) -> Int:
 def marks_of_places(places: U32, words: U64) -> None:
     """Sets marks in `words`, all 0."""
     for i in range(places.size):
-        at = np.int64(places[i])
-        words[at >> 6] |= _1 << np.uint64(at & 63)
+        at = np.uint64(places[i])
+        words[at >> _6] |= _1 << (at & _63)

@@ -117,51 +117,49 @@ def plane_parts(plane: U8, coder: Coder | None) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class BitSet:
-    """Marks among `size` bits, as gaps (`gaps`, `shift`) or as bits (`words`); neither where there are none."""
+    """Marks among `size` bits: their places, strictly rising, or all bits; neither where there are none."""
 
     size: int
     marked: int
-    shift: int = 0
-    gaps: tuple[U8, U64, U32] | None = None
+    places: U32 | None = None
     words: U64 | None = None
 
     @classmethod
     def of_marks(cls, words: U64, size: int, marked: int) -> BitSet:
-        """Of a run of bits, in whichever form is shorter."""
+        """Of a run of bits, in the form in which it will be coded."""
         if not marked or marked > GAP_SHARE * size:
             return cls(size, marked, words=words if marked else None)
-        shift, out = _room(size, marked)
-        longer = int(bits.gaps_of_marks(words, size, shift, out))
-        return cls(size, marked, shift, (out[0], out[1], out[2][:longer]))
+        return cls(size, marked, listed(words, size, marked))
 
     @classmethod
     def of_places(cls, places: U32, size: int) -> BitSet:
         """Of the places that are marked."""
-        if not places.size or places.size > GAP_SHARE * size:
-            words = np.zeros(bits.word_count(size), np.uint64)
-            bits.marks_of_places(places, words)
-            return cls.of_marks(words, size, places.size)
-        shift, out = _room(size, places.size)
-        longer = int(bits.gaps_of_places(places, shift, out))
-        return cls(size, places.size, shift, (out[0], out[1], out[2][:longer]))
+        if places.size and places.size <= GAP_SHARE * size:
+            return cls(size, places.size, places)
+        if not places.size:
+            return cls(size, 0)
+        return cls(size, places.size, words=cls(size, places.size, places).marks())
 
     def marks(self) -> U64:
         """The run of bits."""
         if self.words is not None:
             return self.words
         out = np.zeros(bits.word_count(self.size), np.uint64)
-        if self.gaps is not None and not bits.marks_of_gaps(self.gaps, self.shift, self.size, out):
-            raise DeltaFormatError(f"expected gaps within {self.size} places")
+        self.copy_to(out)
         return out
 
-    def places(self) -> U32:
-        """The places that are marked."""
-        out = np.empty(self.marked, np.uint32)
+    def copy_to(self, words: U64) -> None:
+        """Marks in a run of bits, all 0 before."""
         if self.words is not None:
-            bits.places_of_marks(self.words, self.size, out)
-        elif self.gaps is not None and not bits.places_of_gaps(self.gaps, self.shift, self.size, out):
-            raise DeltaFormatError(f"expected gaps within {self.size} places")
-        return out
+            words[:] = self.words
+        elif self.places is not None:
+            bits.marks_of_places(self.places, words)
+
+    def listed(self) -> U32:
+        """The places that are marked."""
+        if self.words is not None:
+            return listed(self.words, self.size, self.marked)
+        return np.empty(0, np.uint32) if self.places is None else self.places
 
     def parts(self, coder: Coder | None) -> list[bytes]:
         """What `read_bit_set` reads; not entropy-coded without a coder."""
@@ -170,16 +168,25 @@ class BitSet:
             plane = self.words.view(np.uint8)[: -(-self.size // 8)]
             is_noise = _NOISE[0] < share < _NOISE[1]
             return [_HEAD.pack(MARKS, 0, self.marked), *plane_parts(plane, None if is_noise else coder)]
-        if self.gaps is None:
+        if self.places is None:
             return [_HEAD.pack(NONE, 0, 0)]
-        quotients, low, long = self.gaps
+        shift, out = _room(self.size, self.marked)
+        longer = int(bits.gaps_of_places(self.places, shift, out))
+        quotients, low, long = out
         return [
-            _HEAD.pack(GAPS, self.shift, self.marked),
-            _COUNT.pack(long.size),
+            _HEAD.pack(GAPS, shift, self.marked),
+            _COUNT.pack(longer),
             *plane_parts(quotients, coder),
-            low.view(np.uint8)[: -(-self.marked * self.shift // 8)].tobytes(),
-            long.tobytes(),
+            low.view(np.uint8)[: -(-self.marked * shift // 8)].tobytes(),
+            long[:longer].tobytes(),
         ]
+
+
+def listed(words: U64, size: int, marked: int) -> U32:
+    """The places of so many marks among the first `size` bits."""
+    out = np.empty(marked + bits.AT_ONCE, np.uint32)
+    bits.places_of_marks(words, size, out)
+    return out[:marked]
 
 
 def _room(size: int, marked: int) -> tuple[int, tuple[U8, U64, U32]]:
@@ -212,7 +219,12 @@ def read_bit_set(reader: Reader, size: int, what: str) -> BitSet:
     quotients = reader.plane(marked, what)
     low = reader.words(-(-marked * shift // 8), what)
     long = np.frombuffer(reader.take(4 * longer, what), "<u4").astype(np.uint32)
-    return BitSet(size, marked, shift, (quotients, low, long))
+    places = np.empty(marked, np.uint32)
+    if not bits.places_of_gaps((quotients, low, long), shift, size, places):
+        raise DeltaFormatError(
+            f"expected {marked} {what} at gaps within {size} places, {longer} of them long; got others"
+        )
+    return BitSet(size, marked, places)
 
 
 def value_parts(excess: Bits, coder: Coder | None) -> list[bytes]:

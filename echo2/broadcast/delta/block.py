@@ -109,7 +109,7 @@ def coded_block(
 def octave_of(element: ElementType, class_base: int) -> classes.Octave:
     """What kernels need to tell classes."""
     mask = (1 << element.exponent_bits) - 1
-    work = np.zeros(CLASS_COUNT, np.uint64)
+    work = np.zeros(2 * CLASS_COUNT, np.uint64)
     return np.uint64(element.exponent_shift), np.uint64(mask), np.uint64(class_base), work
 
 
@@ -119,29 +119,38 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
     sample = max(old, key=lambda part: part.size)
     class_base = classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
     octave = octave_of(element, class_base)
-    counts = np.zeros((CLASS_COUNT, 3), np.int64)
-    cursor = np.zeros(2, np.int64)
+    sizes = _class_sizes(old, octave)
+    starts = _word_starts(sizes)
+    words = np.zeros(int(starts[-1]), np.uint64)
+    classed = np.empty(changes.larger.size, np.uint8), np.empty_like(changes.larger)
+    cursor, at, ranks = np.zeros(2, np.int64), 64 * starts[:-1], np.zeros(CLASS_COUNT, np.int64)
     for segment, part in zip(block.segments, old, strict=True):
-        classes.count_changes(part, segment.base, octave, (changed, changes.larger), cursor, counts)
-    sizes = [word_count(int(size)) for size in counts[:, 0]]
-    words = np.zeros(sum(sizes), np.uint64)
-    ranks, excess = np.empty_like(changes.larger), np.empty_like(changes.excess)
-    runs = np.zeros((CLASS_COUNT, 4), np.int64)
-    runs[1:, 0] = 64 * np.cumsum(sizes)[:-1]
-    runs[1:, 2] = counts[:, 2].cumsum()[:-1]
-    first, listed = runs[:, 0].copy() // 64, runs[:, 2].copy()
-    cursor[:] = 0
-    for segment, part in zip(block.segments, old, strict=True):
-        source = (changed, changes.larger, changes.excess)
-        classes.sort_marks(part, segment.base, octave, source, cursor, runs, (words, ranks, excess))
+        marked = (changed, changes.larger)
+        classes.sort_marks(part, segment.base, octave, marked, cursor, at, ranks, (words, *classed))
+    borders = np.concatenate([[0], np.bincount(classed[0], minlength=CLASS_COUNT).cumsum()])
+    larger, excess = np.empty_like(changes.larger), np.empty_like(changes.excess)
+    classes.split_larger((*classed, changes.excess), borders[:-1].copy(), (larger, excess))
 
     def run(c: int) -> Run:
-        size, marked, larger = (int(n) for n in counts[c])
-        mine = slice(int(listed[c]), int(listed[c]) + larger)
-        own = BitSet.of_marks(words[int(first[c]) : int(first[c]) + sizes[c]], size, marked)
-        return own, BitSet.of_places(ranks[mine], marked), excess[mine]
+        size, marked = int(sizes[c]), int(ranks[c])
+        mine = slice(int(borders[c]), int(borders[c + 1]))
+        own = BitSet.of_marks(words[int(starts[c]) : int(starts[c + 1])], size, marked)
+        return own, BitSet.of_places(larger[mine], marked), excess[mine]
 
     return dense_payload(changes, class_base, map(run, range(CLASS_COUNT)))
+
+
+def _class_sizes(old: list[Bits], octave: classes.Octave) -> I64:
+    """How many elements each class has."""
+    sizes = np.zeros(CLASS_COUNT, np.int64)
+    for part in old:
+        classes.count_classes(part, octave, sizes)
+    return sizes
+
+
+def _word_starts(sizes: I64) -> I64:
+    """At which word each class's run begins, all of them one behind the other, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum([word_count(int(size)) for size in sizes])]).astype(np.int64)
 
 
 def dense_payload(changes: Changes, class_base: int, runs: Iterable[Run]) -> bytes:
@@ -184,32 +193,31 @@ def decode_sparse(payload: memoryview, block: Block, old: list[Bits]) -> Changes
     if class_count != CLASS_COUNT or not element.exponent_bits or base >> element.exponent_bits:
         raise DeltaFormatError(f"expected 1 or {CLASS_COUNT} classes of {element.name}, got {class_count} from {base}")
     octave = octave_of(element, base)
-    sizes = np.zeros(CLASS_COUNT, np.int64)
-    for part in old:
-        classes.count_classes(part, octave, sizes)
+    sizes = _class_sizes(old, octave)
     runs = [read_run(reader, int(size), element) for size in sizes]
     reader.end()
     if sum(changed.marked for changed, _, _ in runs) != count:
         raise DeltaFormatError(f"expected {count} changes, its classes' marks are others")
-    return _joined(runs, block, old, octave, signs)
+    return _joined(runs, sizes, block, old, octave, signs)
 
 
-def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octave, signs: U64) -> Changes:
+def _joined(
+    runs: list[Run], sizes: I64, block: Block, old: list[Bits], octave: classes.Octave, signs: U64
+) -> Changes:  # fmt: skip
     """The changes of all classes, in order of position."""
-    words, word_starts = _one_after_another([changed.marks() for changed, _, _ in runs])
-    larger_words, larger_starts = _one_after_another([larger.marks() for _, larger, _ in runs])
-    listed = np.cumsum([0, *(larger.marked for _, larger, _ in runs)])
-    places = np.stack([64 * word_starts, 64 * larger_starts, listed[:-1]], axis=1)
-    found = np.empty(int(listed[-1]), np.uint32), np.empty(int(listed[-1]), block.element.bits_dtype)
-    out = np.zeros(word_count(block.element_count), np.uint64)
-    coded = (words, larger_words, np.concatenate([excess for _, _, excess in runs]))
-    at = np.zeros(3, np.int64)
+    starts = _word_starts(sizes)
+    words = np.zeros(int(starts[-1]), np.uint64)
+    for (changed, _, _), begin, end in zip(runs, starts, starts[1:], strict=False):
+        changed.copy_to(words[begin:end])
+    ranks = np.concatenate([larger.listed() for _, larger, _ in runs])
+    borders = np.cumsum([0, *(larger.marked for _, larger, _ in runs)])
+    upcoming = np.full(CLASS_COUNT, classes.NEVER)
+    some = borders[:-1] < borders[1:]
+    upcoming[some] = ranks[borders[:-1][some]]
+    places = (64 * starts[:-1], np.zeros(CLASS_COUNT, np.int64), borders[:-1].copy(), borders[1:], upcoming)
+    coded = (words, ranks, np.concatenate([excess for _, _, excess in runs]))
+    found = np.empty(ranks.size, np.uint32), np.empty(ranks.size, block.element.bits_dtype)
+    out, so_far = np.zeros(word_count(block.element_count), np.uint64), np.zeros(3, np.int64)
     for part in old:
-        classes.join_marks(part, octave, places, coded, at, (out, *found))
-    return Changes(BitSet.of_marks(out, block.element_count, int(at[1])), signs, *found)
-
-
-def _one_after_another(parts: list[U64]) -> tuple[U64, I64]:
-    """Runs of bits joined, and the word at which each begins."""
-    starts = np.cumsum([0, *(part.size for part in parts)])[:-1].astype(np.int64)
-    return np.concatenate(parts), starts
+        classes.join_marks(part, octave, places, coded, so_far, (out, *found))
+    return Changes(BitSet.of_marks(out, block.element_count, int(so_far[1])), signs, *found)

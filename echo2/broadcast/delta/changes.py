@@ -1,7 +1,7 @@
 """The changes of one block, whichever way they came: found, decoded, merged or selected on a device.
 
-Guarantees: `settle` has seen every change before anything of a sender's is believed: a change outside the block is
-refused there. Leaves to others: the code by exponent class (block.py), frames (container.py), staging (decode.py).
+Guarantees: a change outside the block is refused when it is read. Leaves to others: the code by exponent class
+(block.py), frames (container.py), staging (decode.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta import bits, gapwalk, marks
+from echo2.broadcast.delta import bits, marks, walk
 from echo2.broadcast.delta.bits import I64, U32, U64
-from echo2.broadcast.delta.bitset import BitSet, Coder, Reader, read_bit_set, read_values, value_parts
+from echo2.broadcast.delta.bitset import BitSet, Coder, Reader, listed, read_bit_set, read_values, value_parts
 from echo2.broadcast.delta.elements import Bits, ElementType
 from echo2.broadcast.delta.fingerprint import MODULUS, coefficients
 from echo2.broadcast.delta.layout import Block
@@ -40,73 +40,65 @@ class Changes:
     @classmethod
     def found(cls, old: Sequence[Bits], new: Sequence[Bits], finds: marks.Finds) -> Changes:
         """Of a block's segments."""
-        at = np.zeros(3, np.int64)
-        memory = finds.restart()
+        at, memory = np.zeros(3, np.int64), finds.restart()
         for before, after in zip(old, new, strict=True):
             marks.survey(before, after, at, memory)
         size, count, found = (int(n) for n in at)
-        ranks = np.empty(found, np.uint32)
-        bits.places_of_marks(finds.larger, count, ranks)
-        excess = finds.excess[:found]
+        larger, excess = finds.larger[:found], finds.excess[:found]
         if found > excess.size:
-            excess = np.empty(found, finds.excess.dtype)
-            base, cursor = 0, np.zeros(2, np.int64)
+            larger, excess = np.empty(found, np.uint32), np.empty(found, finds.excess.dtype)
+            at, memory = np.zeros(3, np.int64), finds.restart(larger, excess)
             for before, after in zip(old, new, strict=True):
-                marks.gather(before, after, base, (finds.changed, finds.larger), cursor, excess)
-                base += before.size
-        return cls(BitSet.of_marks(finds.changed, size, count), finds.signs, ranks, excess)
+                marks.survey(before, after, at, memory)
+        return cls(BitSet.of_marks(finds.changed, size, count), finds.signs, larger, excess)
 
     @classmethod
     def of_steps(cls, positions: U32, steps: I64, size: int, element: ElementType) -> Changes:
         """Of positions, strictly rising, and steps other than 0."""
         signs, flags = (np.zeros(bits.word_count(steps.size), np.uint64) for _ in range(2))
-        larger = np.empty(int(marks.mark_steps(steps, signs, flags)), np.uint32)
-        bits.places_of_marks(flags, steps.size, larger)
+        larger = listed(flags, steps.size, int(marks.mark_steps(steps, signs, flags)))
         magnitudes = np.abs(steps[larger]).view(np.uint64)
         excess: Bits = (magnitudes - np.uint64(1)).astype(element.bits_dtype)
         return cls(BitSet.of_places(positions, size), signs, larger, excess)
 
     def settle(self, block: Block, key: int) -> int:
-        """What the changes add to the fingerprint. Refuses those outside the block."""
-        step = 0
-        cursor = np.zeros(4, np.int64)
-        gaps = self.changed.gaps
+        """What the changes add to the fingerprint."""
+        step, cursor, places = 0, np.zeros(2, np.int64), self.changed.places
         for segment in block.segments:
             print_at = (segment.start, *coefficients(segment.spec.name, key))
-            if gaps is None:
-                words = (self.changed.marks(), self.signs, self.larger, self.excess)
-                step += int(marks.settle_marks(segment.base, segment.count, words, cursor, print_at))
+            where = segment.base, segment.count
+            if places is None:
+                coded = (self.changed.marks(), *self._sizes)
+                step += int(marks.settle_marks(*where, coded, cursor, print_at))
             else:
-                coded = (self.signs, self.larger, self.excess)
-                where = (segment.base, segment.count, gaps, self.changed.shift)
-                step += int(gapwalk.settle_gaps(*where, coded, cursor, print_at))
-        if cursor[0] != self.count or (gaps is not None and cursor[3] != gaps[2].size):
-            raise DeltaFormatError(f"expected {self.count} changes within {block.element_count} elements, got others")
+                step += int(walk.settle_places(*where, (places, *self._sizes), cursor, print_at))
+        assert cursor[0] == self.count, "a set's marks are within its size, and a block's segments cover it"
         return step % MODULUS
 
     def move(self, block: Block, live: Sequence[Bits], is_back: bool) -> int:
         """Adds the changes to the live bits of a block's segments, or takes them back. Returns how many of them left
         their element's range, which does not happen to the weights that they were made from."""
-        wrapped = 0
-        cursor, places = np.zeros(4, np.int64), np.empty(gapwalk.PLACES, np.int64)
+        wrapped, cursor, places = 0, np.zeros(2, np.int64), self.changed.places
         for segment, target in zip(block.segments, live, strict=True):
-            if self.changed.gaps is None:
-                words = (self.changed.marks(), self.signs, self.larger, self.excess)
-                wrapped += int(marks.move_marks(target, segment.base, words, cursor, is_back))
+            if places is None:
+                coded = (self.changed.marks(), *self._sizes)
+                wrapped += int(marks.move_marks(target, segment.base, coded, cursor, is_back))
             else:
-                coded, gaps = (self.signs, self.larger, self.excess), self.changed.gaps
-                where = (target, segment.base, gaps, self.changed.shift)
-                wrapped += int(gapwalk.move_gaps(*where, coded, cursor, is_back, places))
+                wrapped += int(walk.move_places(target, segment.base, (places, *self._sizes), cursor, is_back))
         return wrapped if block.element.bytes < 8 else 0
+
+    @property
+    def _sizes(self) -> tuple[U64, U32, Bits]:
+        return self.signs, self.larger, self.excess
 
     def positions(self) -> U32:
         """Where the changes are, strictly rising."""
-        return self.changed.places()
+        return self.changed.listed()
 
     def steps(self) -> I64:
         """New less old, in 64-bit arithmetic."""
         out = np.empty(self.count, np.int64)
-        marks.list_steps((self.signs, self.larger, self.excess), out)
+        marks.list_steps(self._sizes, out)
         return out
 
     def signs_bytes(self) -> bytes:
@@ -158,4 +150,4 @@ def read_plain(payload: memoryview, element: ElementType, element_count: int) ->
     reader.end()
     if changed.marked != count:
         raise DeltaFormatError(f"expected {count} changes, its marks claim {changed.marked}")
-    return Changes(changed, signs, larger.places(), excess)
+    return Changes(changed, signs, larger.listed(), excess)

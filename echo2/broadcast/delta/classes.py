@@ -8,35 +8,52 @@ of its own, in which changes are nearly independent draws, and likewise its chan
 Guarantees: runs are of exactly as many marks as the class has elements (`count_classes`), so no claim of a sender can
 lead outside. Leaves to others: the code of the runs (bitset.py), what the marks mean (marks.py).
 
-Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = changes before
-the segment, larger ones before it. `runs[c]` = bits so far in class c's run, changes so far, larger ones so far.
+Legend: `octave` = shift and mask of the exponent, class base, sixteen words of working memory. `cursor` = changes before
+the segment, larger ones before it. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TypeVar
 
-from echo2.broadcast.delta.bits import I64, U32, U64, Int, below, bits_at, put
+import numpy as np
+import torch
+
+from echo2.broadcast.delta.bits import I64, U8, U32, U64, Int, below, bits_at, put
 from echo2.broadcast.delta.elements import Bits
-from echo2.broadcast.delta.jit import LANES, compiled, count_ones, deposit, extract, inlined, octaves, trailing_zeros
+from echo2.broadcast.delta.jit import (
+    LANES,
+    compiled,
+    count_each,
+    count_ones,
+    deposit,
+    extract,
+    inlined,
+    octaves,
+    trailing_zeros,
+)  # fmt: skip
 
 CLASS_COUNT = 8
-SAMPLE = 1 << 15  # elements from which the classes are chosen
+_GROUPS, _GROUP = 512, 64  # of neighbours, for the sample from which the classes are chosen
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _7 = np.uint64(7)
+NEVER = 1 << 40  # the rank of a change that does not come
 Octave = tuple[np.uint64, np.uint64, np.uint64, U64]
+Runs = tuple[I64, I64, I64, I64, I64]
+Sample = TypeVar("Sample", Bits, torch.Tensor)
 
 
 def choose_class_base(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
     """The exponent at and below which elements are of class 0, from a sample: the last class begins in the octave of the
     median, as changes are the rarer the larger elements are, and what matters is to tell the small ones."""
-    return choose_class_base_of_sample(old[:: sample_stride(old.size)], exponent_shift, exponent_bits)
+    return choose_class_base_of_sample(sample_of(old), exponent_shift, exponent_bits)
 
 
-def sample_stride(size: int) -> int:
-    """The distance between the elements of a sample."""
-    return max(1, size // SAMPLE)
+def sample_of(old: Sample) -> Sample:
+    """Groups of neighbours, evenly spread; all elements where they are few."""
+    stride = old.shape[0] // _GROUPS
+    return old if stride <= _GROUP else old[: _GROUPS * stride].reshape(_GROUPS, stride)[:, :_GROUP].reshape(-1)
 
 
 def choose_class_base_of_sample(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
@@ -72,108 +89,109 @@ def count_classes(old: Bits, octave: Octave, counts: I64) -> None:
     """Adds a segment's elements to the number of each class."""
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
-        for c in range(CLASS_COUNT):
-            counts[c] += np.int64(count_ones(octave[3][c]))
-
-
-@compiled
-def count_changes(
-    old: Bits, base: int, octave: Octave, marks: tuple[U64, U32], cursor: I64, counts: I64
-) -> None:  # fmt: skip
-    """Adds a segment's elements, changes and larger changes to `counts[class]`. `marks` = changed, larger."""
-    changed, larger = marks
-    shift, mask, lowest, masks = octave
-    rank, found = cursor[0], cursor[1]
-    for start in range(0, old.size, LANES):
-        _masks_at(old, start, octave)
-        word = bits_at(changed, base + start) & below(old.size - start)
-        for c in range(CLASS_COUNT):
-            counts[c, 0] += np.int64(count_ones(masks[c]))
-        if word:
-            for c in range(CLASS_COUNT):
-                counts[c, 1] += np.int64(count_ones(masks[c] & word))
-        following = rank + np.int64(count_ones(word))
-        while found < larger.size and np.int64(larger[found]) < following:
-            bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
-            lane = np.int64(trailing_zeros(bit))
-            counts[class_of((np.uint64(old[start + lane]) >> shift) & mask, lowest), 2] += 1
-            found += 1
-        rank = following
-    cursor[0], cursor[1] = rank, found
+        count_each(octave[3], 0, counts)
 
 
 @compiled
 def sort_marks(
-    old: Bits, base: int, octave: Octave, marks: tuple[U64, U32, Bits], cursor: I64, runs: I64,
-    out: tuple[U64, U32, Bits],
+    old: Bits, base: int, octave: Octave, marks: tuple[U64, U32], cursor: I64, at: I64, ranks: I64,
+    out: tuple[U64, U8, U32],
 ) -> None:  # fmt: skip
-    """Sorts a segment's changes into the classes' runs. `marks` = changed, larger, excess.
+    """Sorts a segment's changes into the classes' runs. `marks` = changed, larger.
 
-    `out` = marks of all runs, ranks of larger changes within their class, their excess; `runs` says where each class
-    writes in each of them. Ranks count from the class's first change: `runs[c, 3]` = changes so far.
+    `out` = marks of all runs, all 0 before, and for each larger change its class and its rank among the class's changes.
     """
-    changed, larger, excess = marks
-    words, ranks, sorted_excess = out
-    shift, mask, lowest, masks = octave
+    changed, larger = marks
+    words, larger_class, larger_rank = out
+    shift, mask, lowest, work = octave
     rank, found = cursor[0], cursor[1]
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
         word = bits_at(changed, base + start) & below(old.size - start)
-        following = rank + np.int64(count_ones(word))
-        while found < larger.size and np.int64(larger[found]) < following:
-            bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
-            i = start + np.int64(trailing_zeros(bit))
-            mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
-            at = runs[mine, 2]
-            ranks[at] = runs[mine, 3] + np.int64(count_ones(word & masks[mine] & (bit - _1)))
-            sorted_excess[at] = excess[found]
-            runs[mine, 2] = at + 1
-            found += 1
-        for c in range(CLASS_COUNT):
-            runs[c, 0] = put(words, runs[c, 0], extract(word, masks[c]), np.int64(count_ones(masks[c])))
         if word:
+            following = rank + np.int64(count_ones(word))
+            while found < larger.size and np.int64(larger[found]) < following:
+                bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
+                i = start + np.int64(trailing_zeros(bit))
+                mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
+                larger_class[found] = mine
+                larger_rank[found] = ranks[mine] + np.int64(count_ones(word & work[mine] & (bit - _1)))
+                found += 1
             for c in range(CLASS_COUNT):
-                runs[c, 3] += np.int64(count_ones(word & masks[c]))
-        rank = following
+                part = extract(word, work[c])
+                work[CLASS_COUNT + c] = part
+                put(words, at[c], part, 0)
+            count_each(work, CLASS_COUNT, ranks)
+            rank = following
+        count_each(work, 0, at)
     cursor[0], cursor[1] = rank, found
 
 
 @compiled
-def join_marks(
-    old: Bits, octave: Octave, runs: I64, coded: tuple[U64, U64, Bits], at: I64, out: tuple[U64, U32, Bits]
-) -> None:  # fmt: skip
-    """The reverse, for one segment. `coded` = marks of all runs, marks of their larger changes, excess by class.
+def split_larger(marks: tuple[U8, U32, Bits], at: I64, out: tuple[U32, Bits]) -> None:
+    """Larger changes sorted by class. `marks` = class, rank and excess of each; `at` = places of the classes' first."""
+    larger_class, larger_rank, excess = marks
+    ranks, sorted_excess = out
+    for i in range(larger_class.size):
+        place = at[larger_class[i]]
+        ranks[place] = larger_rank[i]
+        sorted_excess[place] = excess[i]
+        at[larger_class[i]] = place + 1
 
-    `runs[c]` = places in these three. `at` = bits, changes and larger ones so far; `out` = changed, larger, excess.
+
+@inlined
+def _larger_lanes(c: int, part: np.uint64, larger_ranks: U32, runs: Runs) -> np.uint64:
+    """Which of a class's changes among 64 elements are larger; the next one after them is `upcoming` then."""
+    _, ranks, listed, ends, upcoming = runs
+    first = ranks[c] - np.int64(count_ones(part))
+    lanes = _0
+    i = listed[c]
+    while upcoming[c] < ranks[c]:
+        lanes |= deposit(_1 << np.uint64(upcoming[c] - first), part)
+        i += 1
+        upcoming[c] = np.int64(larger_ranks[i]) if i < ends[c] else NEVER
+    return lanes
+
+
+@compiled
+def join_marks(
+    old: Bits, octave: Octave, runs: Runs, coded: tuple[U64, U32, Bits], so_far: I64, out: tuple[U64, U32, Bits]
+) -> None:  # fmt: skip
+    """The reverse of all this, for one segment. `coded` = marks of all runs; ranks within their class and excess of the
+    larger changes, by class.
+
+    `runs` = `at`, `ranks`, and for each class its next larger change: its place in `coded`, that of the class's last and
+    one, and its rank (past all, if there is none). `so_far` = elements, changes and larger ones; `out` = changed, larger,
+    excess.
     """
-    words, larger_words, sorted_excess = coded
+    words, larger_ranks, sorted_excess = coded
+    at, ranks, listed, _, upcoming = runs
     changed, larger, excess = out
-    shift, mask, lowest, masks = octave
-    bits, rank, found = at[0], at[1], at[2]
-    any_larger = larger.size > 0
+    shift, mask, lowest, work = octave
+    bits, rank, found = so_far[0], so_far[1], so_far[2]
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
         word = _0
         for c in range(CLASS_COUNT):
-            part = deposit(bits_at(words, runs[c, 0]), masks[c])
-            runs[c, 0] += np.int64(count_ones(masks[c]))
+            part = deposit(bits_at(words, at[c]), work[c])
+            work[CLASS_COUNT + c] = part
             word |= part
-            masks[c] = part
-        lanes = _0
-        if word and any_larger:
-            for c in range(CLASS_COUNT):
-                part = masks[c]
-                lanes |= deposit(bits_at(larger_words, runs[c, 1]), part)
-                runs[c, 1] += np.int64(count_ones(part))
+        count_each(work, 0, at)
         bits = put(changed, bits, word, min(LANES, old.size - start))
+        if not word:
+            continue
+        count_each(work, CLASS_COUNT, ranks)
+        lanes = _0
+        for c in range(CLASS_COUNT):
+            if upcoming[c] < ranks[c]:
+                lanes |= _larger_lanes(c, work[CLASS_COUNT + c], larger_ranks, runs)
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
-            i = start + np.int64(trailing_zeros(bit))
-            mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
+            mine = class_of((np.uint64(old[start + np.int64(trailing_zeros(bit))]) >> shift) & mask, lowest)
             larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
-            excess[found] = sorted_excess[runs[mine, 2]]
-            runs[mine, 2] += 1
+            excess[found] = sorted_excess[listed[mine]]
+            listed[mine] += 1
             found += 1
         rank += np.int64(count_ones(word))
-    at[0], at[1], at[2] = bits, rank, found
+    so_far[0], so_far[1], so_far[2] = bits, rank, found

@@ -41,7 +41,7 @@ def _host_bits(bits: torch.Tensor, element: ElementType) -> Bits:
 def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
     """As the CPU path chooses it: only the sample crosses."""
     part = max(old, key=lambda part: part.numel())
-    sample = _host_bits(part[:: classes.sample_stride(part.numel())], element)
+    sample = _host_bits(classes.sample_of(part), element)
     return classes.choose_class_base_of_sample(sample, element.exponent_shift, element.exponent_bits)
 
 

@@ -34,23 +34,25 @@ from echo2.broadcast.delta.jit import (
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _LAST_WHOLE = ROW_ELEMENTS - LANES
-_LARGER_SHARE = 4
+_LARGER_SHARE = 8
 
 
 class Finds:
-    """Working memory of one thread for the changes of blocks of up to so many elements of a type: three bits an element,
-    and the magnitudes of one in `_LARGER_SHARE` of them (more are gathered in a second pass)."""
+    """Working memory of one thread for the changes of blocks of up to so many elements of a type: two bits an element,
+    and the larger changes of one in `_LARGER_SHARE` of them (where there are more, a second pass finds them)."""
 
     def __init__(self, size: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.size = size
-        self.changed, self.signs, self.larger = (np.empty(word_count(size), np.uint64) for _ in range(3))
-        self.excess: Bits = np.empty(size // _LARGER_SHARE + LANES, dtype)
-        self.work = np.zeros(4, np.uint64)
+        self.changed, self.signs = (np.empty(word_count(size), np.uint64) for _ in range(2))
+        self.larger: U32 = np.empty(size // _LARGER_SHARE + LANES, np.uint32)
+        self.excess: Bits = np.empty(self.larger.size, dtype)
+        self._work = np.zeros(4, np.uint64)
 
-    def restart(self) -> tuple[U64, U64, U64, Bits, U64]:
-        """The memory, as `survey` takes it, for another block."""
-        self.changed[0] = self.signs[0] = self.larger[0] = 0
-        return self.changed, self.signs, self.larger, self.excess, self.work
+    def restart(self, larger: U32 | None = None, excess: Bits | None = None) -> tuple[U64, U64, U32, Bits, U64]:
+        """The memory, as `survey` takes it, for another block; with other room for its larger changes, if given."""
+        self.changed[0] = self.signs[0] = 0
+        room = self.larger if larger is None else larger, self.excess if excess is None else excess
+        return self.changed, self.signs, *room, self._work
 
 
 @inlined
@@ -80,50 +82,31 @@ def _excess_of(old: Bits, new: Bits, i: Int) -> np.uint64:
 
 
 @compiled
-def survey(old: Bits, new: Bits, at: I64, finds: tuple[U64, U64, U64, Bits, U64]) -> None:
+def survey(old: Bits, new: Bits, at: I64, finds: tuple[U64, U64, U32, Bits, U64]) -> None:
     """Which elements of a segment changed, which of these went down, which by more than one, and by how much more.
 
-    `at` = elements, changes and larger ones so far; `finds` = these, of the last as many as there is room for, and
+    `at` = elements, changes and larger ones so far; `finds` = these, of the last two as many as there is room for, and
     three words of working memory.
     """
     changed, signs, larger, excess, out = finds
-    bits, signed, found = at[0], at[1], at[2]
+    bits, rank, found = at[0], at[1], at[2]
     for start in range(0, old.size, LANES):
         left = old.size - start
         if left >= LANES:
             compare(old, new, start, out)
         else:
             compare_tail(old, new, start, out)
-        word = out[0]
+        word, lanes = out[0], out[2]
         bits = put(changed, bits, word, min(left, LANES))
-        if word:
-            count = np.int64(count_ones(word))
-            put(larger, signed, extract(out[2], word), count)
-            signed = put(signs, signed, extract(out[1], word), count)
-            lanes = out[2]
-            while lanes:
-                if found < excess.size:
-                    excess[found] = _excess_of(old, new, start + np.int64(trailing_zeros(lanes)))
-                lanes &= lanes - _1
-                found += 1
-    at[0], at[1], at[2] = bits, signed, found
-
-
-@compiled
-def gather(old: Bits, new: Bits, base: int, marks: tuple[U64, U64], cursor: I64, excess: Bits) -> None:
-    """The magnitudes less one of a segment's larger changes. `marks` = changed elements; of these, larger ones."""
-    changed, larger = marks
-    rank, found = cursor[0], cursor[1]
-    for start in range(0, old.size, LANES):
-        word = bits_at(changed, base + start) & below(old.size - start)
-        count = np.int64(count_ones(word))
-        lanes = deposit(bits_at(larger, rank), word)
         while lanes:
-            excess[found] = _excess_of(old, new, start + np.int64(trailing_zeros(lanes)))
-            lanes &= lanes - _1
+            bit = lanes & (_0 - lanes)
+            lanes ^= bit
+            if found < excess.size:
+                larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
+                excess[found] = _excess_of(old, new, start + np.int64(trailing_zeros(bit)))
             found += 1
-        rank += count
-    cursor[0], cursor[1] = rank, found
+        rank = put(signs, rank, extract(out[1], word), np.int64(count_ones(word)))
+    at[0], at[1], at[2] = bits, rank, found
 
 
 @inlined

@@ -223,9 +223,12 @@ def test_changes_outside_of_their_block_are_refused() -> None:
     fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
     block = blocks_of(fp8.table.specs, 2000)[0]
     far = struct.pack("<I", 1) + plane(0, bytes([1, 255, 3])) + struct.pack("<I", 1995)
-    changes = decode_sparse(memoryview(head(1, 0, 3) + run(2, 0, 3, far) + NO_LARGER), block, fp8.segments(block))
-    with pytest.raises(DeltaFormatError, match="expected 3 changes within 2000 elements"):
-        changes.settle(block, KEY)
+    payload = head(1, 0, 3) + run(2, 0, 3, far) + NO_LARGER
+    with pytest.raises(DeltaFormatError, match="expected 3 changes at gaps within 2000 places"):
+        decode_sparse(memoryview(payload), block, fp8.segments(block))
+    near = payload.replace(struct.pack("<I", 1995), struct.pack("<I", 1992))
+    positions = decode_sparse(memoryview(near), block, fp8.segments(block)).positions()
+    assert positions.tolist() == [1, 1994, 1998]
 
 
 def test_a_host_whose_bits_are_not_the_parents_is_told_and_left_alone() -> None:

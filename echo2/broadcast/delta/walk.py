@@ -1,0 +1,106 @@
+"""Changes that are listed by place, summed up and put in place one by one; compiled.
+
+As the kernels of marks.py, for rare changes: time is that of the changes alone, whatever lies between them.
+
+Guarantees: as marks.py. Leaves to others: checking that all changes were used up.
+
+Legend: `cursor` = changes before the segment, larger ones before it; both are moved on. `coded` = places in the block,
+strictly rising; then signs, larger, excess as in marks.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from echo2.broadcast.delta.bits import I64, U32, U64, Int
+from echo2.broadcast.delta.elements import Bits
+from echo2.broadcast.delta.fingerprint import ROW_MASK, ROW_SHIFT, row_coefficient
+from echo2.broadcast.delta.jit import compiled, inlined, prefetch
+from echo2.broadcast.delta.marks import move
+
+_0 = np.uint64(0)
+_1 = np.uint64(1)
+_6 = np.uint64(6)
+_63 = np.uint64(63)
+_SHIFT = np.uint64(ROW_SHIFT)
+_MASK = np.uint64(ROW_MASK)
+_AHEAD = 48  # changes between asking for a cache line and writing to it
+
+
+@inlined
+def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
+    """The first index from `begin` on whose value is `bound` or more, of rising values."""
+    low, high = np.int64(begin), np.int64(values.size)
+    while low < high:
+        middle = (low + high) >> 1
+        if np.int64(values[middle]) < bound:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inlined
+def _bit(words: U64, at: np.uint64) -> np.uint64:
+    bit: np.uint64 = (words[at >> _6] >> (at & _63)) & _1
+    return bit
+
+
+@compiled
+def settle_places(
+    base: int, count: int, coded: tuple[U32, U64, U32, Bits], cursor: I64, print_at: tuple[int, np.uint64, U64]
+) -> np.uint64:  # fmt: skip
+    """What the changes of a segment of `count` elements add to the fingerprint. `print_at` as in `settle_marks`."""
+    places, signs, larger, excess = coded
+    offset, seed, columns = print_at
+    at, stop = np.uint64(cursor[0]), np.uint64(_first_from(places, cursor[0], base + count))
+    to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
+    total = _0
+    while at < stop:
+        row = (np.uint64(places[at]) + to_element) >> _SHIFT
+        row_sum = _0
+        while at < stop:
+            element = np.uint64(places[at]) + to_element
+            if element >> _SHIFT != row:
+                break
+            number = columns[element & _MASK]
+            down = _0 - _bit(signs, at)
+            row_sum += (number ^ down) - down
+            at += _1
+        total += row_sum * row_coefficient(seed, row)
+    found, found_stop = cursor[1], _first_from(larger, cursor[1], np.int64(stop))
+    for i in range(found, found_stop):
+        element = np.uint64(places[larger[i]]) + to_element
+        down = _0 - _bit(signs, np.uint64(larger[i]))
+        number = columns[element & _MASK] * row_coefficient(seed, element >> _SHIFT) * np.uint64(excess[i])
+        total += (number ^ down) - down
+    cursor[0], cursor[1] = np.int64(stop), found_stop
+    return total
+
+
+@compiled
+def move_places(
+    live: Bits, base: int, coded: tuple[U32, U64, U32, Bits], cursor: I64, is_back: bool
+) -> np.uint64:  # fmt: skip
+    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range."""
+    places, signs, larger, excess = coded
+    at, stop = np.uint64(cursor[0]), np.uint64(_first_from(places, cursor[0], base + live.size))
+    flip = _1 if is_back else _0
+    most = ~_0 >> np.uint64(64 - 8 * live.itemsize)
+    first = np.uint64(base)
+    last = np.uint64(max(places.size - 1, 0))
+    wrapped = _0
+    while at < stop:
+        prefetch(live, np.int64(places[min(at + np.uint64(_AHEAD), last)]) - base)
+        i = np.uint64(places[at]) - first
+        before = np.uint64(live[i])
+        down = _bit(signs, at) ^ flip
+        live[i] = before + _1 - (down << _1)
+        wrapped += np.uint64((before + (down ^ _1)) & most == _0)
+        at += _1
+    found, found_stop = cursor[1], _first_from(larger, cursor[1], np.int64(stop))
+    for k in range(found, found_stop):
+        down = _bit(signs, np.uint64(larger[k])) ^ flip
+        wrapped += move(live, np.int64(places[larger[k]]) - base, np.uint64(excess[k]), down)
+    cursor[0], cursor[1] = np.int64(stop), found_stop
+    return wrapped
