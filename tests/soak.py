@@ -30,6 +30,8 @@ FUZZ_BATCH = 100
 FUZZ_TURN_S = 2.0
 CHAOS_TEST = "tests/e2e/test_chaos.py::test_long_chaos"
 CHAOS_GRACE_S = 150
+CHAOS_RUN_S = 120
+"""A run is not begun with less time: it could not come to its last step."""
 SHARES = {"sim": 2.0, "fuzz": 1.0, "chaos": 1.0}
 TEXT_MAX = 300
 
@@ -55,7 +57,7 @@ def chaos(first_seed: int, until: float) -> Iterator[Entry]:
     """A run after the other; each is given what time is left."""
     for seed in count(first_seed):
         left_s = until - time.monotonic()
-        if left_s <= CHAOS_GRACE_S:
+        if left_s <= CHAOS_GRACE_S + CHAOS_RUN_S:
             return
         began = time.monotonic()
         within_s = f"{left_s - CHAOS_GRACE_S:.0f}"

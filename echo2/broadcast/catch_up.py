@@ -2,13 +2,14 @@
 
 Guarantees: of all ways from the live version, or from a keyframe, to the newest version that can be reached, the one
 expected to arrive first over the node's link (delta/policy); what comes by itself is left for what must be asked for
-only where that is clearly sooner. Leaves to others: fetching (session), handing out (runtime/reader).
+only where that is clearly sooner. A way over what has stopped coming (stalls) is left for one that leads as far, where
+there is one. Leaves to others: fetching (session), handing out (runtime/reader).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from echo2.base.ids import Version
 from echo2.broadcast.delta.container import Setting
@@ -67,8 +68,21 @@ def link_of(
 UNKNOWN_LINK = link_of(0.0, 0.0)
 
 
-def plan_way(offers: Sequence[Offer], start: Version | None, link: WorkerLink) -> Way | None:
+def plan_way(
+    offers: Sequence[Offer], start: Version | None, link: WorkerLink, stalled: Collection[ArtifactKey] = ()
+) -> Way | None:
     """The way from `start` (or from nothing) to the newest version that can be reached; None: nothing newer is there."""
+    way = _quickest(offers, start, link)
+    if way is None or not set(way.keys) & set(stalled):
+        return way
+    around = _quickest([offer for offer in offers if offer.key not in stalled], start, link)
+    target_of = {offer.key: offer.artifact.version for offer in offers}
+    if around is None or target_of[around.keys[-1]] < target_of[way.keys[-1]]:
+        return way
+    return replace(around, reason=f"{around.reason}; a part of the quicker way has stopped coming")
+
+
+def _quickest(offers: Sequence[Offer], start: Version | None, link: WorkerLink) -> Way | None:
     of_edge: dict[Edge, Offer] = {}
     for offer in offers:
         if start is None or offer.artifact.version > start:

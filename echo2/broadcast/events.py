@@ -122,6 +122,13 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Unwanted:
+    """Ask for this artifact no more: it has stopped coming, and requests for it take the place of others."""
+
+    key: ArtifactKey
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """The store dropped this artifact."""
 
@@ -142,7 +149,7 @@ class Woken:
 
 Event = (
     PlanSet | PeerUp | PeerDown | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen | CancelSeen
-    | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Forgotten | Emptied | Woken
+    | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Unwanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions

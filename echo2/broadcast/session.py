@@ -41,6 +41,7 @@ from echo2.broadcast.events import (
     SendRelayAck,
     SendRequest,
     SendSeal,
+    Unwanted,
     UplinkSeen,
     Wake,
     Wanted,
@@ -132,6 +133,8 @@ class Session:
             case Wanted():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].is_wanted = True
+            case Unwanted():
+                self._unwanted(event.key)
             case Forgotten():
                 self.artifacts.pop(event.key, None)
                 self._seeding.forget(event.key)
@@ -292,6 +295,16 @@ class Session:
                 table.pop(key, None)
         if artifact is not None:
             artifact.emptied(offered, now)
+
+    def _unwanted(self, key: ArtifactKey) -> None:
+        if key in self.artifacts:
+            self.artifacts[key].is_wanted = False
+        for peer in self.peers.values():
+            asked = tuple(index for of, index in peer.requests if of == key)
+            for index in asked:
+                del peer.requests[key, index]
+            if asked:
+                self._actions.append(SendCancel(peer.peer_id, key, asked))
 
     def _forget_at_peers(self, key: ArtifactKey) -> None:
         self._relaying.forget(key)

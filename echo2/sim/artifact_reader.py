@@ -79,6 +79,11 @@ class Reader:
         self._assembler = BlockAssembler()
         self._was_restarted = False
 
+    @property
+    def artifact(self) -> ArtifactId | None:
+        """The one that is being handed out."""
+        return self._current[1] if self._current is not None else None
+
     def restart_from(self, version: Version | None) -> None:
         self.version = version
         self._was_restarted = self._current is not None

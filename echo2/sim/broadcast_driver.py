@@ -21,6 +21,7 @@ from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.session import Session
+from echo2.broadcast.stalls import Stalls
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.sim import messages as m
 from echo2.sim.artifact_reader import Entry, Reader, Step
@@ -67,6 +68,9 @@ class BroadcastDriver:
         self.banned: dict[PeerId, str] = {}
         self.reader = Reader(self)
         self.settled_at: float | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        self._stalls = Stalls()
+        self._rotten: set[ArtifactKey] = set()
         self._address_of, self._changed = address_of, changed
         self._plan: BroadcastPlan | None = None
         self._targets: dict[PeerId, _Target] = {}
@@ -84,6 +88,8 @@ class BroadcastDriver:
                     entry.held_bytes += len(chunk.payload)
             except CorruptChunk:
                 del self.disk.artifacts[key]
+                if kept.header.publisher == self.me:
+                    self.on_lost()
                 continue
             if kept.header.publisher == self.me and entry.seal is None:
                 del self.disk.artifacts[key]  # our own, cut off: it will be published anew
@@ -144,7 +150,33 @@ class BroadcastDriver:
             self._targets.setdefault(peer, _Target(next_try=self.host.now()))
         self._targets = {peer: target for peer, target in self._targets.items() if peer in wanted}
 
+    def _look_after(self) -> None:
+        """As the node: what the disk changed is fetched anew, or made up for; what stopped coming is gone around."""
+        for key in sorted(self._rotten & self.entries.keys()):
+            if self.publisher != self.me:
+                self._fetch_anew(key)
+            elif self.entries[key].seal is not None:
+                self._drop(key)
+                self.act(be.Forgotten(key))
+                self.on_lost()
+            else:
+                continue
+            self._rotten.discard(key)
+        wanted = {
+            key: len(self.entries[key].digests)
+            for key in self.path(self.reader.version)
+            if not self.entries[key].is_complete
+        }
+        known = {key: len(self.entries[key].digests) for key in self._stalls.keys if key in self.entries}
+        if self._stalls.look(wanted, known, bool(self.links), self.host.now()):
+            for key in [key for key in wanted if key in self._stalls.keys]:
+                self.host.story.tell(self.host.name, f"{self.entries[key].header.artifact} has stopped coming")
+                self.act(be.Unwanted(key))
+            self.update_wants()
+            self._changed()
+
     def _connect(self) -> None:
+        self._look_after()
         now = self.host.now()
         for peer, target in self._targets.items():
             is_ours = peer == self.publisher or (self.publisher != self.me and self.me < peer)
@@ -224,7 +256,7 @@ class BroadcastDriver:
         if key in self.entries:
             yield be.HeaderSeen(peer, key, is_wanted=False)
             return
-        if header.publisher != self.publisher:
+        if header.publisher != self.publisher or header.publisher == self.me:
             return
         header.verify()
         same = [entry.header for entry in self.entries.values() if entry.header.artifact == header.artifact]
@@ -297,6 +329,7 @@ class BroadcastDriver:
             return None
         found = entry.memory.get(index) or (kept.chunks.get(index) if kept is not None else None)
         if found is None or hashlib.sha256(found.payload).digest() != entry.digests[index]:
+            self._rotten.add(key)
             return None
         return found
 
@@ -310,7 +343,7 @@ class BroadcastDriver:
         ]  # fmt: skip
 
     def path(self, start: Version | None) -> list[ArtifactKey]:
-        way = plan_way(self._offers(), start, UNKNOWN_LINK)
+        way = plan_way(self._offers(), start, UNKNOWN_LINK, self._stalls.keys)
         return list(way.keys) if way is not None else []
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
@@ -364,7 +397,12 @@ class BroadcastDriver:
     def next_step(self) -> Step | None:
         if self.settled_at is None or self.host.now() < self.settled_at:
             return None
-        return self.reader.next()
+        try:
+            return self.reader.next()
+        except CorruptChunk:
+            if (artifact := self.reader.artifact) is not None:
+                self.refetch(artifact)
+            return self.reader.next()
 
     def set_live(self, version: Version | None) -> None:
         self.reader.restart_from(version)
@@ -374,14 +412,17 @@ class BroadcastDriver:
     def refetch(self, artifact: ArtifactId) -> None:
         key = self.find(artifact)
         if key is not None:
-            entry = self.entries[key]
-            self._drop(key)
-            for dropped in self._enter(entry.header):
-                self.act(be.Forgotten(dropped))
-            if entry.seal is not None:
-                self._keep_seal(self.entries[key], entry.seal)
-            self.act(be.Emptied(key))
+            self._fetch_anew(key)
         self.set_live(artifact.parent)
+
+    def _fetch_anew(self, key: ArtifactKey) -> None:
+        entry = self.entries[key]
+        self._drop(key)
+        for dropped in self._enter(entry.header):
+            self.act(be.Forgotten(dropped))
+        if entry.seal is not None:
+            self._keep_seal(self.entries[key], entry.seal)
+        self.act(be.Emptied(key))
 
     # ---- the session
 

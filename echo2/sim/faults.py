@@ -247,8 +247,9 @@ class Storm:
         self._for(seconds, undo)
 
     def _bit_rot(self, whom: str, seconds: float) -> bool:
-        """Of workers only: what rots in the publisher's own store and is held by nobody else is not made again."""
-        return self._is_worker(whom) and self.cluster.machines[whom].disk.rot(self.rng) is not None
+        disk = self.cluster.learner.chunks if whom == "learner" else None
+        disk = self.cluster.machines[whom].disk if self._is_worker(whom) else disk
+        return disk is not None and disk.rot(self.rng) is not None
 
     def _slow(self, whom: str, seconds: float) -> bool:
         if not self._is_worker(whom):

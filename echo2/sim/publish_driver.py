@@ -46,6 +46,8 @@ class PublishDriver:
         self.tell: Callable[[object], None] = lambda message: None
         self._newest: HostWeights | None = None
         self._publishing: list[Callable[[], None]] | None = None  # who waits for the version that is on its way out
+        self._is_taken_up = self._is_something_lost = False
+        broadcast.on_lost = self._replace_lost
 
     def _commit(self, then: Callable[[], None]) -> None:
         def synced() -> None:
@@ -80,9 +82,10 @@ class PublishDriver:
             then()
 
     def take_up(self) -> None:
+        self._is_taken_up = True
         if self.cut_off is None:
             self._hold(self.weights, self.schedule.newest)
-            if not self.schedule.keyframe_bytes:
+            if not self.schedule.keyframe_bytes or self._is_something_lost:
                 self._publish_keyframe()
             return
         version, weights = self.schedule.newest, self.weights
@@ -116,11 +119,17 @@ class PublishDriver:
         self._hold(weights, version)
         self._disk.append(Published(version, f"{target.fingerprint():016x}"))
         self.schedule.delta_published(version, size)
-        if self.schedule.is_keyframe_due or not self.schedule.keyframe_bytes:
+        if self.schedule.is_keyframe_due or not self.schedule.keyframe_bytes or self._is_something_lost:
             self._publish_keyframe()
         self._left()
 
+    def _replace_lost(self) -> None:
+        self._is_something_lost = True
+        if self._is_taken_up and self._publishing is None:
+            self._publish_keyframe()
+
     def _publish_keyframe(self) -> None:
+        self._is_something_lost = False
         newest = self._newest
         assert newest is not None and newest.version is not None
         header = DeltaHeader(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId, Version
+from echo2.broadcast import stalls
 from echo2.broadcast.identity import Role
 from echo2.broadcast.manifest import ArtifactId, Chunk
 from echo2.broadcast.runtime import tls
@@ -246,5 +247,40 @@ def test_cut_connection_comes_back_and_the_broadcast_completes(tmp_path: Path) -
             await learner.drop_connections()
             assert await reading == [BLOCKS] * 2
             await publishing
+
+    asyncio.run(scene())
+
+
+def test_what_rots_at_the_learner_is_made_up_for_by_a_keyframe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else holds the delta: it cannot come whole any more, and who waits for it takes another way."""
+    monkeypatch.setattr(stalls, "STALL_S", 1.0)
+    delta, remade = ArtifactId(Version(1), Version(0)), ArtifactId(Version(1))
+
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            return NodeOptions(
+                tmp_path / f"n{number}", chunk_bytes=16 << 10, limits=LibraryLimits(recent_bytes_max=0)
+            )  # fmt: skip
+
+        async with fleet(tmp_path, 1, options) as f:
+            learner, worker = f.members
+            await f.stop(worker)
+            await learner.node.publish(delta, iter(BLOCKS), lambda: "p", 1 << 24)
+            lost: list[str] = []
+            learner.node.on_lost = lost.append
+            (file,) = learner.node.library.store.folder.glob("*.*")
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+            f.members[1] = worker = await f.start(worker.credentials, worker.node.options)
+            worker.node.set_publisher(learner.node.peer_id, learner.address)
+            worker.node.set_live(Version(0))
+            f.plan()
+            reading = asyncio.create_task(blocks_of(worker.node, remade))
+            await until(lambda: bool(lost), "the learner has seen what its disk did")
+            assert lost == [str(delta)] and learner.node.library.find(delta) is None
+            await learner.node.publish(remade, iter(BLOCKS[::-1]), lambda: "q", 1 << 24, is_pushed=False)
+            assert await reading == BLOCKS[::-1]
+            assert "stopped coming" in worker.node.stats().way
 
     asyncio.run(scene())

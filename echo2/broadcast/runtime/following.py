@@ -11,9 +11,11 @@ import logging
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.catch_up import Way, link_of
 from echo2.broadcast.delta.policy import WorkerLink
+from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.meter import Meter
 from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.broadcast.stalls import Stalls
 from echo2.broadcast.topology import BroadcastPlan
 
 log = logging.getLogger("echo2.broadcast")
@@ -29,6 +31,7 @@ class Following:
         self._meter = meter
         self._shape = shape
         self._way: Way | None = None
+        self._stalls = Stalls()
         self._decode_bytes_per_s = {False: 0.0, True: 0.0}  # of full weights; by whether it was a keyframe's
         library.link = self.link
 
@@ -42,6 +45,19 @@ class Following:
             log.log(level, "catching up by %s: %s", way.kind, way.reason)
         self._way = way
         return way
+
+    def look(self, version: Version | None, is_connected: bool, now: float) -> list[ArtifactKey]:
+        """What on the way from `version` has just stopped coming: it is to be asked for no more, and gone around."""
+        entries, before = self._library.entries, self._library.stalled
+        wanted = {key: len(entries[key].digests) for key in self._library.path(version) if not entries[key].is_complete}
+        known = {key: len(entries[key].digests) for key in before if key in entries}
+        if not self._stalls.look(wanted, known, is_connected, now):
+            return []
+        self._library.set_stalled(self._stalls.keys)
+        found = [key for key in wanted if key in self._stalls.keys]
+        for key in found:
+            log.warning("%s has stopped coming: nobody gives the rest of it", entries[key].header.artifact)
+        return found
 
     def describe(self) -> str:
         """The last choice and its reason; empty before the first."""

@@ -7,6 +7,7 @@ no publisher is known yet, headers wait, HELD_HEADERS_MAX of them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from echo2.base.errors import IntegrityError, MalformedMessage, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
@@ -33,7 +34,8 @@ HELD_HEADERS_MAX = 128
 
 
 class Inbox:
-    def __init__(self, library: Library, meter: Meter) -> None:
+    def __init__(self, me: PeerId, library: Library, meter: Meter) -> None:
+        self._me = me
         self.publisher: PeerId | None = None
         self._library = library
         self._meter = meter
@@ -53,6 +55,19 @@ class Inbox:
     def take_held_headers(self) -> list[tuple[PeerId, Header]]:
         held, self._held = self._held, []
         return held
+
+    def restored(self, me: PeerId) -> Iterator[Event]:
+        """What an earlier run left, taken over. An artifact of our own that was cut off is dropped: it is published anew."""
+        for key in list(self._library.restore()):
+            entry = self._library.entries[key]
+            if entry.header.publisher == me and entry.seal is None:
+                self._library.drop(key)
+                continue
+            yield HeaderSeen(None, key, is_wanted=False)
+            for index in sorted(entry.digests):
+                yield ChunkSeen(None, key, index, entry.held_bytes // max(1, len(entry.digests)))
+            if entry.seal is not None:
+                yield SealSeen(None, key, entry.seal.chunk_count)
 
     def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:
         """What a frame means; EchoError when the peer must not be believed any more."""
@@ -79,6 +94,8 @@ class Inbox:
         key = header.key
         if key in self._library.entries:
             return [HeaderSeen(peer, key, is_wanted=False)]
+        if header.publisher == self._me:
+            return []  # our own that is here no more: nobody is to hear of it from us again
         if self.publisher is None:
             if len(self._held) < HELD_HEADERS_MAX:
                 self._held.append((peer, header))

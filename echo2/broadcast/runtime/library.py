@@ -107,7 +107,10 @@ class Library:
         self.limits = limits
         self.entries: dict[ArtifactKey, Entry] = {}
         self.link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK
+        self.stalled: frozenset[ArtifactKey] = frozenset()
+        self.unsound_files = 0
         self.trouble = ""
+        self._rotten: set[ArtifactKey] = set()
         self._memory_bytes = 0
         self.recent = RecentChunks(limits.recent_bytes_max)
         self._last_way: tuple[Version | None, Way | None] | None = None
@@ -123,6 +126,7 @@ class Library:
             except (EchoError, OSError) as error:
                 log.warning("chunk file %s dropped: %s", path, error)
                 path.unlink(missing_ok=True)
+                self.unsound_files += 1
             else:
                 yield key
 
@@ -279,6 +283,7 @@ class Library:
         if found is not None and xxhash.xxh3_64_intdigest(found) != entry.checks.get(index):
             self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
             log.error("%s; it is not served", self.trouble)
+            self._rotten.add(key)
             return None
         return found
 
@@ -301,6 +306,13 @@ class Library:
                 f"{entry.digests[index].hex()[:16]}, got {digest.hex()[:16]}"
             )
         return chunk
+
+    def take_rotten(self) -> list[tuple[ArtifactKey, ArtifactId]]:
+        """The sealed artifacts of which the disk was found to have changed a chunk since the last call."""
+        self._rotten &= self.entries.keys()
+        found = [key for key in self._rotten if self.entries[key].seal is not None]
+        self._rotten.difference_update(found)
+        return [(key, self.entries[key].header.artifact) for key in found]
 
     def header_frame(self, key: ArtifactKey) -> bytes | None:
         entry = self.entries.get(key)
@@ -338,7 +350,11 @@ class Library:
 
     def way(self, start: Version | None) -> Way | None:
         """How the newest version that can be reached is expected first over this node's link."""
-        return plan_way(self.offers(), start, self.link())
+        return plan_way(self.offers(), start, self.link(), self.stalled)
+
+    def set_stalled(self, keys: frozenset[ArtifactKey]) -> None:
+        """What has stopped coming: gone around where that is possible."""
+        self.stalled, self._last_way = keys, None
 
     def path(self, start: Version | None) -> tuple[ArtifactKey, ...]:
         """The way's artifacts, as they were weighed WAY_KEPT_CHUNKS ago at most."""
@@ -347,6 +363,12 @@ class Library:
             self._last_way = known = (start, self.way(start))
             self._chunks_since_way = 0
         return known[1].keys if known[1] is not None else ()
+
+    def waits_for(self, start: Version | None) -> str:
+        """The first artifact on the way of which chunks are missing; empty where none is."""
+        path = [self.entries[key] for key in self.path(start)]
+        missing = [entry for entry in path if not entry.is_complete]
+        return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)" if missing else ""
 
     def blocks_of(self, artifact: ArtifactId) -> Iterator[bytes] | None:
         """The blocks of an artifact that lies here whole, read as they are drawn; None where it does not."""

@@ -35,6 +35,7 @@ from echo2.broadcast.events import (
     PlanSet,
     SealSeen,
     SendChunk,
+    Unwanted,
     UplinkSeen,
     Wake,
     Wanted,
@@ -105,7 +106,7 @@ class BroadcastNode:
         self._transport: Transport = transport or self._grpc
         self._shaper = NodeShaper(options.shape)
         self._dialling = Dialling(self.peer_id)
-        self._inbox = Inbox(self.library, self.meter)
+        self._inbox = Inbox(self.peer_id, self.library, self.meter)
         self._links: dict[PeerId, PeerLink] = {}
         self._dialling_now: set[PeerId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,6 +117,7 @@ class BroadcastNode:
         self._settled_at = float("-inf")
         self._is_running = False
         self._error: BaseException | None = None
+        self.on_lost: Callable[[str], None] = lambda what: None  # of what this node published, to its disk
         if credentials.role is Role.LEARNER:
             self._inbox.publisher = self.peer_id
 
@@ -127,16 +129,10 @@ class BroadcastNode:
 
     async def start(self) -> None:
         """Takes over the chunks of an earlier run and begins to connect."""
-        for key in list(self.library.restore()):
-            entry = self.library.entries[key]
-            if entry.header.publisher == self.peer_id and entry.seal is None:
-                self.library.drop(key)  # our own, cut off by a restart: it will be published anew
-                continue
-            self._act(HeaderSeen(None, key, is_wanted=False))
-            for index in sorted(entry.digests):
-                self._act(ChunkSeen(None, key, index, entry.held_bytes // max(1, len(entry.digests))))
-            if entry.seal is not None:
-                self._act(SealSeen(None, key, entry.seal.chunk_count))
+        for event in self._inbox.restored(self.peer_id):
+            self._act(event)
+        if self.library.unsound_files and self._inbox.publisher == self.peer_id:
+            self.on_lost("a chunk file")
         self._is_running = True
         self._spawn(self._keep_connected())
         self._spawn(self._watch_uplink())
@@ -205,11 +201,26 @@ class BroadcastNode:
         """Fetch anew an artifact whose decoded weights did not match, and go back to before it."""
         key = self.library.find(artifact)
         if key is not None:
-            for dropped in self.library.empty(key):
-                self._act(Forgotten(dropped))
-            self._act(Emptied(key))
+            self._fetch_anew(key)
         self._reader.restart_from(artifact.parent)
         self._update_wants()
+
+    def _fetch_anew(self, key: ArtifactKey) -> None:
+        for dropped in self.library.empty(key):
+            self._act(Forgotten(dropped))
+        self._act(Emptied(key))
+
+    def _look_after(self) -> None:
+        """What the disk changed is fetched anew, its publisher makes up for it; what stopped coming is gone around."""
+        for key, artifact in self.library.take_rotten():
+            if self._inbox.publisher == self.peer_id:
+                self._forget(key)
+                self.on_lost(str(artifact))
+            else:
+                self._fetch_anew(key)
+        for key in self.following.look(self._reader.version, bool(self._links), self._now()):
+            self._act(Unwanted(key))
+            self._update_wants()
 
     # ---- publishing
 
@@ -235,7 +246,9 @@ class BroadcastNode:
         header = Header(
             artifact, self.credentials.run_id, lineage, time.time(), full_snapshot_bytes, is_pushed, self.peer_id
         ).signed(self.credentials.identity)
-        self._enter_header(header)
+        for dropped in self.library.add_header(header):
+            self._act(Forgotten(dropped))
+        self._act(HeaderSeen(None, header.key, is_wanted=False))
         size = chunk_bytes_for(self.session.plan, self.options.chunk_bytes)
         sign = functools.partial(signed_chunks, size, self.credentials.identity)
         index, total, digests = 0, 0, list[bytes]()
@@ -253,11 +266,6 @@ class BroadcastNode:
         self._act(SealSeen(None, header.key, index))
         log.info("published %s: %d chunks, %d bytes", artifact, index, total)
         return Published(artifact, index, total)
-
-    def _enter_header(self, header: Header) -> None:
-        for dropped in self.library.add_header(header):
-            self._act(Forgotten(dropped))
-        self._act(HeaderSeen(None, header.key, is_wanted=False))
 
     def _keep(self, chunk: Chunk, digest: bytes, *, is_fresh: bool) -> None:
         if chunk.key not in self.library.entries:
@@ -302,12 +310,6 @@ class BroadcastNode:
         """What this node holds or has heard of, oldest version first."""
         return self.library.available()
 
-    def want(self, artifact: ArtifactId) -> None:
-        """Fetch an artifact that lies on no path, for instance to serve it to others."""
-        key = self.library.find(artifact)
-        if key is not None:
-            self._act(Wanted(key))
-
     def _update_wants(self) -> None:
         """A worker fetches what leads to the newest version; the publisher has everything."""
         if self._inbox.publisher == self.peer_id:
@@ -340,6 +342,7 @@ class BroadcastNode:
     async def _keep_connected(self) -> None:
         """Waits CONNECT_INTERVAL_S between looks; dials those that are due."""
         while True:
+            self._look_after()
             for target, address in self._dialling.due(set(self._links) | self._dialling_now, self._now()):
                 if target.peer_id not in self._banned:
                     self._dialling_now.add(target.peer_id)
@@ -451,11 +454,7 @@ class BroadcastNode:
         if not self._links and self._dialling.targets:
             target = min(self._dialling.targets.values(), key=lambda t: t.wanted_since)
             return f"a connection to {target.peer_id} ({target.last_error or 'dialling'})"
-        path = self.library.path(self._reader.version)
-        missing = [self.library.entries[key] for key in path if not self.library.entries[key].is_complete]
-        if missing:
-            return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)"
-        return ""
+        return self.library.waits_for(self._reader.version)
 
     # ---- frames in, actions out
 

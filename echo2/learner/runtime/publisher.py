@@ -54,6 +54,9 @@ class PublishedArtifact:
 class Broadcaster(Protocol):
     """Takes an artifact's frames as they are encoded and moves them to the fleet."""
 
+    on_lost: Callable[[str], None]
+    """Told of what was published and lies no more as it was on this machine's disk."""
+
     @property
     def sent_bytes(self) -> int:
         """Chunk bytes that left this machine."""
@@ -126,6 +129,8 @@ class Publisher:
         self.on_published: Callable[[PublishedArtifact], None] = lambda artifact: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._task: asyncio.Task[None] | None = None
+        self._is_taken_up = self._is_something_lost = False
+        broadcaster.on_lost = self.replace_lost
 
     @property
     def newest_version(self) -> Version:
@@ -143,6 +148,7 @@ class Publisher:
     async def publish_keyframe(self) -> None:
         """Sends the newest weights whole: at the start, after a restart, and when the chain behind it is heavy."""
         assert self.newest is not None and self.newest.version is not None, "hold comes first"
+        self._is_something_lost = False
         header = DeltaHeader(target_version=self.newest.version, fingerprint_key=self.key)
         artifact = await self._send(encode_keyframe(self.newest, header), self.newest, None)
         self.bytes.keyframes += artifact.artifact_bytes
@@ -157,8 +163,17 @@ class Publisher:
         else:
             self.hold(cut_off[1], cut_off[0])
             await self._publish(version, tensors)
-        if not self.schedule.keyframe_bytes:
+        self._is_taken_up = True
+        if not self.schedule.keyframe_bytes or self._is_something_lost:
             await self.publish_keyframe()
+
+    def replace_lost(self, what: str) -> None:
+        """A keyframe takes the place of what the disk lost: whoever waits for that goes on from the newest version."""
+        _log.error("%s of what was published is lost: the disk changed it; a keyframe takes its place", what)
+        self._is_something_lost = True
+        if self._is_taken_up and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self.publish_keyframe())
+            self._task.add_done_callback(self._done)
 
     async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
         """Publishes `version` beside the next step. Returns the seconds that it waited for the version before."""
@@ -207,7 +222,7 @@ class Publisher:
         self.bytes.full_snapshots += artifact.full_snapshot_bytes
         self.bytes.versions += 1
         self.schedule.delta_published(version, artifact.artifact_bytes)
-        if self.schedule.is_keyframe_due:
+        if self.schedule.is_keyframe_due or self._is_something_lost:
             await self.publish_keyframe()
 
     def _choose_setting(self, tensors: Mapping[str, Tensor]) -> Setting:

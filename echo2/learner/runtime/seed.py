@@ -6,7 +6,7 @@ signatures, trees, repair (broadcast/runtime/node).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import grpc
@@ -79,6 +79,14 @@ class SeedNode:
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None:
         self.node.set_plan(plan_from_message(plan))
+
+    @property
+    def on_lost(self) -> Callable[[str], None]:
+        return self.node.on_lost
+
+    @on_lost.setter
+    def on_lost(self, told: Callable[[str], None]) -> None:
+        self.node.on_lost = told
 
     @property
     def spread_bytes_per_s(self) -> float:

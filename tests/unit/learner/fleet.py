@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ class FollowerBroadcaster:
     spread_bytes_per_s: float = 0.0
     kept: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by parent (-1: a keyframe) and version
     merged: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    on_lost: Callable[[str], None] = lambda what: None
 
     async def publish(
         self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int

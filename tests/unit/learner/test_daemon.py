@@ -143,6 +143,16 @@ def test_merged_deltas_lead_to_the_newest_version_whatever_the_setting(
     assert chosen == "dense" or len(run.follower.merged[4, 6]) < two_singles
 
 
+def test_what_the_disk_lost_of_the_published_is_replaced_by_a_keyframe(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1))
+    run.at_step[3] = lambda: run.follower.on_lost("delta 0->1")
+    summary = go(run.finish())
+    keyframes = [version for version, parent in run.follower.versions if parent is None]
+    assert keyframes[:2] == [0, 2], "these are due by their weight"
+    assert keyframes[2] in (2, 3), "this one is due to the loss alone"
+    assert f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
+
+
 def test_the_exported_model_is_what_was_published(model_path: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

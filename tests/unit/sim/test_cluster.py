@@ -11,6 +11,7 @@ import pytest
 
 from echo2.sim.cluster import Cluster
 from echo2.sim.cluster_run import outcome_of
+from echo2.sim.faults import STORM_S, Fault, Planned, Storm
 from echo2.sim.scene import Sabotage, Scene
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +45,21 @@ FOUND = {
 def test_a_seed_that_failed_once_holds(seed: int) -> None:
     outcome = outcome_of(seed)
     assert not outcome.failure, f"{FOUND[seed]}\n{outcome.failure}"
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6, 9])
+def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up(seed: int) -> None:
+    """Newcomers without a disk need just the chunks that its disk has changed."""
+    cluster = Cluster(Scene.of(seed), workers=2)
+    planned = []
+    for number, at_s in enumerate(range(8, int(STORM_S), 12)):
+        kind = (Fault.KILL, Fault.LOSE_DISK)[number % 2]
+        planned.append(Planned(at_s, kind, f"w{number % 2}", 9.0))
+        planned += [Planned(at_s + 3.0 + 0.3 * times, Fault.BIT_ROT, "learner", 1.0) for times in range(6)]
+    Storm(cluster, planned)
+    outcome = cluster.run(faults_until_s=STORM_S)
+    assert not outcome.failure, outcome.failure
+    assert outcome.faults[Fault.BIT_ROT.value] > 30
 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:
