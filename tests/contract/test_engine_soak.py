@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from tests.contract.engine_rig import VOCAB_COUNT, Collected, Rig, Staged, tiny_
 
 SWAP_COUNT = 200
 SLOPE_BYTES_PER_SWAP_MAX = 16 << 10
+END_S = 60.0
+"""What runs after the last swap has ended by then, or is stuck."""
 
 
 def resident_bytes() -> int:
@@ -24,8 +28,8 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
-@pytest.mark.soak
-def test_two_hundred_swaps_under_load_leak_nothing_and_stick_nowhere() -> None:
+def swaps_under_load(swap_count: int) -> tuple[float, int, int]:
+    """Bytes of resident memory a swap, sequences that ended, sequences that did not end after the last swap."""
     rig = Rig("embedded", tiny_config("qwen3"), lambda config: EmbeddedEngine(config, slot_count=16))
     rng = random.Random(0)
     live: list[Collected] = []
@@ -48,19 +52,27 @@ def test_two_hundred_swaps_under_load_leak_nothing_and_stick_nowhere() -> None:
 
     async def body() -> list[int]:
         memory = []
-        for version in range(1, SWAP_COUNT + 1):
+        for version in range(1, swap_count + 1):
             top_up()
             before = rig.engine.stats().sampled_tokens
             await rig.engine.swap(change(version), list(SwapMode)[version % 3])
             await rig.wait(lambda before=before: rig.engine.stats().sampled_tokens > before + 16)  # type: ignore[misc]
             memory.append(resident_bytes())
-        await rig.finish(*live)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(rig.finish(*live), END_S)
         return memory
 
     memory = rig.run(body)
+    stuck = sum(sequence.finish_reason is FinishReason.UNFINISHED for sequence in live)
     rig.close()
-    settled = np.array(memory[SWAP_COUNT // 4 :], np.float64)
-    slope = float(np.polyfit(np.arange(len(settled)), settled, 1)[0])
+    settled = np.array(memory[swap_count // 4 :], np.float64)
+    return float(np.polyfit(np.arange(len(settled)), settled, 1)[0]), finished, stuck
+
+
+@pytest.mark.soak
+def test_two_hundred_swaps_under_load_leak_nothing_and_stick_nowhere() -> None:
+    slope, finished, stuck = swaps_under_load(SWAP_COUNT)
     print(f"{SWAP_COUNT} swaps, {finished} sequences, resident memory grows by {slope:.0f} bytes a swap")
     assert slope < SLOPE_BYTES_PER_SWAP_MAX
     assert finished > SWAP_COUNT // 4
+    assert not stuck

@@ -22,6 +22,8 @@ from echo2.worker.slots import Copy, Fill
 
 _EMPTY = np.zeros(0, np.float32)
 BLOCK_ROWS = 256
+SHORT_TOKENS = 256
+"""Up to here the kernel for decoding prefills too: calling torch once a sequence costs more than it saves."""
 
 
 class Decoder:
@@ -37,7 +39,8 @@ class Decoder:
         angles = np.arange(context_tokens, dtype=np.float32)[:, None] * shape.rope_frequencies[None, :]
         scale = np.float32(shape.rope_scale)
         self._tables = (np.cos(angles) * scale, np.sin(angles) * scale)
-        self._scratch = (np.zeros(context_tokens, np.float32), np.zeros(context_tokens, np.int32))
+        padded = -(-context_tokens // kernels.LANES) * kernels.LANES
+        self._scratch = (np.zeros(padded, np.float32), np.zeros(padded, np.int32))
         self._products = Products()
 
     def warm_up(self) -> None:
@@ -51,18 +54,13 @@ class Decoder:
         """Logits [T, V] after feeding one token to each of T slots at the given positions."""
         slots_T, positions_T = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
 
-        def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim)
-            kernels.attend(qkv.numpy(), slots_T, positions_T, self._caches[layer], out.numpy(), self._scratch)
-            return out
-
         hidden = self._embed(token_ids)
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         for index, layer in enumerate(self._weights.layers):
             qkv = self._project(index, layer, normed, slots_T, positions_T)
             is_last = index + 1 == len(self._weights.layers)
             norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
-            normed = self._finish(layer, hidden, attention(index, qkv), norm, normed)
+            normed = self._finish(layer, hidden, self._attend(index, qkv, slots_T, positions_T), norm, normed)
         return self._products.product(normed, self._weights.head)
 
     def fill(self, fills: Sequence[Fill]) -> None:
@@ -70,6 +68,7 @@ class Decoder:
         token_ids = [token for fill in fills for token in fill.token_ids]
         slots_T = np.repeat([fill.slot for fill in fills], [len(fill.token_ids) for fill in fills])
         positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
+        is_short = max(fill.start + len(fill.token_ids) for fill in fills) <= SHORT_TOKENS
         hidden = self._embed(token_ids)
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         last = len(self._weights.layers) - 1
@@ -78,8 +77,10 @@ class Decoder:
                 self._project(index, layer, normed, slots_T, positions_T, has_queries=False)
                 break
             qkv = self._project(index, layer, normed, slots_T, positions_T)
-            out = self._attend_fills(index, qkv, fills)
-            normed = self._finish(layer, hidden, out, self._weights.layers[index + 1].input_norm, normed)
+            attended = (
+                self._attend(index, qkv, slots_T, positions_T) if is_short else self._attend_fills(index, qkv, fills)
+            )
+            normed = self._finish(layer, hidden, attended, self._weights.layers[index + 1].input_norm, normed)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies cached positions between slots."""
@@ -129,6 +130,11 @@ class Decoder:
             gate, up = product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             delta = product(F.silu(gate).mul_(up), layer.down, layer.down_bias)
             kernels.add_and_norm(residual, delta.numpy(), norm.numpy(), epsilon, normed.numpy())
+        return out
+
+    def _attend(self, index: int, qkv: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray) -> torch.Tensor:
+        out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim)
+        kernels.attend(qkv.numpy(), slots_T, positions_T, self._caches[index], out.numpy(), self._scratch)
         return out
 
     def _attend_fills(self, index: int, qkv: torch.Tensor, fills: Sequence[Fill]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from echo2.worker.slots import SlotSequence, SlotTable
 
 COMMANDS_MAX = 65_536
 PREFILL_TOKENS_MAX = 2_048
-HOLD_STEPS = 8
+HOLD_STEPS = 6
 """A swap that recomputes caches waits so many steps for sequences that end meanwhile: those need no recomputing, and their
 successors' prompts are computed once instead of twice. That is worth more than the slots that stand empty until then."""
 _T = TypeVar("_T")
