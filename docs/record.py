@@ -4,7 +4,8 @@
 
 The demo runs in a pseudo-terminal; what it prints is kept as an asciicast (version 2), gathered into FRAMES frames that play in
 PLAYED_S, and `svg-term-cli` (npm) makes the picture of it. The page is taken by Playwright in the
-system's Chromium, from the same run. Needs npx and Chromium. Waits: for the demo to end, RUN_S at most.
+system's Chromium, from the same run. What the run's summary says is kept beside the pictures, and the captions in README.md and
+docs/index.md are written from it. Needs npx and Chromium. Waits: for the demo to end, RUN_S at most.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import tempfile
 import termios
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -35,6 +38,9 @@ RUN_S = 400.0
 SHOOT_AT_STEP = 90
 SVG_TERM = "svg-term-cli@2.1.1"
 BYTES_MAX = 1 << 20
+SUMMARY = IMAGES / "demo.json"
+CAPTIONED = (ROOT / "README.md", ROOT / "docs" / "index.md")
+CAPTION = re.compile(r"(?<=<!-- made by docs/record.py -->\n).*?(?=\n<!-- until here -->)", re.DOTALL)
 PAGE = re.compile(r"operator's page is at (http://[0-9.]+:[0-9]+)")
 STEP = re.compile(r"step (\d+) / \d+")
 Event = tuple[float, str]
@@ -127,6 +133,29 @@ def write_cast(path: Path, events: list[Event]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def caption_of(summary: dict[str, Any]) -> str:
+    """What the pictures show, in the figures of their run."""
+    if summary["tokens_over_bound"] or not all(summary["versions_equal"].values()):
+        raise SystemExit(f"expected a run within the bound, with equal weights everywhere, got {summary}")
+    whole, sent = summary["full_snapshot_bytes"] / 1e6, summary["published_bytes"] / 1e6
+    first, last = summary["held_out_reward_first"], summary["held_out_reward_last"]
+    busy, promised = 100 * summary["utilisation_measured"], 100 * summary["utilisation_predicted"]
+    return (
+        "*`make demo` on two cores without a GPU, played faster. Below, the operator's page of the same run.\n"
+        f"It took {summary['elapsed_s']:.0f} s: held-out reward {first:.2f} to {last:.2f}, {sent:.1f} MB of versions published "
+        f"instead of {whole:.1f} MB, no token older\nthan S trained on, utilisation {busy:.0f} %, predicted {promised:.0f} %. "
+        "`make recording` makes pictures and figures again.*"
+    )
+
+
+def write_captions(summary: dict[str, Any], pages: Iterable[Path] = CAPTIONED) -> None:
+    for page in pages:
+        text, count = CAPTION.subn(lambda _: caption_of(summary), page.read_text())
+        if count != 1:
+            raise SystemExit(f"{page}: expected one place for the caption, found {count}")
+        page.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -141,7 +170,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         events = record(command, folder, camera)
         camera.join(60)
-        print((Path(folder) / "runs" / "demo" / "summary.json").read_text())
+        summary = json.loads((Path(folder) / "runs" / "demo" / "summary.json").read_text())
     if camera.trouble:
         raise SystemExit(f"dashboard: {camera.trouble}")
     write_cast(own.keep_cast, frames(events))
@@ -153,6 +182,9 @@ def main() -> None:
         print(f"{made.relative_to(ROOT)}: {size / 1e3:.0f} kB")
         if size > BYTES_MAX:
             raise SystemExit(f"{made}: expected at most {BYTES_MAX} bytes, for the README")
+    SUMMARY.write_text(json.dumps(summary, indent=1) + "\n")
+    write_captions(summary)
+    print(caption_of(summary))
 
 
 if __name__ == "__main__":

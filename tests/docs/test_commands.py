@@ -1,95 +1,186 @@
-"""Every command that the documentation shows is run by a test: here, where that is cheap, or in the test that is named.
+"""Every command that the documentation shows is run by a test, with the flags that it is shown with, or says why not.
 
-A command that no test can run stands in NOT_RUN with the reason; what can be checked of it without running is checked.
+`RUN_HERE` is run below. An entry of `BY` names the function that runs the command: the command's program, its command
+word and each of its flags must stand among that function's own strings, and the function must be one that `make test` (or,
+where said, `make soak`) runs. What no test machine can run is `ONLY_READ`, with the reason: what can be read of it (module,
+arguments, file, service, secret) is. A make target is what its recipe runs. A command of none of these kinds fails.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import importlib.util
+import itertools
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import yaml
 
+from tests import fuzz_targets
 from tests.docs.test_docs import MAINS, PAGES, ROOT, _code_lines, _parses
 
 PROGRAMS = {
     *MAINS, "make", "python", "pytest", "pip", "git", "docker", "kubectl", "sky", "systemctl", "torchrun", "sqlite3", "export",
+    "apt",
 }  # fmt: skip
-
-RUN_HERE = r"echo2 (config show|plan \S|sim examples/scenarios/slow).*"
-
-ELSEWHERE = (  # pattern; the test's file; words of it that run the command
-    (r"echo2 demo.*|make demo( SEED=0)?", "tests/packaging/test_wheel.py", '"echo2", "demo"'),
-    (r"echo2 export.*", "tests/packaging/test_wheel.py", '"echo2", "export"'),
-    (r"echo2 doctor.*", "tests/e2e/test_doctor.py", '"doctor", "--link"'),
-    (r"echo2 link.*", "tests/e2e/test_operator_commands.py", '"link", operator'),
-    (r"echo2 plan( --explain)?|echo2 sim", "tests/unit/cli/test_plan_and_sim.py", "--explain"),
-    (r"echo2 sim examples/scenarios/NAME.toml", "tests/unit/cli/test_plan_and_sim.py", "sim"),
-    (r"echo-coordinator --config.*", "tests/e2e/cluster.py", '"echo-coordinator", *common'),
-    (r"echo-learner join.*", "tests/e2e/cluster.py", '"echo-learner", "join"'),
-    (r"echo-worker join [^-].*|echo-worker join", "tests/e2e/cluster.py", '"echo-worker", "join"'),
-    (r"echo-worker join --help", "tests/docs/test_docs.py", "test_every_command_shown_is_one"),
-    (r"echo-worker (status|drain|leave)", "tests/unit/worker/test_control.py", "worker.main"),
-    (r"torchrun .*", "tests/unit/learner/test_ranks.py", "--nproc-per-node"),
-    (r"python -m examples.own_trainer .*", "tests/e2e/test_own_trainer.py", "examples.own_trainer"),
-    (r"make sim.*", "tests/unit/sim/test_cluster.py", "cluster_run"),
-    (r"make docs", "tests/docs/test_docs.py", '"sphinx"'),
-    (r"make proto", "tests/docs/test_commands.py", "proto/generate.py"),
-    (r"python -m tests.fuzz_targets", "tests/unit/test_fuzz.py", "fuzz_targets"),
-    (r"pytest tests/.*", "tests/docs/test_commands.py", "test_files_that_a_command_names_are_there"),
+COMMENTED = sorted(
+    path
+    for folder in ("deploy", "examples")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".toml", ".yaml", ".Containerfile")
 )
 
-NOT_RUN = (
-    (r"make (test|check)|make test-vllm.*", "they are what runs the tests"),
+RUN_HERE = r"echo2 (config show|plan|sim examples/scenarios/|doctor$).*|echo2 plan|python -m tests\.fuzz_targets"
+
+BY = (  # pattern; the test's file; the function or class in it that runs the command
+    (r"echo2 demo(?!.*--engine).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
+    (r"echo2 export.*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
+    (r"echo2 doctor --link.*", "tests/e2e/test_doctor.py", "findings"),
     (
-        r"make bench.*|python -m benchmarks\..*|python -m echo2\.sim\.broadcast_scenarios .*",
+        r"echo-worker (status|drain|leave)",
+        "tests/unit/worker/test_running.py",
+        "test_the_only_worker_is_found_wherever_its_folder_is",
+    ),
+    (r"echo-learner join @.*", "tests/e2e/cluster.py", "Cluster"),
+    (r"echo-(coordinator|worker join @).*", "tests/e2e/cluster.py", "Cluster"),
+    (
+        r"torchrun .*",
+        "tests/e2e/test_run.py",
+        "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
+    ),
+    (r"python -m examples\.own_trainer .*", "tests/e2e/test_own_trainer.py", "test_own_trainer_learns_and_goes_on_after_a_kill"),
+    (
+        r"python -m echo2\.sim\.cluster_run --seed .*",
+        "tests/unit/sim/test_cluster.py",
+        "test_a_seed_replays_exactly_in_another_process",
+    ),
+    (r"python -m sphinx .*", "tests/docs/test_docs.py", "test_pages_build_without_a_warning"),
+    (r"python docs/generate\.py", "tests/docs/test_docs.py", "test_references_are_those_of_the_code"),
+    (r"python proto/generate\.py.*", "tests/docs/test_commands.py", "test_stubs_are_made_from_the_protocol_as_make_proto_does"),
+    (r"sqlite3 .*", "tests/e2e/test_backup.py", "back_up"),
+)  # fmt: skip
+UNDER_SOAK = {"test_two_processes_as_torchruns_environment_describes_them_are_one_learner"}
+
+AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_operator_commands.py
+
+ONLY_READ = (
+    (r"python -m pytest.*|pytest .*|ruff .*|python -m mypy", "they are what runs the tests and checks"),
+    (
+        r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.(broadcast_scenarios|cluster_run) .*",
         "minutes of measuring each",
     ),
-    (r"make soak.*", "half an hour of storms"),
-    (r"make demo ENGINE=vllm", "needs vLLM's environment; make test-vllm runs the engine in it"),
-    (r"make recording", "needs npm and a minute and a half; makes pictures"),
-    (r"make audit", "asks an advisory service on the Internet"),
-    (
-        r"pip install .*|git clone .*|export PIP_INDEX_URL=.*",
-        "need a package index; tests/packaging installs without one",
-    ),
-    (
-        r"docker .*|kubectl .*|sky .*|systemctl .*",
-        "need a cluster, a cloud or an init system; tests/deploy checks the files",
-    ),
-    (r"sqlite3 .*", "the tool of another project"),
-)
+    (r"python -m tests\.soak.*", "half an hour of storms"),
+    (r"python docs/record\.py.*", "needs npm, Chromium and two minutes; makes pictures"),
+    (r"echo2 demo .*--engine vllm.*", "needs vLLM's environment; make test-vllm runs the engine in it"),
+    (r"python -m pip_audit.*", "asks an advisory service on the Internet"),
+    (r"(python -m )?pip install .*|git clone .*|export PIP_INDEX_URL=.*|apt install .*", "need a package index"),
+    (r"docker .*|kubectl .*|sky .*|systemctl .*", "need a container engine, a cluster, a cloud or an init system"),
+    (r"echo2 sim|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),
+)  # fmt: skip
+
+
+def _in_comments(path: Path) -> Iterator[str]:
+    for line in re.findall(r"^#(.*)", path.read_text(), re.MULTILINE):
+        yield from re.split(r"\s{2,}| ; ", line.strip())
+        yield from re.findall(r"`([^`]+)`", line)
 
 
 def shown() -> list[str]:
     found = set()
-    for page in PAGES:
-        if page.parent.name == "reference":
-            continue
-        for line in _code_lines(page.read_text()):
-            command = re.split(r"\s+#|   ", line.strip())[0].strip()
-            if command.split(" ")[0] in PROGRAMS and " " in command:
-                found.add(command)
+    lines = [line for page in PAGES if page.parent.name != "reference" for line in _code_lines(page.read_text())]
+    lines += [line for path in COMMENTED for line in _in_comments(path)]
+    lines += list(_code_lines((ROOT / "examples" / "README.md").read_text()))
+    for line in lines:
+        command = re.split(r"\s+#|   |: ", line.strip())[0].strip()
+        if command.split(" ")[0] in PROGRAMS and " " in command:
+            found.add(command)
     return sorted(found)
 
 
 COMMANDS = shown()
 
 
+@cache
+def recipe(command: str) -> tuple[str, ...]:
+    """What a make command would run, by make itself, without installing anything."""
+    made = ["-o", ".venv/.installed", "-o", ".venv-vllm/.installed"]
+    words = [*made, *shlex.split(command.replace("NAME", "links").replace("SEED=n", "SEED=3").replace("…", "3"))[1:]]
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    lines = [re.sub(r"^(PYTHONPATH=\. )?\.venv(-vllm)?/bin/", "", line) for line in done.stdout.splitlines()]
+    lines = [re.split(r" >|; ", line)[0] for line in lines]
+    return tuple(line.strip() for line in lines if line.split(" ")[0] in PROGRAMS | {"ruff"})
+
+
+def commands_of(command: str) -> tuple[str, ...]:
+    if command == "make bench":
+        return tuple(f"python -m benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("bench_*.py"))
+    return recipe(command) if command.startswith("make ") else (command,)
+
+
+SINGLE = sorted({single for command in COMMANDS for single in commands_of(command)})
+
+
+@cache
+def _functions(file: str) -> dict[str, ast.AST]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name: node for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, kinds)}
+
+
+def strings_of(file: str, function: str) -> set[str]:
+    """The strings in a function, but for what it is documented with; its decorators' among them."""
+    node = _functions(file)[function]
+    documented = ast.get_docstring(node, clean=False)  # type: ignore[arg-type]
+    found = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    words = {word for text in found - {documented} for word in (text, *text.split(), text.rpartition("/")[2])}
+    if "echo2.cli.main" in words:
+        words.add("echo2")  # the program, by its module
+    is_cluster = any(isinstance(part, ast.Name) and part.id == "Cluster" for part in ast.walk(node))
+    return words | (strings_of("tests/e2e/cluster.py", "Cluster") if is_cluster else set())
+
+
+def marks_of(file: str, function: str) -> set[str]:
+    decorators = getattr(_functions(file)[function], "decorator_list", [])
+    return {name for one in decorators for name in re.findall(r"pytest\.mark\.(\w+)", ast.unparse(one))}
+
+
+def words_that_must_be_run(command: str) -> set[str]:
+    """Program or module, command word, flags: what stands for the command whatever its values."""
+    words = shlex.split(command)
+    if words[0] == "torchrun":
+        words[0] = "torch.distributed.run"
+    if words[:2] == ["python", "-m"]:
+        words = words[2:]
+    elif words[0] == "python":
+        words = [Path(words[1]).name, *words[2:]]
+    named = words[1:2] if len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]) else []
+    flags = [word.split("=")[0] for word in words[1:] if re.match(r"--[a-z]", word)]
+    return {words[0], *named, *flags}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_shown_is_run_somewhere_or_says_why_not(command: str) -> None:
-    if re.fullmatch(RUN_HERE, command):
-        return
-    for pattern, file, words in ELSEWHERE:
-        if re.fullmatch(pattern, command):
-            assert words in (ROOT / file).read_text(), f"{file} does not run `{command}` any more"
-            return
-    assert any(re.fullmatch(pattern, command) for pattern, _ in NOT_RUN), f"no test runs `{command}`"
+def test_every_command_shown_is_run_or_says_why_not(command: str) -> None:
+    singles = commands_of(command)
+    assert singles, f"`{command}` runs nothing that is known"
+    for single in singles:
+        if re.fullmatch(f"{RUN_HERE}|{AS_SHOWN}", single):
+            continue
+        if by := next(((file, name) for pattern, file, name in BY if re.fullmatch(pattern, single)), None):
+            missing = words_that_must_be_run(single) - strings_of(*by)
+            assert not missing, f"{by[0]}::{by[1]} does not run `{single}`: no {sorted(missing)} in it"
+            assert not marks_of(*by) - {"parametrize"} - ({"soak"} if by[1] in UNDER_SOAK else set()), by
+            continue
+        assert any(re.fullmatch(pattern, single) for pattern, _ in ONLY_READ), f"no test runs `{single}`"
 
 
 @pytest.fixture(scope="module")
@@ -106,30 +197,67 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if re.fullmatch(RUN_HERE, command)])
+@pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if re.fullmatch(RUN_HERE, one) and one.startswith("echo2")]
+)
 def test_it_runs(
     command: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, *words = shlex.split(command)
+    program, *words = shlex.split(command.replace("NAME.toml", "slow-uplink.toml"))
     monkeypatch.chdir(quick_start)
     monkeypatch.setenv("HOME", str(quick_start))
     code = MAINS[program](words)
     printed = capsys.readouterr()
-    assert code == 0, printed.err
+    assert code == 0 or (words == ["doctor"] and code == 6 and "BAD" in printed.out), printed.err
     assert printed.out.strip()
 
 
+def test_what_the_quick_start_would_rent_is_enough(quick_start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert MAINS["echo2"](["plan", str(quick_start / "run.toml")]) == 0
+    assert "not feasible" not in capsys.readouterr().out
+
+
+def test_the_fuzzers_corpus_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {path.name for path in fuzz_targets.CORPUS.iterdir()}
+    monkeypatch.setattr(fuzz_targets, "CORPUS", tmp_path)
+    fuzz_targets.main()
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
 def test_files_that_a_command_names_are_there() -> None:
-    for command in COMMANDS:
+    for command in SINGLE:
         for word in shlex.split(command):
             if re.match(r"(tests|deploy|examples|docs|proto)/", word) and "NAME" not in word:
                 assert (ROOT / word).exists(), command
 
 
-def test_modules_that_a_command_names_are_there() -> None:
-    for command in COMMANDS:
-        for module in re.findall(r"-m ([a-z_0-9.]+)", command):
-            assert importlib.util.find_spec(module) is not None, command
+class _Parsed(BaseException):
+    """Past every `except Exception`: nothing after the arguments is run."""
+
+
+def _only_parse(self: argparse.ArgumentParser, args: object = None, namespace: object = None) -> object:
+    _, rest = argparse.ArgumentParser.parse_known_args(self, args, namespace)  # type: ignore[call-overload]
+    if rest:
+        self.error(f"unknown: {rest}")
+    raise _Parsed
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(
+    "command", [one for one in SINGLE if re.match(r"python (-m (benchmarks|tests|echo2)\.|docs/|proto/)", one)]
+)
+def test_arguments_of_a_module_are_its_own(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command.replace("…", "3").replace("PART", "grid").replace("[", "").replace("]...", ""))
+    path, given = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+    spec = importlib.util.find_spec(path) if words[1] == "-m" else None
+    file = ROOT / path if spec is None else Path(str(spec.origin))
+    if "parse_args" not in file.read_text():
+        assert all(f'"{word}" in sys.argv' in file.read_text().replace("not in", "in") for word in given), command
+        return
+    monkeypatch.setattr(sys, "argv", [str(file), *given])
+    monkeypatch.setattr(sys, "path", [str(file.parent), *sys.path])
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", _only_parse), pytest.raises(_Parsed):
+        runpy.run_path(str(file), run_name="__main__") if spec is None else runpy.run_module(path, run_name="__main__")
 
 
 def test_what_torchrun_starts_is_a_learner() -> None:
@@ -140,8 +268,44 @@ def test_what_torchrun_starts_is_a_learner() -> None:
 
 def test_extras_that_are_installed_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {extra for command in COMMANDS for extra in re.findall(r"echo2\[([a-z]+)\]", command)}
-    assert named and named <= extras.keys()
+    installs = [command for command in COMMANDS if command.startswith("pip install")]
+    named = {extra for command in installs for extra in re.findall(r"\[([a-z,]+)\]", command)}
+    assert named and {one for extra in named for one in extra.split(",")} <= extras.keys()
+    for command in installs:
+        assert re.search(r"['\"]\.(/echo2)?\[", command), f"{command}: echo2 is installed from a clone"
+
+
+FOREIGN = {  # what our pages use of other people's programs; a flag that is not here was not looked up
+    "docker build": {"-f", "-t", "--build-arg"},
+    "docker run": {"--gpus", "--shm-size", "-v"},
+    "docker compose": {"-f", "--build", "--scale", "--profile"},
+    "kubectl apply": {"-f"},
+    "kubectl create": {"--from-file"},
+    "kubectl scale": {"--replicas"},
+    "sky launch": {"-c", "--secret", "--env", "--use-spot"},
+    "systemctl enable": {"--now"},
+}
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if re.match("docker |kubectl |sky |systemctl ", one)])
+def test_commands_of_others_name_what_is_in_deploy(command: str) -> None:
+    words = shlex.split(command)
+    flags = {word.split("=")[0] for word in words if word.startswith("-")}
+    assert flags <= FOREIGN[" ".join(words[:2])], command
+    text = "\n".join(path.read_text() for path in (ROOT / "deploy").rglob("*") if path.is_file())
+    for flag, value in itertools.pairwise(words):
+        name = value.split("=")[0]
+        if flag in ("--secret", "--env"):
+            task = yaml.safe_load(next(ROOT / word for word in words if word.endswith(".yaml")).read_text())
+            assert name in task["secrets" if flag == "--secret" else "envs"], command
+        elif flag in ("--scale", "exec", "--profile"):
+            compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+            profiles = {profile for service in compose.values() for profile in service.get("profiles", [])}
+            assert name in (profiles if flag == "--profile" else compose), command
+        elif flag in ("generic", "configmap", "deployment"):
+            assert re.search(rf"(secretName|configMap: {{name|metadata: {{name): {name}\b", text), command
+    if words[0] == "systemctl":
+        assert (ROOT / "deploy" / "systemd" / f"{words[-1]}.service").exists()
 
 
 def test_stubs_are_made_from_the_protocol_as_make_proto_does() -> None:

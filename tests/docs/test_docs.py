@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -137,3 +139,13 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "quickstart.html").exists()
+
+
+def test_captions_hold_the_figures_of_the_recorded_run() -> None:
+    spec = importlib.util.spec_from_file_location("record", ROOT / "docs" / "record.py")
+    assert spec is not None and spec.loader is not None
+    record = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(record)
+    caption = record.caption_of(json.loads(record.SUMMARY.read_text()))
+    for page in record.CAPTIONED:
+        assert record.CAPTION.findall(page.read_text()) == [caption], f"{page.name}: run `make recording`"

@@ -80,7 +80,8 @@ def test_planner_and_config_work_without_torch(plain: Environment, tmp_path: Pat
 
 def test_loopback_run_from_the_wheel(whole: Environment) -> None:
     """The demo's real processes, all started from the installed wheel, to the last step."""
-    done = whole.run("echo2", "demo", "--plain", "--steps", "4", "--name", "wheel", timeout_s=300.0)
+    options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4")
+    done = whole.run("echo2", "demo", "--plain", *options, timeout_s=300.0)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = json.loads((whole.home / "runs" / "wheel" / "summary.json").read_text())
     assert summary["steps"] == 4

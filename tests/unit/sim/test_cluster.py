@@ -68,7 +68,7 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
         result = subprocess.run(
-            [sys.executable, "-m", "echo2.sim.cluster_run", "--seed", "7"],
+            [sys.executable, "-m", "echo2.sim.cluster_run", "--seed", "7", "--count", "1"],
             capture_output=True, text=True, env=environment, cwd=ROOT, check=True, timeout=120,
         )  # fmt: skip
         found.append(result.stdout.rpartition("trace ")[2].strip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -49,8 +50,10 @@ def with_workers(folders: dict[str, Path], scene: Callable[[], Awaitable[None]])
     asyncio.run(play())
 
 
-async def command(*words: str) -> int:
-    return await asyncio.to_thread(worker.main, list(words))
+async def run(line: str) -> int:
+    program, *words = shlex.split(line)
+    assert program == "echo-worker"
+    return await asyncio.to_thread(worker.main, words)
 
 
 @pytest.mark.parametrize("depth", [1, 12])
@@ -58,8 +61,8 @@ def test_the_only_worker_is_found_wherever_its_folder_is(
     tmp_path: Path, depth: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scene() -> None:
-        for word in ("status", "drain", "leave"):
-            assert await command(word) == 0
+        for line in ("echo-worker status", "echo-worker drain", "echo-worker leave"):
+            assert await run(line) == 0
 
     with_workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * depth)}, scene)
     assert capsys.readouterr().out.splitlines() == ["version  3", "drain begins", "leave begins"]
@@ -69,14 +72,14 @@ def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pyte
     folders = {"berlin": tmp_path / "one", "oslo": tmp_path / "two", "oslo@other": tmp_path / "three"}
 
     async def scene() -> None:
-        assert await command("status") == 2
+        assert await run("echo-worker status") == 2
         told = capsys.readouterr().err
         assert "expected one, found 3: berlin in " in told and "choose by --name or --folder" in told
         assert all(str(folder) in told for folder in folders.values())
-        assert await command("status", "--name", "berlin") == 0
-        assert await command("status", "--name", "oslo") == 2
-        assert await command("status", "--folder", str(folders["oslo"])) == 0
-        assert await command("status", "--name", "rome") == 10
+        assert await run("echo-worker status --name berlin") == 0
+        assert await run("echo-worker status --name oslo") == 2
+        assert await run(f"echo-worker status --folder '{folders['oslo']}'") == 0
+        assert await run("echo-worker status --name rome") == 10
         assert "found none; others run: berlin in " in capsys.readouterr().err
 
     with_workers(folders, scene)
