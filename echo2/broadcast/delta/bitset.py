@@ -51,7 +51,7 @@ class Coder:
         return coded if len(coded) < len(data) else None
 
 
-def _from_zstd(zstd: zstandard.ZstdDecompressor, data: memoryview, size: int, what: str) -> bytes:
+def _from_zstd(zstd: zstandard.ZstdDecompressor, data: bytes | memoryview, size: int, what: str) -> bytes:
     """The bytes of a frame that must be so many."""
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
@@ -66,15 +66,23 @@ def _from_zstd(zstd: zstandard.ZstdDecompressor, data: memoryview, size: int, wh
 
 
 class Reader:
-    """A payload, read from its beginning to its end."""
+    """A payload, read from its beginning to its end. What is read is also listed in `plain`, if given, as a payload of
+    the same meaning that needs no entropy decoding."""
 
-    def __init__(self, payload: memoryview) -> None:
+    def __init__(self, payload: memoryview, plain: list[bytes | memoryview] | None = None) -> None:
         self._payload = payload
         self._at = 0
         self._zstd = zstandard.ZstdDecompressor(max_window_size=_WINDOW_MAX)
+        self._plain = plain
 
     def take(self, size: int, what: str) -> memoryview:
         """The next bytes."""
+        found = self._next(size, what)
+        if self._plain is not None:
+            self._plain.append(found)
+        return found
+
+    def _next(self, size: int, what: str) -> memoryview:
         if size > len(self._payload) - self._at:
             raise DeltaFormatError(f"expected {size} bytes of {what}, got {len(self._payload) - self._at}")
         self._at += size
@@ -92,13 +100,15 @@ class Reader:
 
     def plane(self, size: int, what: str) -> U8:
         """The next plane, of a size that is known."""
-        coding, length = self.fields(_PLANE, what)
-        data = self.take(length, what)
-        if coding == _RAW and length == size:
-            return np.frombuffer(data, np.uint8)
-        if coding != _ZSTD:
+        coding, length = _PLANE.unpack(self._next(_PLANE.size, what))
+        data: bytes | memoryview = self._next(length, what)
+        if coding == _ZSTD:
+            data = _from_zstd(self._zstd, data, size, what)
+        elif coding != _RAW or length != size:
             raise DeltaFormatError(f"expected {what} of {size} bytes, raw or from zstd, got {length} (coding {coding})")
-        return np.frombuffer(_from_zstd(self._zstd, data, size, what), np.uint8)
+        if self._plain is not None:
+            self._plain += [_PLANE.pack(_RAW, size), data]
+        return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
         """Refuses bytes that are left."""

@@ -15,7 +15,7 @@ import numpy as np
 from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta import classes
 from echo2.broadcast.delta.bits import I64, U64, word_count
-from echo2.broadcast.delta.bitset import BitSet, Coder
+from echo2.broadcast.delta.bitset import BitSet, Coder, Reader
 from echo2.broadcast.delta.changes import (
     HEAD,
     PLAIN_CLASS_COUNT,
@@ -109,7 +109,7 @@ def coded_block(
 def octave_of(element: ElementType, class_base: int) -> classes.Octave:
     """What kernels need to tell classes."""
     mask = (1 << element.exponent_bits) - 1
-    work = np.zeros(2 * CLASS_COUNT, np.uint64)
+    work = np.zeros(CLASS_COUNT, np.uint64)
     return np.uint64(element.exponent_shift), np.uint64(mask), np.uint64(class_base), work
 
 
@@ -184,12 +184,16 @@ def is_plain(payload: memoryview) -> bool:
     return len(payload) > 0 and payload[0] == PLAIN_CLASS_COUNT
 
 
-def decode_sparse(payload: memoryview, block: Block, old: list[Bits]) -> Changes:
-    """The changes of a SPARSE payload; `old` holds the old bits of the block's segments."""
+def decode_sparse(
+    payload: memoryview, block: Block, old: list[Bits], plain: list[bytes | memoryview] | None = None
+) -> Changes:
+    """The changes of a SPARSE payload; `old` holds the old bits of the block's segments. Where it is coded without
+    classes, `plain` gets it without its entropy coding."""
     if is_plain(payload):
-        return read_plain(payload, block.element, block.element_count)
+        return read_plain(payload, block.element, block.element_count, plain)
     element = block.element
-    reader, class_count, base, count, signs = read_head(payload, block.element_count)
+    reader = Reader(payload)
+    class_count, base, count, signs = read_head(reader, block.element_count)
     if class_count != CLASS_COUNT or not element.exponent_bits or base >> element.exponent_bits:
         raise DeltaFormatError(f"expected 1 or {CLASS_COUNT} classes of {element.name}, got {class_count} from {base}")
     octave = octave_of(element, base)

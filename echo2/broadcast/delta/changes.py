@@ -132,18 +132,20 @@ def read_run(reader: Reader, size: int, element: ElementType) -> tuple[BitSet, B
     return changed, larger, read_values(reader, larger.marked, element.bits_dtype)
 
 
-def read_head(payload: memoryview, element_count: int) -> tuple[Reader, int, int, int, U64]:
-    """A payload's reader behind its head; class count and base, changes, and their signs."""
-    reader = Reader(payload)
+def read_head(reader: Reader, element_count: int) -> tuple[int, int, int, U64]:
+    """A payload's class count and base, changes, and their signs."""
     class_count, base, count = reader.fields(HEAD, "a block's head")
     if not 1 <= count <= element_count:
         raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {count}")
-    return reader, class_count, base, count, reader.words(-(-count // 8), "signs")
+    return class_count, base, count, reader.words(-(-count // 8), "signs")
 
 
-def read_plain(payload: memoryview, element: ElementType, element_count: int) -> Changes:
-    """Changes coded without exponent classes."""
-    reader, class_count, base, count, signs = read_head(payload, element_count)
+def read_plain(
+    payload: memoryview, element: ElementType, element_count: int, plain: list[bytes | memoryview] | None = None
+) -> Changes:
+    """Changes coded without exponent classes. `plain` gets the payload without its entropy coding."""
+    reader = Reader(payload, plain)
+    class_count, base, count, signs = read_head(reader, element_count)
     if (class_count, base) != (PLAIN_CLASS_COUNT, 0):
         raise DeltaFormatError("expected changes coded without exponent classes: these need the old weights")
     changed, larger, excess = read_run(reader, element_count, element)

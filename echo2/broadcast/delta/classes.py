@@ -8,7 +8,7 @@ of its own, in which changes are nearly independent draws, and likewise its chan
 Guarantees: runs are of exactly as many marks as the class has elements (`count_classes`), so no claim of a sender can
 lead outside. Leaves to others: the code of the runs (bitset.py), what the marks mean (marks.py).
 
-Legend: `octave` = shift and mask of the exponent, class base, sixteen words of working memory. `cursor` = changes before
+Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = changes before
 the segment, larger ones before it. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
 """
 
@@ -24,7 +24,6 @@ from echo2.broadcast.delta.elements import Bits
 from echo2.broadcast.delta.jit import (
     LANES,
     compiled,
-    count_each,
     count_ones,
     deposit,
     extract,
@@ -59,8 +58,8 @@ def sample_of(old: Sample) -> Sample:
 def choose_class_base_of_sample(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
     """`choose_class_base` once the sample is drawn."""
     mask = (1 << exponent_bits) - 1
-    exponents = ((old.astype(np.uint64) >> np.uint64(exponent_shift)) & np.uint64(mask)).astype(np.int64)
-    counts = np.bincount(exponents, minlength=mask + 1)
+    exponents = (old >> old.dtype.type(exponent_shift)) & old.dtype.type(mask)
+    counts = np.bincount(exponents.astype(np.int64), minlength=mask + 1)
     top = int(np.searchsorted(counts.cumsum(), 0.6 * exponents.size))
     return min(255, max(0, top - CLASS_COUNT + 1))
 
@@ -87,9 +86,20 @@ def _masks_at(bits: Bits, start: Int, octave: Octave) -> None:
 @compiled
 def count_classes(old: Bits, octave: Octave, counts: I64) -> None:
     """Adds a segment's elements to the number of each class."""
+    masks = octave[3]
+    c0, c1, c2, c3, c4, c5, c6, c7 = _0, _0, _0, _0, _0, _0, _0, _0  # in registers
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
-        count_each(octave[3], 0, counts)
+        c0 += count_ones(masks[0])
+        c1 += count_ones(masks[1])
+        c2 += count_ones(masks[2])
+        c3 += count_ones(masks[3])
+        c4 += count_ones(masks[4])
+        c5 += count_ones(masks[5])
+        c6 += count_ones(masks[6])
+        c7 += count_ones(masks[7])
+    for c, found in enumerate((c0, c1, c2, c3, c4, c5, c6, c7)):
+        counts[c] += np.int64(found)
 
 
 @compiled
@@ -119,11 +129,12 @@ def sort_marks(
                 found += 1
             for c in range(CLASS_COUNT):
                 part = extract(word, work[c])
-                work[CLASS_COUNT + c] = part
-                put(words, at[c], part, 0)
-            count_each(work, CLASS_COUNT, ranks)
+                ranks[c] += np.int64(count_ones(part))
+                at[c] = put(words, at[c], part, np.int64(count_ones(work[c])))
             rank = following
-        count_each(work, 0, at)
+        else:
+            for c in range(CLASS_COUNT):
+                at[c] += np.int64(count_ones(work[c]))
     cursor[0], cursor[1] = rank, found
 
 
@@ -174,17 +185,17 @@ def join_marks(
         word = _0
         for c in range(CLASS_COUNT):
             part = deposit(bits_at(words, at[c]), work[c])
-            work[CLASS_COUNT + c] = part
+            at[c] += np.int64(count_ones(work[c]))
+            work[c] = part
             word |= part
-        count_each(work, 0, at)
         bits = put(changed, bits, word, min(LANES, old.size - start))
         if not word:
             continue
-        count_each(work, CLASS_COUNT, ranks)
         lanes = _0
         for c in range(CLASS_COUNT):
+            ranks[c] += np.int64(count_ones(work[c]))
             if upcoming[c] < ranks[c]:
-                lanes |= _larger_lanes(c, work[CLASS_COUNT + c], larger_ranks, runs)
+                lanes |= _larger_lanes(c, work[c], larger_ranks, runs)
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit

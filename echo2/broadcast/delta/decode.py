@@ -367,18 +367,20 @@ class Decoder:
             return
         old, key = self._base.segments(block), self._head.header.fingerprint_key
         if frame.method is Method.SPARSE:
-            changes = decode_sparse(frame.payload, block, old)
+            plain: list[bytes | memoryview] = []
+            changes = decode_sparse(frame.payload, block, old, plain)
             self._steps[block.index] = changes.settle(block, key)
-            kept = self._staging.keep(self._plain_payload(frame.payload, changes))
+            kept = self._staging.keep(self._plain_payload(frame.payload, changes, plain))
         else:
             self._steps[block.index] = _whole_step(block, _whole_bits(block, frame.method, frame.payload), old, key)
             kept = self._staging.keep(bytes(frame.payload))
         self._staged[block.index] = _StagedBlock(block, frame.method, kept)
 
-    def _plain_payload(self, payload: memoryview, changes: Changes) -> bytes:
-        """The code without classes, of which nothing depends on the old weights."""
+    def _plain_payload(self, payload: memoryview, changes: Changes, plain: list[bytes | memoryview]) -> bytes:
+        """The code without classes, of which nothing depends on the old weights; without its entropy coding as well, if
+        there is room."""
         if is_plain(payload):
-            return bytes(payload)
+            return b"".join(plain) if self._staging.has_room(sum(map(len, plain))) else bytes(payload)
         quick = changes.payload(is_coded=False)
         if self._staging.has_room(len(quick)) or self._staging.can_spill:
             return quick

@@ -156,9 +156,12 @@ class HostWeights:
         staged.committed(self)
 
     def _is_held(self, staged: Exchange) -> bool:
-        if self.version != staged.version or self.table_digest != staged.table.digest():
+        if self.version != staged.version or not self._has_tensors_of(staged):
             return False
         return self.fingerprint(staged.key) == staged.fingerprint
+
+    def _has_tensors_of(self, staged: Exchange) -> bool:
+        return staged.table is self.table or staged.table.digest() == self.table_digest
 
     def _check_parent(self, staged: Exchange) -> None:
         if staged.parent != self.version:
@@ -166,7 +169,7 @@ class HostWeights:
                 f"staged version {staged.version}: expected the host at its parent {staged.parent}, "
                 f"it is at {self.version}"
             )
-        if staged.table.digest() != self.table_digest:
+        if not self._has_tensors_of(staged):
             raise DeltaFormatError(f"staged version {staged.version}: its tensors are not those of the host")
         if staged.base_fingerprint != self.fingerprint(staged.key):
             raise FingerprintMismatch(

@@ -280,26 +280,3 @@ octaves = cast(
 )
 """Into eight words: which of the 64 elements from `index` on have an exponent, (bits >> shift) & mask, of `base` or
 less, of base + 1 to base + 6, and of base + 7 or more. The elements are there."""
-
-
-@intrinsic
-def _count_each(typing_context, words, index, totals):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        lanes = ir.VectorType(ir.IntType(64), 8)
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        found = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), lanes.as_pointer()))
-        found.align = 8
-        target = context.make_array(signature.args[2])(context, builder, arguments[2]).data
-        place = builder.bitcast(target, lanes.as_pointer())
-        before = builder.load(place)
-        before.align = 8
-        kind = ir.FunctionType(lanes, [lanes])
-        ones = builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.ctpop.v8i64"), [found])
-        builder.store(builder.add(before, ones), place).align = 8
-        return context.get_dummy_value()
-
-    return types.void(words, types.int64, totals), generate
-
-
-count_each = cast(Callable[[npt.NDArray[np.uint64], Int, npt.NDArray[np.int64]], None], _count_each)
-"""Adds to eight totals how many bits of eight words, from `index` on, are 1."""
