@@ -179,6 +179,8 @@ async def measure(
             served.check_alive()
             if load.done():
                 load.result()
+            if ledger.refused:
+                raise SystemExit(f"{len(ledger.refused)} workers were refused, the first {ledger.refused[0]}")
             served.kill()
             offered = set().union(*(groups for _, groups in states)) if states else set()
             found = ledger.history.judge(loaded(copied_state(folder, Path(name) / "end")), offered)

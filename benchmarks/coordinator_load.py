@@ -60,6 +60,8 @@ class Ledger:
     version: int = 0
     step: int = 0
     heartbeats: int = 0
+    refused: list[str] = field(default_factory=list)
+    """The workers that the coordinator would not have any more, with its words; they end."""
     closable: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while groups are made and offered; without it only heartbeats are sent, and what was made is closed."""
@@ -77,14 +79,14 @@ class SimWorker:
         self.peer_id = credentials.peer_id
         self.held: dict[str, rollout_pb2.LeaseTicket] = {}
         self.asked_at: float | None = None
-        self.is_active = self.is_first = True
+        self.is_active, self.is_first, self.is_refused = True, True, False
         self.tokens = self.finished = 0
         self._call: Any = None
         self._said: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._work_tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Keeps a stream until cancelled."""
+        """Keeps a stream until cancelled, or refused."""
         backoff = Backoff(self.rng)
         try:
             while True:
@@ -103,6 +105,8 @@ class SimWorker:
                 finally:
                     self._call, self.asked_at = None, None
                     self.ledger.connected.discard(self.peer_id)
+                if self.is_refused:
+                    return
                 await asyncio.sleep(backoff.next_pause_s())
         finally:
             for task in self._work_tasks.values():
@@ -137,7 +141,9 @@ class SimWorker:
                     case "lease_revoke":
                         self._revoked(order.lease_revoke)
                     case "refusal":
-                        raise SystemExit(f"{self.name} was refused: {order.refusal.code}: {order.refusal.message}")
+                        self.is_refused = True
+                        self.ledger.refused.append(f"{self.name}: {order.refusal.code}: {order.refusal.message}")
+                        return
                 order = await self._call.read()
         finally:
             for task in tasks:

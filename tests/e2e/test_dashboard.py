@@ -18,6 +18,7 @@ import pytest
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import PlannerMode
+from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from tests.unit.coordinator.test_daemon import RUN, options, running
 
@@ -94,6 +95,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         await shoot(page, "live-1440-light")
         await _drains_by_keyboard(page, daemon)
+        await _releases_the_quarantined_and_bans(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
         await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
@@ -120,6 +122,30 @@ async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
     assert time.monotonic() - began < 3.0
     drained = [member for member in daemon.hub.membership.members.values() if member.setting.value == "draining"]
     assert [member.name for member in drained] == [name]
+
+
+async def _releases_the_quarantined_and_bans(page: Any, daemon: CoordinatorDaemon) -> None:
+    """What the audit found stands in the worker's row; the operator lifts it there, or bans a worker there."""
+    assert daemon.hub is not None
+    member = next(m for m in daemon.hub.membership.members.values() if m.setting is Setting.AUTOMATIC)
+    finding = "audit: its numbers are 0.07 nats off, 0.05 are allowed"
+    accused(daemon.hub, member.peer_id, finding, is_certain=False)
+    row = page.locator("#fleet-body tr").filter(has_text=member.name)
+    await row.get_by_text("quarantined").first.wait_for(timeout=WAIT_MS)
+    assert await row.locator(f'[title*="{finding}"]').count() >= 1, "the finding is nowhere in the row"
+    await shoot(page, "quarantined-1440-light")
+    await row.get_by_role("button", name=f"Release {member.name}").click()
+    await row.get_by_role("button", name=f"Ban {member.name}").wait_for(timeout=WAIT_MS)
+    assert member.setting is Setting.AUTOMATIC
+    await row.get_by_role("button", name=f"Ban {member.name}").click()
+    await page.locator("#confirm-reason input").first.fill("its owner asked for it")
+    await page.locator("#confirm-go").click()
+    await row.get_by_text("banned").first.wait_for(timeout=WAIT_MS)
+    assert (member.setting, member.setting_reason) == (Setting.BANNED, "its owner asked for it")
+    await shoot(page, "banned-1440-light")
+    await row.get_by_role("button", name=f"Lift ban {member.name}").click()
+    await row.get_by_role("button", name=f"Ban {member.name}").wait_for(timeout=WAIT_MS)
+    assert member.setting is Setting.AUTOMATIC
 
 
 async def _makes_a_token(page: Any, daemon: CoordinatorDaemon) -> None:
