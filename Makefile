@@ -86,8 +86,8 @@ COUNT ?= 1
 sim: $(STAMP)
 	$(BIN)/python -m echo2.sim.cluster_run --seed $(SEED) --count $(COUNT)
 
-# SOAK_S seconds of simulated storms, chaos on real processes and fuzz, added to docs/soak.json, from which the
-# table of docs/reliability.md is written. SOAK_ONLY=sim, chaos or fuzz runs one of the three.
+# SOAK_S seconds of simulated storms, chaos on real processes, fuzz and audited workers, added to docs/soak.json, from which the
+# table of docs/reliability.md is written. SOAK_ONLY=sim, chaos, fuzz or audit runs one of them.
 SOAK_S ?= 1800
 SOAK_ONLY ?=
 soak: $(STAMP)

@@ -39,7 +39,7 @@ from benchmarks.audit_workers import (
     watched,
 )
 from echo2.learner.audit import NEWCOMER_TOKENS
-from echo2.learner.suspicion import SuspicionConfig
+from echo2.learner.suspicion import Accusation, SuspicionConfig
 
 RESULTS = Path(__file__).parent / "results" / "audit.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"
@@ -62,9 +62,9 @@ class Finding:
     rollouts_max: int
 
 
-def cheats(bench: Bench) -> dict[str, Maker]:
-    """What an audit should find, and what it must let pass: alterations as small as honest noise."""
-    made = {
+def lies(bench: Bench) -> dict[str, Maker]:
+    """What an audit must find, whatever the model."""
+    return {
         "the previous version, float32": one_behind(bench),
         "the previous version, bf16": one_behind(bench, torch.bfloat16),
         "made-up log-probabilities": fabricated(bench),
@@ -72,8 +72,12 @@ def cheats(bench: Bench) -> dict[str, Maker]:
         "one completion handed in for all siblings": copied(bench),
         "nearly greedy sampling, honest numbers": altered(bench, None, coldness=8.0),
         "sharpened sampling (temperature 0.67), honest numbers": altered(bench, None, coldness=1.5),
-        "weights in fp8 (e4m3)": altered(bench, float8),
     }
+
+
+def cheats(bench: Bench) -> dict[str, Maker]:
+    """Lies, and alterations: what is as small as honest noise must pass."""
+    made = lies(bench) | {"weights in fp8 (e4m3)": altered(bench, float8)}
     for bits in (8, 6, 5, 4):
         made[f"weights in int{bits}"] = altered(bench, quantised(bits))
     for size in (0.02, 0.05, 0.1, 0.2):
@@ -93,25 +97,36 @@ def finding_of(bench: Bench, worker: str, make: Maker) -> Finding:
     return Finding(worker, statistics.mean(noises), TIMES, rollouts, bets, certain, GROUPS_MAX * SIBLINGS)
 
 
-def watch_honest(bench: Bench, until: float) -> tuple[dict[str, int], int, float]:
-    """How many honest workers of each kind were watched, how many were accused, and the largest noise of one."""
-    kinds = {
+def honest_kinds(bench: Bench) -> dict[str, Maker]:
+    """Precisions and batch sizes."""
+    return {
         "float32, batch 8": honest(bench),
         "bf16, batch 8": honest(bench, torch.bfloat16),
         "float16, batch 8": honest(bench, torch.float16),
         "float32, batch 1": honest(bench, siblings=1),
         "bf16, batch 3": honest(bench, torch.bfloat16, siblings=3),
     }
+
+
+def watch_newcomer(bench: Bench, make: Maker, number: int) -> tuple[float, Accusation | None]:
+    """One honest worker for as many tokens as are looked at of every newcomer: the noise of its numbers in nats, and what
+    it was accused of. Equal numbers give equal workers."""
+    groups = NEWCOMER_TOKENS // (len(make(0)) * TOKENS)
+    held, _, accusation = watched(bench, make, groups, first_group=100_000 + 1000 * number)
+    return held.noise_nats, accusation
+
+
+def watch_honest(bench: Bench, until: float) -> tuple[dict[str, int], int, float]:
+    """How many honest workers of each kind were watched, how many were accused, and the largest noise of one."""
+    kinds = honest_kinds(bench)
     counts, accused, noise = dict.fromkeys(kinds, 0), 0, 0.0
     number = 0
     while time.monotonic() < until or not all(counts.values()):
         for kind, make in kinds.items():
-            siblings = len(make(0))
-            groups = NEWCOMER_TOKENS // (siblings * TOKENS)
-            held, _, accusation = watched(bench, make, groups, first_group=100_000 + 1000 * number)
+            off_by, accusation = watch_newcomer(bench, make, number)
             counts[kind] += 1
             accused += accusation is not None
-            noise = max(noise, held.noise_nats)
+            noise = max(noise, off_by)
             number += 1
     return counts, accused, noise
 

@@ -1,8 +1,8 @@
 """`make soak`: the cluster simulator, chaos on real processes and the fuzzers for a stated time; docs/reliability.md's table.
 
-`python -m tests.soak --seconds 1800 --first-seed 1000`. Shares of the time: half for the simulator, a quarter each for
-chaos and fuzz; `--only sim` runs one part alone. Results are added every minute or so to the record (`soak_record`), by
-part and commit, and the page is written from all of it; `--seconds 0` only writes the page, `--anew` forgets what was.
+`python -m tests.soak --seconds 1800 --first-seed 1000`; the parts share the time by SHARES, `--only sim` runs one part alone.
+Results are added every minute or so to the record (`soak_record`), by part and commit, and the page is written from all of
+it; `--seconds 0` only writes the page, `--anew` forgets what was.
 Whatever fails is printed with the command that replays it, and the exit code is 1.
 """
 
@@ -14,12 +14,14 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+from benchmarks import bench_audit
 from echo2.sim.cluster_run import Tally, outcome_of
 from tests.fuzz_targets import TARGETS, Fuzzer
 from tests.soak_record import RECORD, ROOT, Entry, add, commit_of_tree, entries, write_page
@@ -32,7 +34,7 @@ CHAOS_TEST = "tests/e2e/test_chaos.py::test_long_chaos"
 CHAOS_GRACE_S = 150
 CHAOS_RUN_S = 120
 """A run is not begun with less time: it could not come to its last step."""
-SHARES = {"sim": 2.0, "fuzz": 1.0, "chaos": 1.0}
+SHARES = {"sim": 2.0, "fuzz": 1.0, "chaos": 1.0, "audit": 0.5}
 TEXT_MAX = 300
 
 
@@ -102,7 +104,34 @@ def fuzz(first_seed: int, until: float) -> Iterator[Entry]:
             return
 
 
-PARTS: dict[str, Callable[[int, float], Iterator[Entry]]] = {"sim": simulate, "fuzz": fuzz, "chaos": chaos}
+def audit(first_seed: int, until: float) -> Iterator[Entry]:
+    """Honest workers of each kind and liars of each kind, on a real small policy; each with random numbers of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = bench_audit.make_bench(Path(folder))
+        honest, liars = bench_audit.honest_kinds(bench), bench_audit.lies(bench)
+        for seed in count(first_seed):
+            for kind in (*honest, *liars):
+                if time.monotonic() >= until:
+                    return
+                began = time.monotonic()
+                if kind in honest:
+                    _, accusation = bench_audit.watch_newcomer(bench, honest[kind], seed)
+                else:
+                    groups = bench_audit.GROUPS_MAX
+                    _, _, accusation = bench_audit.watched(bench, liars[kind], groups, first_group=1000 * seed)
+                found = Entry("audit", "", units=1)
+                found.counts[f"watched: {kind}"] += 1
+                found.counts[f"accused: {kind}"] += accusation is not None
+                if (accusation is not None) == (kind in honest):
+                    said = accusation.text if accusation is not None else "not accused"
+                    found.failed.append(f"{kind}, number {seed}: {said}"[:TEXT_MAX])
+                found.seconds = time.monotonic() - began
+                yield found
+
+
+PARTS: dict[str, Callable[[int, float], Iterator[Entry]]] = {
+    "sim": simulate, "fuzz": fuzz, "chaos": chaos, "audit": audit,
+}  # fmt: skip
 
 
 def main() -> int:

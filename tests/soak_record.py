@@ -19,12 +19,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
-WORDS = {"sim": "seeds of the simulated cluster", "chaos": "runs of real processes", "fuzz": "inputs to decoders"}
+WORDS = {
+    "sim": "seeds of the simulated cluster", "chaos": "runs of real processes", "fuzz": "inputs to decoders",
+    "audit": "workers watched by the audit",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
 class Entry:
-    """All of one part (sim, chaos, fuzz) at one commit. `units`: seeds, runs or inputs; `counts`: by name.
+    """All of one part (a key of WORDS) at one commit. `units`: seeds, runs, inputs or workers; `counts`: by name.
 
     `failed`: how to see each failure again, and what it said.
     """
@@ -109,7 +112,7 @@ def page_of(kept: list[Entry]) -> str:
             for one in sorted(kept, key=lambda one: list(WORDS).index(one.part))
         ],
     )
-    sim, chaos, fuzz = (_sum(kept, part) for part in WORDS)
+    sim, chaos, fuzz, audit = (_sum(kept, part) for part in WORDS)
     hours, steps = sim.counts["virtual seconds"] / 3600, sim.counts["optimiser steps"]
     rows = [["seeds run", f"{sim.units:,}"], ["seeds that failed", str(len(sim.failed))],
             ["virtual hours, optimiser steps", f"{hours:.1f}, {steps:,}"]]  # fmt: skip
@@ -123,6 +126,8 @@ def page_of(kept: list[Entry]) -> str:
         [f"fuzz target, {len(fuzz.failed)} failures", "executions", "refused"],
         [*rows, ["all", f"{fuzz.units:,}", f"{refused:,}"]],
     )
+    rows = [[name, times, f"{audit.counts['accused: ' + name]:,}"] for name, times in _counted(audit, "watched: ")]
+    lines += _table([f"audit, {len(audit.failed)} wrong verdicts: worker", "watched", "accused"], rows)
     failed = [[f"`{text}`", one.commit] for one in kept for text in one.failed]
     if failed:
         lines += ["What failed, and under which commit:", "", *_table(["failure", "commit"], failed)]

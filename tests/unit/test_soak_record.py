@@ -15,15 +15,19 @@ def test_what_is_added_is_summed_by_part_and_commit(tmp_path: Path) -> None:
         add(record, Entry("sim", "abc", 60.0, seeds, counts, list(failed)))
     add(record, Entry("sim", "def", 60.0, 4))
     add(record, Entry("chaos", "abc", 60.0, 1, Counter({"kill -9 learner": 7})))
+    watched = Counter({"watched: bf16": 9, "watched: a liar": 4, "accused: a liar": 3})
+    add(record, Entry("audit", "abc", 60.0, 13, watched, ["a liar, number 3: not accused"]))
     kept = entries(record)
     assert [(one.part, one.commit, one.units) for one in kept] == [
         ("sim", "abc", 5),
         ("sim", "def", 4),
         ("chaos", "abc", 1),
+        ("audit", "abc", 13),
     ]
     assert kept[0].counts["fault: bit rot"] == 5 and kept[0].failed == ["make sim SEED=9: invariant 6"]
     page = page_of(kept)
     assert "| seeds run | 9 |" in page and "| kill -9 learner | 7 |" in page and "SEED=9" in page
+    assert "| audit, 1 wrong verdicts: worker |" in page and "| a liar | 4 | 3 |" in page and "| bf16 | 9 | 0 |" in page
     assert "| virtual hours, optimiser steps | 2.0, 0 |" in page
 
 
