@@ -53,28 +53,26 @@ def settle_places(
     """What the changes of a segment of `count` elements add to the fingerprint. `print_at` as in `settle_marks`."""
     places, signs, larger, excess = coded
     offset, seed, columns = print_at
-    at, stop = np.uint64(cursor[0]), np.uint64(_first_from(places, cursor[0], base + count))
+    at, stop = np.int64(cursor[0]), _first_from(places, cursor[0], base + count)
     to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
     total = _0
-    while at < stop:
-        row = (np.uint64(places[at]) + to_element) >> _SHIFT
-        row_sum = _0
-        while at < stop:
-            element = np.uint64(places[at]) + to_element
-            if element >> _SHIFT != row:
-                break
-            number = columns[element & _MASK]
-            down = _0 - _bit(signs, at)
-            row_sum += (number ^ down) - down
-            at += _1
-        total += row_sum * row_coefficient(seed, row)
-    found, found_stop = cursor[1], _first_from(larger, cursor[1], np.int64(stop))
+    while at < stop:  # what one word has the signs of: every change by itself, so that several are summed at once
+        down_from = signs[np.uint64(at) >> _6] >> (np.uint64(at) & _63)
+        together = min(stop - at, 64 - (at & 63))
+        mine = places[at : at + together]
+        for j in range(together):
+            element = np.uint64(mine[j]) + to_element
+            number = columns[element & _MASK] * row_coefficient(seed, element >> _SHIFT)
+            down = _0 - ((down_from >> np.uint64(j)) & _1)
+            total += (number ^ down) - down
+        at += together
+    found, found_stop = cursor[1], _first_from(larger, cursor[1], stop)
     for i in range(found, found_stop):
         element = np.uint64(places[larger[i]]) + to_element
         down = _0 - _bit(signs, np.uint64(larger[i]))
         number = columns[element & _MASK] * row_coefficient(seed, element >> _SHIFT) * np.uint64(excess[i])
         total += (number ^ down) - down
-    cursor[0], cursor[1] = np.int64(stop), found_stop
+    cursor[0], cursor[1] = stop, found_stop
     return total
 
 
