@@ -202,26 +202,27 @@ def decode_sparse(
     reader.end()
     if sum(changed.marked for changed, _, _ in runs) != count:
         raise DeltaFormatError(f"expected {count} changes, its classes' marks are others")
-    return _joined(runs, sizes, block, old, octave, signs)
+    return _joined(runs, block, old, octave, signs)
 
 
-def _joined(
-    runs: list[Run], sizes: I64, block: Block, old: list[Bits], octave: classes.Octave, signs: U64
-) -> Changes:  # fmt: skip
+def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octave, signs: U64) -> Changes:
     """The changes of all classes, in order of position."""
-    starts = _word_starts(sizes)
-    words = np.zeros(int(starts[-1]), np.uint64)
-    for (changed, _, _), begin, end in zip(runs, starts, starts[1:], strict=False):
-        changed.copy_to(words[begin:end])
-    ranks = np.concatenate([larger.listed() for _, larger, _ in runs])
-    borders = np.cumsum([0, *(larger.marked for _, larger, _ in runs)])
-    upcoming = np.full(CLASS_COUNT, classes.NEVER)
-    some = borders[:-1] < borders[1:]
-    upcoming[some] = ranks[borders[:-1][some]]
-    places = (64 * starts[:-1], np.zeros(CLASS_COUNT, np.int64), borders[:-1].copy(), borders[1:], upcoming)
-    coded = (words, ranks, np.concatenate([excess for _, _, excess in runs]))
-    found = np.empty(ranks.size, np.uint32), np.empty(ranks.size, block.element.bits_dtype)
+    words, starts = _spread([changed for changed, _, _ in runs])
+    larger_words, larger_starts = _spread([larger for _, larger, _ in runs])
+    listed = np.cumsum([0, *(larger.marked for _, larger, _ in runs)])
+    found = np.empty(int(listed[-1]), np.uint32), np.empty(int(listed[-1]), block.element.bits_dtype)
+    places = (64 * starts, 64 * larger_starts, listed[:-1].copy())
+    coded = (words, larger_words, np.concatenate([excess for _, _, excess in runs]))
     out, so_far = np.zeros(word_count(block.element_count), np.uint64), np.zeros(3, np.int64)
     for part in old:
         classes.join_marks(part, octave, places, coded, so_far, (out, *found))
     return Changes(BitSet.of_marks(out, block.element_count, int(so_far[1])), signs, *found)
+
+
+def _spread(sets: list[BitSet]) -> tuple[U64, I64]:
+    """The marks of several sets one behind the other, and the word at which each begins."""
+    starts = _word_starts(np.array([marks.size for marks in sets]))
+    words = np.zeros(int(starts[-1]), np.uint64)
+    for marks, begin, end in zip(sets, starts, starts[1:], strict=False):
+        marks.copy_to(words[begin:end])
+    return words, starts[:-1]

@@ -37,9 +37,7 @@ _GROUPS, _GROUP = 512, 64  # of neighbours, for the sample from which the classe
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _7 = np.uint64(7)
-NEVER = 1 << 40  # the rank of a change that does not come
 Octave = tuple[np.uint64, np.uint64, np.uint64, U64]
-Runs = tuple[I64, I64, I64, I64, I64]
 Sample = TypeVar("Sample", Bits, torch.Tensor)
 
 
@@ -150,36 +148,22 @@ def split_larger(marks: tuple[U8, U32, Bits], at: I64, out: tuple[U32, Bits]) ->
         at[larger_class[i]] = place + 1
 
 
-@inlined
-def _larger_lanes(c: int, part: np.uint64, larger_ranks: U32, runs: Runs) -> np.uint64:
-    """Which of a class's changes among 64 elements are larger; the next one after them is `upcoming` then."""
-    _, ranks, listed, ends, upcoming = runs
-    first = ranks[c] - np.int64(count_ones(part))
-    lanes = _0
-    i = listed[c]
-    while upcoming[c] < ranks[c]:
-        lanes |= deposit(_1 << np.uint64(upcoming[c] - first), part)
-        i += 1
-        upcoming[c] = np.int64(larger_ranks[i]) if i < ends[c] else NEVER
-    return lanes
-
-
 @compiled
 def join_marks(
-    old: Bits, octave: Octave, runs: Runs, coded: tuple[U64, U32, Bits], so_far: I64, out: tuple[U64, U32, Bits]
+    old: Bits, octave: Octave, runs: tuple[I64, I64, I64], coded: tuple[U64, U64, Bits], so_far: I64,
+    out: tuple[U64, U32, Bits],
 ) -> None:  # fmt: skip
-    """The reverse of all this, for one segment. `coded` = marks of all runs; ranks within their class and excess of the
-    larger changes, by class.
+    """The reverse of all this, for one segment. `coded` = marks of all runs, marks of their larger changes, and the excess
+    of these by class; `runs` = where each class is in each of them.
 
-    `runs` = `at`, `ranks`, and for each class its next larger change: its place in `coded`, that of the class's last and
-    one, and its rank (past all, if there is none). `so_far` = elements, changes and larger ones; `out` = changed, larger,
-    excess.
+    `so_far` = elements, changes and larger ones; `out` = changed, larger, excess.
     """
-    words, larger_ranks, sorted_excess = coded
-    at, ranks, listed, _, upcoming = runs
+    words, larger_words, sorted_excess = coded
+    at, larger_at, listed = runs
     changed, larger, excess = out
     shift, mask, lowest, work = octave
     bits, rank, found = so_far[0], so_far[1], so_far[2]
+    any_larger = larger.size > 0
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
         word = _0
@@ -192,10 +176,10 @@ def join_marks(
         if not word:
             continue
         lanes = _0
-        for c in range(CLASS_COUNT):
-            ranks[c] += np.int64(count_ones(work[c]))
-            if upcoming[c] < ranks[c]:
-                lanes |= _larger_lanes(c, work[c], larger_ranks, runs)
+        if any_larger:
+            for c in range(CLASS_COUNT):
+                lanes |= deposit(bits_at(larger_words, larger_at[c]), work[c])
+                larger_at[c] += np.int64(count_ones(work[c]))
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
