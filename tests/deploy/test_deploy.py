@@ -163,3 +163,128 @@ def test_prometheus_accepts_them(kind: str, file: str) -> None:
     command = [tool, "check", kind, *(["--syntax-only"] if kind == "config" else []), file]
     done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+FIRING = {  # what each alert is about: series that must set it off by minute 60, and the like of it that must not
+    "Echo2CoordinatorDown": ({'up{job="echo2"}': "0x60"}, {'up{job="echo2"}': "1x60"}),
+    "Echo2LearnerAway": ({"echo2_learner_connected": "0x60"}, {"echo2_learner_connected": "1x60"}),
+    "Echo2OverStaleTokens": ({"echo2_over_stale_tokens_trained": "3x60"}, {"echo2_over_stale_tokens_trained": "0x60"}),
+    "Echo2NoProgress": (
+        {"echo2_step": "7x60", "echo2_usd_per_hour": "2x60"},
+        {"echo2_step": "0+1x60", "echo2_usd_per_hour": "2x60"},
+    ),
+    "Echo2LearnerStarved": (
+        {"echo2_learner_utilisation": "0.5x60", "echo2_learner_utilisation_predicted": "0.99x60"},
+        {"echo2_learner_utilisation": "0.95x60", "echo2_learner_utilisation_predicted": "0.99x60"},
+    ),
+    "Echo2PlanInfeasible": (
+        {"echo2_learner_utilisation_predicted": "0.5x60"},
+        {"echo2_learner_utilisation_predicted": "0x60"},
+    ),
+    "Echo2BroadcastSlow": (
+        {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "4x60"},
+        {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "0x60"},
+    ),
+    "Echo2RolloutsStale": (
+        {"echo2_rollouts_dropped_stale": "0+1x60", "echo2_rollouts_trained": "0+10x60"},
+        {"echo2_rollouts_dropped_stale": "0+1x60", "echo2_rollouts_trained": "0+100x60"},
+    ),
+    "Echo2LeasesExpire": (
+        {"echo2_leases_expired": "0+2x60", "echo2_leases_granted": "0+10x60"},
+        {"echo2_leases_expired": "0x60", "echo2_leases_granted": "0x60"},
+    ),
+    "Echo2WorkersSuspect": (
+        {"echo2_workers_suspect": "3x60", "echo2_workers_alive": "7x60"},
+        {"echo2_workers_suspect": "1x60", "echo2_workers_alive": "9x60"},
+    ),
+    "Echo2WorkerBehind": (
+        {'echo2_worker_lag_versions{worker="oslo"}': "9x60"},
+        {'echo2_worker_lag_versions{worker="oslo"}': "2x60"},
+    ),
+}
+
+
+def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    assert {rule["alert"] for rule in _alerts()} == FIRING.keys()
+    tool = shutil.which("promtool")
+    if tool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    file = {"rule_files": [str(DEPLOY / "prometheus" / "alerts.yml")], "evaluation_interval": "1m", "tests": []}
+    for alert, cases in FIRING.items():
+        for series in cases:
+            file["tests"].append(  # type: ignore[attr-defined]
+                {
+                    "interval": "1m",
+                    "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                    "promql_expr_test": [
+                        {
+                            "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
+                            "eval_time": "60m",
+                            "exp_samples": [{"labels": "{}", "value": 1 if series is cases[0] else 0}],
+                        }
+                    ],
+                }
+            )
+    (tmp_path / "fires.yml").write_text(yaml.safe_dump(file))
+    done = subprocess.run(
+        [tool, "test", "rules", str(tmp_path / "fires.yml")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_runbook_speaks_of_no_alert_that_is_not_there() -> None:
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    assert set(re.findall(r"^### (Echo2\w+)$", runbook, re.MULTILINE)) == {rule["alert"] for rule in _alerts()}
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "systemd").glob("*.service")), ids=lambda path: path.stem)
+def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("systemd is not installed")
+
+    def complaints(text: str) -> str:
+        unit = tmp_path / path.name
+        unit.write_text(text.replace("/opt/echo2/bin/" + path.stem, "/bin/true"))
+        done = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True, check=False)
+        return "\n".join(line for line in done.stderr.splitlines() if path.name in line)
+
+    assert complaints(path.read_text()) == ""
+    assert "Restart" in complaints(path.read_text().replace("RestartSec=", "RestartSeconds=")), "a wrong name is told"
+
+
+SERVICE_KEYS = {
+    "build", "image", "command", "ports", "volumes", "restart", "healthcheck", "depends_on", "deploy", "stop_grace_period",
+    "shm_size", "profiles",
+}  # fmt: skip
+
+
+def test_compose_names_only_what_is_there() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert compose.keys() == {"name", "services", "volumes"}
+    for name, service in compose["services"].items():
+        assert service.keys() <= SERVICE_KEYS, name
+        assert ("build" in service) != ("image" in service)
+        if "build" in service:
+            context = DEPLOY / service["build"]["context"]
+            assert (context / service["build"]["dockerfile"]).is_file()
+        for volume in service.get("volumes", []):
+            source, target, *_ = volume.split(":")
+            assert target.startswith("/")
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+        assert set(service.get("depends_on", ())) <= compose["services"].keys()
+        for other, condition in service.get("depends_on", {}).items():
+            assert condition == {"condition": "service_healthy"} and "healthcheck" in compose["services"][other]
+        assert set(service.get("profiles", ())) <= {"monitoring"}
+
+
+def test_skypilots_tasks_have_the_fields_of_a_task() -> None:
+    fields = {"name", "resources", "secrets", "envs", "file_mounts", "setup", "run"}
+    resources = {"accelerators", "use_spot", "disk_size", "ports"}
+    for path in (DEPLOY / "skypilot").glob("*.yaml"):
+        task = yaml.safe_load(path.read_text())
+        assert task.keys() <= fields and task["resources"].keys() <= resources, path.name
+        used = set(re.findall(r"\$(ECHO2_\w+)", task["run"]))
+        assert used == {*task["secrets"], *task["envs"]}, f"{path.name}: given and not used, or used and not given"
+        checked = subprocess.run(["bash", "-n"], input=task["setup"] + task["run"], text=True, check=False)
+        assert checked.returncode == 0

@@ -1,7 +1,7 @@
 """Environments that hold the built wheel, and of the libraries only what chosen requirements pull in.
 
 Real installations would fetch gigabytes; here each distribution that the requirements name, and all that these
-require, is linked file by file from the environment that runs the tests. What a plain install would not bring is
+require, is linked from the environment that runs the tests. What a plain install would not bring is
 not there, so an import of it fails as it would for a user.
 """
 
@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from functools import cache
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -100,12 +101,21 @@ def _closure(wanted: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[Distribu
 
 
 def _link(found: Distribution, site: Path) -> None:
-    """Links the top-level names of a distribution; folders that several share are merged file by file."""
+    """Whole top-level folders, bytecode and all, where no other distribution has a part in them; else file by file."""
     for file in found.files or ():
-        if file.parts[0] == ".." or "__pycache__" in file.parts or file.suffix == ".pth":
+        top = file.parts[0]
+        if top == ".." or file.suffix == ".pth":
             continue
-        target = site / file
+        is_own = top.endswith(".dist-info") or len(set(_owners().get(top, ()))) == 1
+        source = Path(str(found.locate_file(top if is_own else file)))
+        target = site / (top if is_own else file)
         if target.exists():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(Path(str(file.locate())).resolve())
+        target.symlink_to(source.resolve())
+
+
+@cache
+def _owners() -> Mapping[str, list[str]]:
+    """Distributions by the top-level names that they bring."""
+    return packages_distributions()
