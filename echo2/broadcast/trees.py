@@ -27,6 +27,7 @@ from echo2.broadcast.topology import (
 PLAN_ARTIFACT_BYTES = 64 << 20
 PLAN_CHUNK_BYTES = 256 << 10
 BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
+SEED_SPARED_SHARE = 1.1  # of what the seed must send, that it may send so that no uplink is quite full
 WEIGHT_MIN = 2e-3  # a tree with less is not worth its window
 
 
@@ -49,17 +50,27 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
     count = len(nodes) - 1
     if count < 2:
         return star(nodes)
-    rate = fluid_bound(nodes).rate_bytes_per_s
-    shares = [nodes[i].up / ((count - 1) * rate) for i in range(1, count + 1)]
-    total = sum(shares)
-    if total > 1.0:
-        shares = [share / total for share in shares]
+    uplinks = sum(node.up for node in nodes[1:])
+    relayed = 1.0 - _direct_share(nodes)
+    shares = [relayed * node.up / uplinks for node in nodes[1:]]
     trees = [Tree(share, _relayed_by(nodes, root)) for root, share in enumerate(shares, start=1)]
     rest = 1.0 - sum(tree.weight for tree in trees)
     if rest > 1e-9:
         trees.append(Tree(rest, (0,) * count))
     is_full_mesh = all(node.addresses for node in nodes) or sum(not node.addresses for node in nodes) < 2
     return tuple(trees) if is_full_mesh else _balanced(nodes, trees)
+
+
+def _direct_share(nodes: Sequence[NodeLink]) -> float:
+    """What the seed sends to all itself. Where not all uplinks together are the limit, what they can spare is spread
+    evenly over them, as far as the seed then sends not much more than it must."""
+    count = len(nodes) - 1
+    rate = fluid_bound(nodes).rate_bytes_per_s
+    uplinks = sum(node.up for node in nodes[1:])
+    relayable = uplinks / ((count - 1) * rate)
+    least = max(0.0, 1.0 - relayable)
+    even = max(least, 1.0 - relayable * min(1.0, count * rate / (nodes[0].up + uplinks)))
+    return min(even, least + (SEED_SPARED_SHARE - 1.0) * (1.0 / (count - 1) + least))
 
 
 def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, ...]:

@@ -36,7 +36,6 @@ from echo2.broadcast.events import (
     SealSeen,
     SendChunk,
     Unwanted,
-    UplinkSeen,
     Wake,
     Wanted,
     Woken,
@@ -62,17 +61,16 @@ from echo2.broadcast.runtime.progress import (
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
-from echo2.broadcast.runtime.sockets import SocketWatch
 from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport import Connection, Transport, way_of
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
 
 log = logging.getLogger("echo2.broadcast")
 CONNECTIONS_MAX = 48
 CONNECT_INTERVAL_S = 0.5
-UPLINK_INTERVAL_S = 0.1
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
 
@@ -107,6 +105,7 @@ class BroadcastNode:
         self._shaper = NodeShaper(options.shape)
         self._dialling = Dialling(self.peer_id)
         self._inbox = Inbox(self.peer_id, self.library, self.meter)
+        self._uplink = UplinkWatch(self.meter, self.session, self._act)
         self._links: dict[PeerId, PeerLink] = {}
         self._dialling_now: set[PeerId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,7 +134,7 @@ class BroadcastNode:
             self.on_lost("a chunk file")
         self._is_running = True
         self._spawn(self._keep_connected())
-        self._spawn(self._watch_uplink())
+        self._spawn(self._uplink.run())
         self._update_wants()
 
     async def stop(self) -> None:
@@ -349,17 +348,6 @@ class BroadcastNode:
                     self._spawn(self._dial(target, address))
             await asyncio.sleep(CONNECT_INTERVAL_S)
 
-    async def _watch_uplink(self) -> None:
-        """Tells the session how the connections fare while they carry something; looks every UPLINK_INTERVAL_S."""
-        watch, sent_before = SocketWatch(), -1
-        while True:
-            await asyncio.sleep(UPLINK_INTERVAL_S)
-            if self.meter.sent_bytes != sent_before or self.session.is_waiting:
-                sent_before = self.meter.sent_bytes
-                seen = watch.look()
-                if seen.delivered_bytes:
-                    self._act(UplinkSeen(seen.delivered_bytes, seen.queue_s))
-
     async def _dial(self, target: Target, address: str) -> None:
         try:
             connection = await self._transport.dial(address, target.peer_id)
@@ -406,6 +394,7 @@ class BroadcastNode:
         if len(self._links) >= CONNECTIONS_MAX:
             raise Unreachable(f"peer {link.peer_id}: {CONNECTIONS_MAX} connections are open, the most allowed")
         self._links[link.peer_id] = link
+        self._uplink.expect_new()
 
     def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
         log.warning("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)

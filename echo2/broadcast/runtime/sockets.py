@@ -1,4 +1,5 @@
-"""What the kernel knows of this process's TCP connections: bytes confirmed, round-trip times. Linux only; else silent.
+"""What the kernel knows of this process's TCP connections: bytes confirmed, losses, round-trip times; and which congestion
+control they use. Linux only; else silent.
 
 gRPC does not show its sockets, so all descriptors of the process are looked through. Loopback is left out: it has no
 uplink to protect. A descriptor may be closed by its owner at any moment; then it is skipped.
@@ -13,11 +14,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_TCP_INFO = getattr(socket, "TCP_INFO", 11)
-_INFO_BYTES = 152
-_RTT_AT, _ACKED_AT, _MIN_RTT_AT = 68, 120, 148  # of struct tcp_info, in microseconds and bytes
+from echo2.broadcast.congestion import Control
+
+_TCP_INFO, _TCP_CONGESTION = getattr(socket, "TCP_INFO", 11), getattr(socket, "TCP_CONGESTION", 13)
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+_INFO_BYTES, _NAME_BYTES = 152, 16
+_RTT_AT, _RETRANSMITTED_AT, _ACKED_AT, _MIN_RTT_AT = 68, 100, 120, 148  # of struct tcp_info: us, segments, bytes, us
 SOCKETS_MAX = 1024
 SCAN_EVERY = 20
+UNSENT_S, UNSENT_BYTES_MIN = 0.015, 32 << 10  # of the uplink, that the kernel may hold unsent for a connection
+UNSENT_STEP = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +32,117 @@ class Sent:
 
     delivered_bytes: int
     queue_s: float  # of the connection with the least
+    retransmitted: int = 0  # segments
+
+
+@dataclass(frozen=True, slots=True)
+class _TcpInfo:
+    rtt_us: int
+    least_rtt_us: int
+    confirmed_bytes: int
+    retransmitted: int
+
+
+_UNSEEN = _TcpInfo(0, 0, 0, 0)
 
 
 class SocketWatch:
-    """Which descriptors are connections is looked up anew every SCAN_EVERY looks."""
+    """Which descriptors are connections is looked up anew every SCAN_EVERY looks, and after `expect_new`."""
 
     def __init__(self) -> None:
-        self._confirmed: dict[int, int] = {}
+        self._last: dict[int, _TcpInfo] = {}
+        self._looks = 0
+        self._control = Control.USUAL
+        self._unsent_bytes = 0
+        self._usual: dict[int, bytes] = {}  # by descriptor, what a connection came with
+        self.is_fast_offered = True
+
+    @property
+    def has_connections(self) -> bool:
+        return bool(self._last)
+
+    def expect_new(self) -> None:
+        """A connection was made."""
         self._looks = 0
 
     def look(self) -> Sent:
         if self._looks % SCAN_EVERY == 0:
-            self._confirmed = {fd: self._confirmed.get(fd, 0) for fd in _descriptors() if _tcp_info(fd) is not None}
+            self._last = {fd: self._last.get(fd, _UNSEEN) for fd in _descriptors() if _tcp_info(fd) is not None}
+            self._usual = {fd: name for fd, name in self._usual.items() if fd in self._last}
+            self._apply()
         self._looks += 1
-        delivered, queue_s = 0, float("inf")
-        for fd, before in self._confirmed.items():
+        delivered, queue_s, retransmitted = 0, float("inf"), 0
+        for fd, before in self._last.items():
             found = _tcp_info(fd)
             if found is None:
                 continue
-            rtt_us, confirmed, least_us = found
-            self._confirmed[fd] = confirmed
-            if confirmed > before > 0:
-                delivered += confirmed - before
-                queue_s = min(queue_s, (rtt_us - least_us) / 1e6)
-        return Sent(delivered, max(0.0, queue_s) if delivered else 0.0)
+            self._last[fd] = found
+            if found.confirmed_bytes > before.confirmed_bytes > 0:
+                delivered += found.confirmed_bytes - before.confirmed_bytes
+                queue_s = min(queue_s, (found.rtt_us - found.least_rtt_us) / 1e6)
+                retransmitted += max(0, found.retransmitted - before.retransmitted)
+        return Sent(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted)
+
+    def use(self, control: Control) -> None:
+        """All connections that are known, and those that will be."""
+        if control is not self._control:
+            self._control = control
+            self._apply()
+
+    def limit_unsent(self, uplink_bytes_per_s: float) -> None:
+        """What waits, waits in the session, not in the kernel, which would send it in one burst once a connection may.
+        0: no rate is known, nothing changes."""
+        limit = max(UNSENT_BYTES_MIN, int(UNSENT_S * uplink_bytes_per_s))
+        if uplink_bytes_per_s and abs(limit - self._unsent_bytes) > UNSENT_STEP * self._unsent_bytes:
+            self._unsent_bytes = limit
+            self._apply()
+
+    def _apply(self) -> None:
+        for fd in self._last:
+            if self._unsent_bytes:
+                _set(fd, socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, struct.pack("=I", self._unsent_bytes))
+            if self._control is Control.FAST and self.is_fast_offered and fd not in self._usual:
+                self._make_fast(fd)
+            elif self._control is Control.USUAL and fd in self._usual:
+                _set(fd, socket.IPPROTO_TCP, _TCP_CONGESTION, self._usual.pop(fd))
+
+    def _make_fast(self, fd: int) -> None:
+        usual = _control_of(fd)
+        if usual is None:
+            return
+        if _set(fd, socket.IPPROTO_TCP, _TCP_CONGESTION, Control.FAST.value.encode()):
+            self._usual[fd] = usual
+        elif _control_of(fd) is not None:  # the connection is still there, so it was the kernel that refused
+            self.is_fast_offered = False
+
+
+def _control_of(fd: int) -> bytes | None:
+    """The name of a connection's congestion control; None where it is gone."""
+    try:
+        view = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    try:
+        return view.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
+    except OSError:
+        return None
+    finally:
+        view.detach()
+
+
+def _set(fd: int, level: int, option: int, value: bytes) -> bool:
+    try:
+        view = socket.socket(fileno=fd)
+    except OSError:
+        return False
+    try:
+        view.setsockopt(level, option, value)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        view.detach()
 
 
 def _descriptors() -> list[int]:
@@ -83,8 +176,8 @@ def is_loopback(host: str) -> bool:
     return host.startswith(("127.", "::ffff:127.")) or host == "::1"
 
 
-def _tcp_info(fd: int) -> tuple[int, int, int] | None:
-    """(round trip, bytes confirmed, least round trip) of an established connection to another machine."""
+def _tcp_info(fd: int) -> _TcpInfo | None:
+    """Of an established connection to another machine."""
     try:
         view = socket.socket(fileno=fd)
     except OSError:
@@ -101,7 +194,11 @@ def _tcp_info(fd: int) -> tuple[int, int, int] | None:
         view.detach()
     if len(info) < _INFO_BYTES:
         return None
-    least_us = struct.unpack_from("=I", info, _MIN_RTT_AT)[0]
     rtt_us = struct.unpack_from("=I", info, _RTT_AT)[0]
-    confirmed = struct.unpack_from("=Q", info, _ACKED_AT)[0]
-    return rtt_us, confirmed, least_us if 0 < least_us < 0xFFFFFFFF else rtt_us
+    least_us = struct.unpack_from("=I", info, _MIN_RTT_AT)[0]
+    return _TcpInfo(
+        rtt_us,
+        least_us if 0 < least_us < 0xFFFFFFFF else rtt_us,
+        struct.unpack_from("=Q", info, _ACKED_AT)[0],
+        struct.unpack_from("=I", info, _RETRANSMITTED_AT)[0],
+    )

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from echo2.broadcast.congestion import Control
 from echo2.broadcast.runtime import sockets
 from echo2.broadcast.runtime.sockets import SocketWatch
 
@@ -53,3 +54,57 @@ def test_descriptors_that_are_no_connections_are_passed_over() -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets Linux's TCP_CONGESTION")
+def test_connections_change_their_congestion_control_and_get_their_own_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+
+    def control_of(connection: socket.socket) -> bytes:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        watch = SocketWatch()
+        watch.look()
+        watch.use(Control.FAST)
+        assert control_of(client) == (b"bbr" if watch.is_fast_offered else b"reno")
+        watch.use(Control.USUAL)
+        assert control_of(client) == b"reno"
+        watch.use(Control.FAST)
+        with socket.create_connection(server.getsockname()) as later:
+            watch.expect_new()
+            watch.look()
+            assert control_of(later) == control_of(client)
+
+
+def test_a_kernel_without_the_fast_control_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+    asked: list[int] = []
+
+    def refuse(fd: int, level: int, option: int, value: bytes) -> bool:
+        asked.append(fd)
+        return False
+
+    monkeypatch.setattr(sockets, "_set", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        watch = SocketWatch()
+        watch.look()
+        for control in (Control.FAST, Control.USUAL, Control.FAST):
+            watch.use(control)
+    assert not watch.is_fast_offered
+    assert len(asked) == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets Linux's TCP_NOTSENT_LOWAT")
+def test_the_kernel_holds_little_unsent_of_connections_whose_uplink_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        limit_of = lambda: client.getsockopt(socket.IPPROTO_TCP, 25)  # noqa: E731
+        watch, before = SocketWatch(), limit_of()
+        watch.look()
+        watch.limit_unsent(0.0)
+        assert limit_of() == before
+        for rate, limit in ((10e6, 150_000), (10.5e6, 150_000), (20e6, 300_000), (1e5, sockets.UNSENT_BYTES_MIN)):
+            watch.limit_unsent(rate)
+            assert limit_of() == limit

@@ -122,3 +122,30 @@ def test_sessions_of_64_nodes_reach_what_the_plan_predicts() -> None:
     got = broadcast(wan_fleet("heterogeneous", 64), 8 << 20, 128 << 10)
     assert got.duplicate_bytes == 0
     assert got.slowest_s <= 1.3 * got.predicted_s
+
+
+def test_what_uplinks_can_spare_is_spread_over_all_of_them() -> None:
+    """The slowest downlink (150 Mbit/s) binds: without spreading, the workers' uplinks would be full and the seed's 87 %."""
+    ups, downs = (50, 200, 75, 100), (150, 400, 200, 200)
+    nodes = [NodeLink(PeerId("seed"), "seed", ("seed:1",), 200 * MBIT, 400 * MBIT, 0.02)]
+    nodes += [
+        NodeLink(PeerId(f"w{i}"), "", ("w:1",), u * MBIT, d * MBIT)
+        for i, (u, d) in enumerate(zip(ups, downs, strict=True))
+    ]
+    trees, rate = weighted_multi_tree(nodes), fluid_bound(nodes).rate_bytes_per_s
+    used = [0.0] * len(nodes)
+    for tree in trees:
+        for parent in tree.parents:
+            used[parent] += tree.weight * rate / nodes[parent].up
+    assert max(used) == pytest.approx(min(used), rel=0.02)
+    assert max(used) < 0.97
+
+
+@given(st.lists(st.floats(10, 1000), min_size=2, max_size=32), st.floats(20, 2000), st.floats(10, 1000))
+def test_the_seed_sends_hardly_more_than_it_must(ups: list[float], seed_up: float, slowest: float) -> None:
+    nodes = fleet(ups, seed_up)
+    nodes[1] = NodeLink(PeerId("w0"), "w0", ("w0:1",), ups[0] * MBIT, slowest * MBIT)
+    rate, total = fluid_bound(nodes).rate_bytes_per_s, sum(node.up for node in nodes[1:])
+    least = max(1.0, len(ups) - total / rate)
+    sent = sum(tree.weight * tree.parents.count(0) for tree in weighted_multi_tree(nodes))
+    assert sent <= 1.11 * least
