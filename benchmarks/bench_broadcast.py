@@ -1,6 +1,8 @@
 """Time until every worker holds a verified version, against the fluid bound: real node processes, real transports.
 
-    make bench-broadcast                                   # the whole table, 15 to 18 minutes
+    make bench-broadcast                                   # the whole table, about 20 minutes
+    python -m benchmarks.bench_broadcast --list            # the names of its parts, and about how long each takes
+    python -m benchmarks.bench_broadcast --only homogeneous/4/ NAT       # some parts; their rows replace the old ones
     python -m benchmarks.bench_broadcast --short           # every cell with 16 MiB, 5 minutes: does it work?
     python -m benchmarks.bench_broadcast --only homogeneous/8 --mib 128 --scale 0.2 --repeat 3
 
@@ -12,8 +14,9 @@ says where they were). Baselines in the same run: star (the seed sends all, our 
 libtorrent`) as it comes and tuned, and bytes over asyncio TLS with nothing else, for the CPU. Large fleets are the real
 session cores on a virtual clock.
 
-Results are written after each cell, so an interrupted run leaves what it has; a cell that fails is reported as failed
-and the rest goes on. With --only, --short or another size nothing is written unless --out says where.
+Results are written after each part, so an interrupted run leaves what it has; a part that fails is reported as failed
+and the rest goes on. Every row says when and of which commit it was measured; rows of parts that did not run stay as they
+are. With --short or another size nothing is written unless --out says where.
 """
 
 from __future__ import annotations
@@ -25,15 +28,20 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import broadcast_cpu
 from benchmarks.broadcast_run import Outcome, run
-from benchmarks.broadcast_scene import Fault, Scene, fluid_s, make_scene
+from benchmarks.broadcast_scene import IP_OVERHEAD, Fault, Scene, fluid_s, make_scene
 from benchmarks.wan.lab import missing
+from echo2.broadcast.trees import plan
+from echo2.sim.broadcast_scenarios import Outcome as Simulated
 from echo2.sim.broadcast_scenarios import broadcast, wan_fleet
 
 RESULTS = Path(__file__).parent / "results" / "broadcast.json"
@@ -43,7 +51,9 @@ CORES_SHARE = 0.8
 SATURATED_SHARE, LATE_SHARE = 0.85, 0.02
 SHORT_MIB = 16
 SEED_TARGET = 1.15
-SIM_TARGET = 1.15
+SIM_TARGET, PLAN_TARGET_MS, CONNECTIONS_TARGET = 1.15, 200.0, 32
+SIM_MIB = {64: 64, 256: 64, 1000: 128}  # larger fleets have longer paths: short artifacts are not limited by rates
+START_AND_END_S = 8.0  # of a cell's processes, beside the broadcast
 HEADER = (
     "| links | workers | method | scale | MiB | slowest s | bound s | ratio | target | seed sent / optimum | dup % "
     "| cores | cpu s / GiB | late % |"
@@ -133,6 +143,10 @@ def kept(cell: Cell, scene: Scene, outcomes: list[Outcome]) -> list[dict[str, An
         sent = statistics.median([got.seed_sent_bytes / scene.optimum_seed_bytes() for got in outcomes])
         has_goal = scene.fault is None
         rows.append(row(f"{where}/learner sent", sent, "x fluid optimum", SEED_TARGET if has_goal else None))
+        most = max(got.connections for got in outcomes)
+        rows.append(row(f"{where}/connections", most, "of the node with the most", CONNECTIONS_TARGET))
+        memory = statistics.median([got.rss_mib for got in outcomes])
+        rows.append(row(f"{where}/memory", memory, "MiB, of the largest node's process", None))
         rows.append(row(f"{where}/cores used", statistics.median([got.cores_used for got in outcomes]), "cores", None))
     cost = statistics.median([got.cpu_s_per_gib(scene) for got in outcomes])
     rows.append(row(f"{where}/{cell.method}, CPU", cost, "CPU s per relayed GiB", None))
@@ -165,15 +179,46 @@ def measured(cell: Cell, options: argparse.Namespace, in_lab: bool) -> list[dict
     return [row(f"{scene.name}/{cell.workers}/{cell.method}", None, f"failed: {failure[:200]}", target)]
 
 
-def simulated(workers: list[int], mib: int) -> Iterator[list[dict[str, Any]]]:
-    for kind in BOTH:
-        for count in workers:
-            got = broadcast(wan_fleet(kind, count), mib << 20, 256 << 10)
+def _simulate(kind: str, count: int, mib: int) -> Simulated:
+    return broadcast(wan_fleet(kind, count), mib << 20, 256 << 10)
+
+
+def simulated(fleets: list[tuple[str, int]]) -> Iterator[list[dict[str, Any]]]:
+    """The real session cores on a virtual clock, a fleet per core of this machine at a time; rows do not depend on it."""
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        sizes = [SIM_MIB.get(count, 128) for _, count in fleets]
+        waiting = {
+            pool.submit(_simulate, kind, count, mib): (kind, count, mib)
+            for (kind, count), mib in zip(fleets, sizes, strict=True)
+        }
+        for done in as_completed(waiting):
+            kind, count, mib = waiting[done]
+            got = done.result()
             print(
                 f"| {kind}, simulated | {count} | echo2 | 1 | {mib} | {got.slowest_s:.2f} | {got.bound_s:.2f} | "
                 f"{got.ratio:.3f} | {SIM_TARGET} | {got.seed_copies:.2f} copies | 0 | - | - | - |", flush=True,
             )  # fmt: skip
-            yield [row(f"{kind}, simulated/{count}/echo2", got.ratio, f"x fluid bound ({mib} MiB)", SIM_TARGET)]
+            yield [
+                row(f"{kind}, simulated/{count}/echo2", got.ratio, f"x fluid bound ({mib} MiB)", SIM_TARGET),
+                row(
+                    f"{kind}, simulated/{count}/connections", got.degree, "of the node with the most",
+                    CONNECTIONS_TARGET,
+                ),
+            ]  # fmt: skip
+
+
+def plan_time() -> list[dict[str, Any]]:
+    """CPU time of one plan; the least of three."""
+    rows = []
+    for count in SIM_MIB:
+        nodes, taken = wan_fleet("heterogeneous", count), list[float]()
+        for _ in range(3):
+            begun = time.process_time()
+            plan(nodes, 1, 128 << 20, 256 << 10)
+            taken.append(1e3 * (time.process_time() - begun))
+        print(f"a plan for {count} workers: {min(taken):.0f} ms", flush=True)
+        rows.append(row(f"plan for {count} workers", min(taken), "ms", PLAN_TARGET_MS))
+    return rows
 
 
 def loopback_cost() -> list[dict[str, Any]]:
@@ -186,18 +231,60 @@ def loopback_cost() -> list[dict[str, Any]]:
     ]
 
 
+def _measured_alone(cell: Cell, options: argparse.Namespace, in_lab: bool) -> list[list[dict[str, Any]]]:
+    return [measured(cell, options, in_lab)]
+
+
+def _commit() -> str:
+    """Of the code that runs; with a mark where it has changes that are not committed."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    others = [line for line in changed.stdout.splitlines() if "/results/" not in line]
+    return head.stdout.strip() + (" and changes" if others else "")
+
+
 class Results:
-    """Rows so far, on disk after each addition; `path` None: only printed."""
+    """The rows of a file, on disk after each addition; `path` None: only printed. A row replaces that of its name."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._rows: list[dict[str, Any]] = []
+        self._commit = _commit()
+        is_there = path is not None and path.exists()
+        self._rows: dict[str, dict[str, Any]] = (
+            {kept["name"]: kept for kept in json.loads(path.read_text())} if path is not None and is_there else {}
+        )
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        self._rows += rows
+        measured = {"measured": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "commit": self._commit}
+        self._rows |= {added["name"]: added | measured for added in rows}
         if self._path is not None:
             self._path.parent.mkdir(exist_ok=True)
-            self._path.write_text(json.dumps(self._rows, indent=1) + "\n")
+            self._path.write_text(json.dumps(list(self._rows.values()), indent=1) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What --only names; `about_s`: how long it takes."""
+
+    name: str
+    about_s: float
+    run: Callable[[], Iterable[list[dict[str, Any]]]]
+
+
+def parts_of(options: argparse.Namespace, in_lab: bool) -> list[Part]:
+    found = [Part("loopback", 30, lambda: [loopback_cost()]), Part("plan", 1, lambda: [plan_time()])]
+    for cell in cells_of(options, in_lab):
+        copies = 5 if cell.method == "star" else 1.2
+        about_s = options.repeat * (START_AND_END_S + copies * cell.scene().bound_s(IP_OVERHEAD))
+        found.append(Part(cell.name, about_s, partial(_measured_alone, cell, options, in_lab)))
+    fleets = [(kind, count) for count in sorted(options.sim, reverse=True) for kind in BOTH]
+    if fleets:
+        found.append(Part("simulated", 0.15 * sum(count for _, count in fleets), lambda: simulated(fleets)))
+    return [part for part in found if not options.only or any(name in part.name for name in options.only)]
 
 
 def cells_of(options: argparse.Namespace, in_lab: bool) -> list[Cell]:
@@ -209,15 +296,14 @@ def cells_of(options: argparse.Namespace, in_lab: bool) -> list[Cell]:
             print(f"left out: {cell.name} (needs namespaces and `pip install libtorrent`)")
             continue
         mib = options.mib or (min(cell.mib, SHORT_MIB) if options.short else cell.mib)
-        chosen = replace(cell, mib=mib, scale=options.scale or cell.scale)
-        if not options.only or any(part in chosen.name for part in options.only):
-            found.append(chosen)
+        found.append(replace(cell, mib=mib, scale=options.scale or cell.scale))
     return found
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="cells whose name has one of these in it")
+    parser.add_argument("--only", nargs="+", default=[], help="parts whose name has one of these in it")
+    parser.add_argument("--list", action="store_true", help="the parts and about how long each takes; runs nothing")
     parser.add_argument("--short", action="store_true", help=f"{SHORT_MIB} MiB in every cell")
     parser.add_argument("--repeat", type=int, default=1, help="of each cell; medians are kept")
     parser.add_argument("--mib", type=float, default=0.0)
@@ -225,8 +311,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--congestion-control", default="cubic")
     parser.add_argument("--limit-s", type=float, default=240.0, help="after which a cell counts as failed")
     parser.add_argument("--shaped", action="store_true", help="the transport's shaper even where namespaces are")
-    parser.add_argument("--sim", type=int, nargs="*", default=[64, 256], help="fleets to simulate")
-    parser.add_argument("--sim-mib", type=int, default=64)
+    parser.add_argument("--sim", type=int, nargs="*", default=list(SIM_MIB), help="fleets to simulate")
     parser.add_argument("--out", type=Path, help=f"where the rows go; the whole table: {RESULTS.name}")
     return parser.parse_args(arguments)
 
@@ -235,16 +320,17 @@ def main() -> int:
     options = options_of()
     lacking = "asked for" if options.shaped else missing()
     print(f"network: {'transport-level shaper (' + lacking + ')' if lacking else 'namespaces, real TCP, own emulator'}")
-    is_whole = not (options.only or options.short or options.mib or options.scale or options.shaped)
-    results = Results(options.out or (RESULTS if is_whole else None))
-    cells = cells_of(options, not lacking)
+    is_kept = not (options.short or options.mib or options.scale or options.shaped)
+    parts = parts_of(options, not lacking)
+    if options.list:
+        for part in parts:
+            print(f"{part.about_s:5.0f} s  {part.name}")
+        print(f"{sum(part.about_s for part in parts):5.0f} s  in all")
+        return 0
+    results = Results(options.out or (RESULTS if is_kept else None))
     print(HEADER + "\n" + "|---" * (HEADER.count("|") - 1) + "|", flush=True)
-    if not options.only:
-        results.add(loopback_cost())
-    for cell in cells:
-        results.add(measured(cell, options, not lacking))
-    if not options.only:
-        for rows in simulated(options.sim, options.sim_mib):
+    for part in parts:
+        for rows in part.run():
             results.add(rows)
     return 0
 

@@ -76,6 +76,7 @@ async def run(folder: Path, index: int) -> None:
     last = {
         "sent": stats.sent_chunk_bytes, "received": stats.received_chunk_bytes, "duplicates": stats.duplicate_bytes,
         "pulled": stats.pulled_chunks, "trouble": stats.trouble, "cpu_s": cpu_s() - cpu_before, "rss_mib": rss_mib(),
+        "connections": len(stats.links),
     }  # fmt: skip
     print(json.dumps(last), flush=True)
     await node.stop()

@@ -54,6 +54,7 @@ class Outcome:
     late: float
     dropped: int
     rss_mib: float
+    connections: int
     topology: str
     times: dict[str, float]
     troubles: dict[str, str]
@@ -268,6 +269,7 @@ def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: di
         cpu_s=sum(r["cpu_s"] for r in living), emulator_cpu_s=stats.get("cpu_s", 0.0),
         late=stats["late_frames"] / max(1, stats["frames"]) if stats else 0.0,
         dropped=sum(h["up_dropped"] + h["down_dropped"] for h in stats["hosts"]) if stats else 0,
-        rss_mib=max(r["rss_mib"] for r in living), topology=results[0]["topology"], times=times,
+        rss_mib=max(r["rss_mib"] for r in living),
+        connections=max(r.get("connections", 0) for r in living), topology=results[0]["topology"], times=times,
         troubles={r["name"]: r["trouble"] for r in results[1:] if r.get("trouble")},
     )  # fmt: skip
