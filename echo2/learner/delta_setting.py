@@ -15,8 +15,8 @@ SettingWish = Literal["auto", "fast", "dense"]
 
 FIRST_SHARE = {Setting.FAST: 0.0119, Setting.DENSE: 0.0088}
 """Of the full weights' bytes, as long as none was encoded."""
-ENCODE_BYTES_PER_S = {Setting.FAST: 3.0e9, Setting.DENSE: 1.4e9}
-DECODE_BYTES_PER_S = {Setting.FAST: 4.3e9, Setting.DENSE: 1.5e9}
+ENCODE_BYTES_PER_S = {Setting.FAST: 6.2e9, Setting.DENSE: 2.4e9}
+DECODE_BYTES_PER_S = {Setting.FAST: 7.1e9, Setting.DENSE: 2.2e9}
 """Full weights per second and core, as the share is: at a learning rate of 3e-6, one step apart."""
 WORKER_CORES = 1
 """A worker decodes in one thread: its other cores may be busy."""

@@ -18,9 +18,9 @@ def test_a_slow_uplink_takes_dense_and_a_quick_one_fast() -> None:
 
 def test_what_was_measured_counts_and_a_small_gain_changes_nothing() -> None:
     choice = SettingChoice()
-    choice.choose(WEIGHTS, 20e6)
+    choice.choose(WEIGHTS, 40e6)
     before = choice.setting
-    assert before is Setting.FAST, "190 MB at 20 MB/s take less than the 10.7 s of dense decoding"
+    assert before is Setting.FAST, "190 MB at 40 MB/s take less than the 7.3 s of dense decoding"
     choice.encoded(Setting.FAST, WEIGHTS, WEIGHTS // 20, 10.0)
     assert choice.choose(WEIGHTS, 20e6), "five per cent changed: sending takes 40 s, dense is worth its decoding"
     choice.encoded(Setting.DENSE, WEIGHTS, WEIGHTS // 34, 20.0)
