@@ -17,7 +17,7 @@ from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
 from echo2.worker.engine import SwapMode
-from echo2.worker.options import EmulatedLink, EngineChoice, WorkerOptions
+from echo2.worker.options import EmulatedLink, EngineChoice, Quantisation, WorkerOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +68,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         store_bytes=worker.store_bytes,
         slowdown=worker.slowdown,
         draft_tokens=worker.draft_tokens,
+        quantisation=Quantisation(worker.quantisation),
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
         link_file=Path(own.link[1:]) if own.link.startswith("@") else None,

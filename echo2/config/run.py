@@ -197,6 +197,10 @@ class CoordinatorSection(Section):
     over_provision: Annotated[
         float, Field(ge=1, le=4, description="Groups in flight against what the plan asks; above 1 stragglers move.")
     ] = 1.0
+    quantised_workers: Annotated[
+        bool,
+        Field(description="Workers may generate by rounded weights (worker.quantisation); else they are refused."),
+    ] = False
     database_url: Annotated[str, Field(description="postgresql+psycopg://…; empty: SQLite in the run's folder.")] = ""
     dashboard_host: Annotated[str, Field(description="Address of the operator's page; empty: the coordinator's.")] = ""
 
@@ -233,6 +237,10 @@ class WorkerSection(Section):
         int,
         Field(ge=0, le=16, description="vLLM guesses so many tokens from repetitions in a sequence; 0: none."),
     ] = 0
+    quantisation: Annotated[
+        Literal["none", "int8"],
+        Field(description="int8: generates by rounded weights, bf16 masters beside them; embedded engine."),
+    ] = "none"
     slowdown: Annotated[float, Field(ge=1, description="Makes the embedded engine this much slower, for trials.")] = 1.0
     host: Annotated[
         str,

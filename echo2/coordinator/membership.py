@@ -158,9 +158,9 @@ class Change:
         return self.after is Liveness.ALIVE and self.activation is Activation.ACTIVE
 
 
-def _machine(hello: WorkerHello) -> tuple[str, str, int]:
+def _machine(hello: WorkerHello) -> tuple[str, str, str, int]:
     """What its measured speed is true of."""
-    return hello.gpu, hello.engine, hello.slot_count
+    return hello.gpu, hello.engine, hello.quantisation, hello.slot_count
 
 
 @dataclass(slots=True)

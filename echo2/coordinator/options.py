@@ -42,7 +42,8 @@ class CoordinatorOptions:
     `database_url` empty: SQLite in the folder. `dashboard_host` empty: `host`. `steps_between_plans_s`: the planner
     runs again at least so often. `offers_file`: machines that may be rented; None: `manual` and `local` by hand alone.
     `over_provision` above 1: so many times the groups that the plan asks for are let in, and a step's stragglers are
-    stopped once it has begun, to go on elsewhere (long_tail). Times without a unit in the name are seconds, as everywhere.
+    stopped once it has begun, to go on elsewhere (long_tail). `quantised_workers`: workers may generate by rounded
+    weights, which they say when they come. Times without a unit in the name are seconds, as everywhere.
     """
 
     run_id: RunId
@@ -68,6 +69,7 @@ class CoordinatorOptions:
     planner_mode: PlannerMode = PlannerMode.AUTO
     offers_file: Path | None = None
     over_provision: float = 1.0
+    quantised_workers: bool = False
     plan_interval_s: float = 5.0
     limits: CoordinatorLimits = field(default_factory=CoordinatorLimits)
 

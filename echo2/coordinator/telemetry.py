@@ -46,6 +46,7 @@ class WorkerHello:
     link: LinkReport = _UNKNOWN_LINK
     held_leases: tuple[HeldLease, ...] = ()
     model_digest: str = ""
+    quantisation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ def worker_hello_from_message(message: pb.WorkerHello, whose: str) -> WorkerHell
         link=link_from_message(message.link, whose),
         held_leases=held,
         model_digest=text_of(message.model_digest, f"model_digest of {whose}", 128),
+        quantisation=text_of(message.quantisation, f"quantisation of {whose}", 32),
     )
 
 
@@ -117,7 +118,7 @@ def worker_hello_to_message(hello: WorkerHello) -> pb.WorkerHello:
         held_leases=[
             pb.HeldLease(lease_id=one.lease_id, group_id=one.group_id, attempt=one.attempt) for one in hello.held_leases
         ],
-        model_digest=hello.model_digest,
+        model_digest=hello.model_digest, quantisation=hello.quantisation,
     )  # fmt: skip
 
 

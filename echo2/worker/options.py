@@ -21,6 +21,13 @@ class EngineChoice(enum.Enum):
     VLLM = "vllm"
 
 
+class Quantisation(enum.Enum):
+    """How the weights are rounded that an engine generates by; the published ones are kept beside them."""
+
+    NONE = "none"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, slots=True)
 class EmulatedLink:
     """A WAN link to pretend, for trials on one machine; 0 leaves that side as it is."""
@@ -72,6 +79,7 @@ class WorkerOptions:
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
     draft_tokens: int = 0  # vLLM guesses so many tokens ahead; whether that pays depends on the task's repetitions
+    quantisation: Quantisation = Quantisation.NONE  # cheaper memory against exactness: no rule can weigh these
     model_path: str = ""  # folder or hub id of the base model, where this machine may have it; an adapter needs it
 
     def __post_init__(self) -> None:

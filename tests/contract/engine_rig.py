@@ -86,6 +86,15 @@ def keyframe_of(model: torch.nn.Module, version: int) -> Staged:
     )
 
 
+def rounded_to_int8(model: torch.nn.Module) -> torch.nn.Module:
+    """The same with each row of each linear layer in 255 steps of its largest magnitude; token embeddings stay."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            steps = module.weight.detach().abs().amax(1, keepdim=True) / 127
+            module.weight = torch.nn.Parameter((module.weight.detach() / steps).round() * steps)
+    return model
+
+
 def delta_of(old: torch.nn.Module, new: torch.nn.Module, parent: int, version: int) -> Staged:
     updates = []
     before = dict(old.named_parameters())
@@ -110,11 +119,18 @@ class Collected:
 class Rig:
     """One engine on one event loop, kept for all tests of a module; every test begins with version 0."""
 
-    def __init__(self, kind: str, config: dict[str, object], make: Callable[[dict[str, object]], Engine]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        config: dict[str, object],
+        make: Callable[[dict[str, object]], Engine],
+        as_run: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    ) -> None:
+        """`as_run`: the model that the engine is to be judged by, from a copy of the one published."""
         self.kind = kind
         self.config = config
         self.models = make_versions(config)
-        self._judges = [copy.deepcopy(model).double() for model in self.models]
+        self._judges = [as_run(copy.deepcopy(model)).double() for model in self.models]
         self._runner = asyncio.Runner()
         self._collected: dict[str, Collected] = {}
         self._news = asyncio.Event()

@@ -19,7 +19,17 @@ from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.broadcast.delta.fingerprint import fingerprint
 from echo2.broadcast.staged import TensorUpdate
 from echo2.worker.engine import Engine, GenerateRequest, SwapMode
-from tests.contract.engine_rig import CONTEXT_TOKENS, VOCAB_COUNT, Collected, Rig, Staged, bits_of, refused, tiny_config
+from tests.contract.engine_rig import (
+    CONTEXT_TOKENS,
+    VOCAB_COUNT,
+    Collected,
+    Rig,
+    Staged,
+    bits_of,
+    refused,
+    rounded_to_int8,
+    tiny_config,
+)
 
 TOLERANCE = 1e-4
 RECOMPUTED_TOLERANCE = 1e-5
@@ -29,6 +39,7 @@ KINDS = [
     pytest.param(("embedded", "qwen3"), id="embedded-qwen3"),
     pytest.param(("embedded", "llama"), id="embedded-llama"),
     pytest.param(("several", "qwen3"), id="several-qwen3"),
+    pytest.param(("embedded-int8", "qwen3"), id="embedded-int8-qwen3"),
     pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
     pytest.param(("vllm-2-ranks", "qwen3"), id="vllm-2-ranks-qwen3", marks=pytest.mark.vllm),
@@ -37,13 +48,13 @@ KINDS = [
 
 
 def make_engine(kind: str, config: dict[str, object]) -> Engine:
-    if kind in ("embedded", "several"):
+    if kind in ("embedded", "embedded-int8", "several"):
         from echo2.worker.runtime.engines.embedded import EmbeddedEngine
         from echo2.worker.runtime.engines.several import SeveralEngines
 
         if kind == "several":
             return SeveralEngines([EmbeddedEngine(config, slot_count=8) for _ in range(2)])
-        return EmbeddedEngine(config, slot_count=8)
+        return EmbeddedEngine(config, slot_count=8, is_rounded=kind == "embedded-int8")
     from echo2.worker.runtime.engines.vllm import VllmEngine
 
     gpus = (0, 1) if kind == "vllm-2-ranks" else ()
@@ -53,7 +64,8 @@ def make_engine(kind: str, config: dict[str, object]) -> Engine:
 @pytest.fixture(scope="module", params=KINDS)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     kind, model_type = request.param
-    made = Rig(kind, tiny_config(model_type), lambda config: make_engine(kind, config))
+    as_run = rounded_to_int8 if kind == "embedded-int8" else lambda model: model
+    made = Rig(kind, tiny_config(model_type), lambda config: make_engine(kind, config), as_run)
     yield made
     made.close()
 
@@ -230,7 +242,9 @@ def test_finish_first_lets_running_sequences_end_under_the_old_weights(rig: Rig)
         running = [rig.submit(rig.request(prompt, LONG)) for prompt in prompts(4, seed=9)]
         await rig.wait(lambda: all(sequence.token_ids for sequence in running))
         await rig.engine.swap(rig.delta(1), SwapMode.FINISH_FIRST)
-        assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in running) or rig.kind == "embedded"
+        assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in running) or rig.kind.startswith(
+            "embedded"
+        )
         (later,) = await rig.generate(rig.request((1, 2), SHORT))
         await rig.finish(*running)
         assert {version for sequence in running for version in sequence.versions} == {0}

@@ -39,7 +39,7 @@ from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.barring import barring_of, barrings_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
-from echo2.coordinator.runtime.session import Session, check_hello
+from echo2.coordinator.runtime.session import Session, check_hello, check_quantisation
 from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, SavedState, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
@@ -202,6 +202,7 @@ class Hub:
                 f"worker {hello.name or peer_id}: expected weights of model {self.model_digest[:16]}…, it holds "
                 f"{hello.model_digest[:16]}…: empty its folder"
             )
+        check_quantisation(hello, self.options.quantised_workers)
         now = self.clock.now()
         is_new = peer_id not in self.membership.members
         member = self.membership.came(peer_id, hello, now)

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from echo2.base.errors import EchoError, LimitExceeded, VersionMismatch
+from echo2.base.errors import ConfigError, EchoError, LimitExceeded, VersionMismatch
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.coordinator.telemetry import WorkerHello
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 Order = TypeVar("Order")
@@ -32,6 +33,15 @@ def check_hello(run_id: RunId, whose: str, protocol_version: int, theirs: str) -
         )
     if theirs != run_id:
         raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {theirs!r}")
+
+
+def check_quantisation(hello: WorkerHello, is_allowed: bool) -> None:
+    """ConfigError for a worker that generates by rounded weights where the run does not allow it."""
+    if hello.quantisation and not is_allowed:
+        raise ConfigError(
+            f"worker {hello.name}: expected weights as they are published, it generates by {hello.quantisation} "
+            "(worker.quantisation); a run allows that by coordinator.quantised_workers = true"
+        )
 
 
 class Session(Generic[Order]):

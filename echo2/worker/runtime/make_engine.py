@@ -17,7 +17,7 @@ from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import Version
 from echo2.broadcast.delta import HostWeights
 from echo2.worker.engine import Engine
-from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import Machine, check_room
@@ -90,6 +90,11 @@ def _one_engine(
 ) -> Engine:
     adapter = adapter_spec(config)
     if choice is EngineChoice.VLLM:
+        if options.quantisation is not Quantisation.NONE:
+            raise ConfigError(
+                f"worker.quantisation: {options.quantisation.value} is not supported on vLLM engines, whose rounded layers "
+                "cannot be fed with changes; expected none, or worker.engine embedded"
+            )
         try:
             module = importlib.import_module("echo2.worker.runtime.engines.vllm")
         except ModuleNotFoundError as error:
@@ -115,4 +120,5 @@ def _one_engine(
         context_tokens=options.context_tokens_max,
         slowdown=options.slowdown,
         linger_s=LINGER_S,
+        is_rounded=options.quantisation is Quantisation.INT8,
     )

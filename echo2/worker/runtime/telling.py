@@ -17,7 +17,7 @@ from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
-from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import Answer
@@ -71,6 +71,7 @@ class Telling:
 
     def hello(self) -> coordinator_pb2.WorkerHello:
         self._told_links = None  # another stream, perhaps another coordinator
+        quantisation = self._options.quantisation
         return coordinator_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self._options.name,
@@ -83,6 +84,7 @@ class Telling:
             slot_count=self.slot_count,
             link=self._link(),
             held_leases=self._held_leases(),
+            quantisation="" if quantisation is Quantisation.NONE else quantisation.value,
         )
 
     def found(self, finding: Finding) -> None:

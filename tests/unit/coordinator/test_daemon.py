@@ -27,6 +27,7 @@ from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.coordinator.runtime.web.state import StateView
 from echo2.wire.broadcast import plan_from_message
+from echo2.wire.coordinator import worker_hello_to_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.ticket import verify_ticket
@@ -292,6 +293,25 @@ def test_a_coordinator_that_is_reached_from_elsewhere_is_a_relay_and_one_on_loop
             await worker.close()
 
     play(scene)
+
+
+def test_rounded_weights_are_refused_unless_the_run_allows_them(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path / "strict")) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            refusal = (await worker.hello(quantisation="int8")).refusal
+            assert refusal.code == "ConfigError"
+            assert "it generates by int8" in refusal.message and "coordinator.quantised_workers" in refusal.message
+            assert daemon.hub is not None and not daemon.hub.membership.members
+            assert (await worker.hello()).WhichOneof("kind") == "welcome"
+        async with running(options(tmp_path / "lenient", quantised_workers=True)) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            assert (await worker.hello(engine="embedded", quantisation="int8")).WhichOneof("kind") == "welcome"
+            assert daemon.hub is not None
+            (member,) = daemon.hub.membership.members.values()
+            assert worker_hello_to_message(member.hello).quantisation == "int8"
+
+    asyncio.run(scene())
 
 
 def test_refusals_name_what_was_expected_what_came_and_whose(tmp_path: Path) -> None:

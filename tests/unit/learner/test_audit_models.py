@@ -22,6 +22,11 @@ from benchmarks.audit_workers import (
     quantised,
     watched,
 )
+from echo2.worker.runtime.engines.rounded import rounded_rows
+
+
+def widened(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes.float() * scales[:, None]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +38,12 @@ def test_honest_workers_of_another_dtype_and_batch_size_are_left_alone(bench: Be
     for dtype in (torch.float32, torch.bfloat16):
         assert watched(bench, honest(bench, dtype), 24)[2] is None, dtype
     assert watched(bench, honest(bench, siblings=1), 60)[2] is None
+
+
+def test_a_worker_that_rounds_to_int8_as_the_embedded_engine_can_is_left_alone(bench: Bench) -> None:
+    held, _, accusation = watched(bench, altered(bench, lambda weight: widened(*rounded_rows(weight.bfloat16()))), 60)
+    assert accusation is None
+    assert 0 < held.noise_nats < held.config.noise_nats / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

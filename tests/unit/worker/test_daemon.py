@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,10 +19,10 @@ from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.model_digest import model_digest
-from echo2.worker.options import EngineChoice, WorkerLimits, WorkerOptions
+from echo2.worker.options import EngineChoice, Quantisation, WorkerLimits, WorkerOptions
 from echo2.worker.runtime.control import ask
 from echo2.worker.runtime.daemon import WorkerDaemon
-from tests.contract.engine_rig import make_versions, tiny_config
+from tests.contract.engine_rig import make_versions, rounded_to_int8, tiny_config
 from tests.unit.worker.peers import SmallRun
 
 CONFIG = tiny_config("qwen3")
@@ -112,6 +113,7 @@ def test_a_worker_joins_gets_weights_generates_and_delivers_whole_groups(tmp_pat
             assert run.coordinator.leavings == ["the test ends"]
             hello = run.coordinator.hellos[0]
             assert (hello.name, hello.price_usd_per_hour, hello.slot_count, hello.engine) == ("w1", 0.5, 8, "embedded")
+            assert hello.quantisation == ""
             for key, rollout in run.learner.finished.items():
                 assert judged(models, (5, 6, 7), rollout) < 1e-4, key
 
@@ -137,6 +139,32 @@ def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_th
             assert mixed, "some rollout spans both versions"
             for rollout in run.learner.finished.values():
                 assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_a_worker_of_rounded_weights_says_so_proves_what_is_published_and_samples_by_what_follows(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]
+            rounding = {"quantisation": Quantisation.INT8, "slowdown": 4.0}
+            async with working(run, tmp_path / "w", **rounding) as daemon:
+                await run.learner.until(lambda it: len(it.held) == 4)
+                fingerprint = await run.publish(1, models[1])
+                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+                run.coordinator.groups.clear()
+                assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
+                await until(lambda: not daemon.desk.machine.lease_ids)
+            hello = run.coordinator.hellos[0]
+            assert (hello.engine, hello.quantisation) == ("embedded", "int8")
+            rounded = [rounded_to_int8(copy.deepcopy(model)) for model in models]
+            assert {span.version for r in run.learner.finished.values() for span in r.version_spans} == {0, 1}
+            for rollout in run.learner.finished.values():
+                assert judged(rounded, (5, 6, 7), rollout) < 1e-4
+            assert max(judged(models, (5, 6, 7), r) for r in run.learner.finished.values()) > 1e-3, "rounding is seen"
 
     asyncio.run(scene())
 

@@ -221,7 +221,7 @@ class StateView:
         return {
             "name": member.name, "state": member.last_liveness.value, "activation": member.activation.value,
             "setting": member.setting.value, "reason": member.activation_reason, "gpu": hello.gpu or "cpu",
-            "engine": hello.engine, "provider": hello.provider, "is_spot": hello.is_spot,
+            "engine": f"{hello.engine} {hello.quantisation}".strip(), "provider": hello.provider, "is_spot": hello.is_spot,
             "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": version,
             "lag": None if version is None else max(0, hub.board.newest_version - version),
             "tokens_per_s": finite(beat.tokens_per_s, 1), "rollouts_per_s": finite(beat.rollouts_per_s, 3),

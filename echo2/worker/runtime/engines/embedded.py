@@ -20,8 +20,9 @@ from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChu
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.loop import StepLoop, Swap
 from echo2.worker.runtime.engines.outbox import TOKENS_MAX, Outbox
+from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
-from echo2.worker.runtime.engines.weights import LiveWeights
+from echo2.worker.runtime.engines.weights import LiveWeights, Weights
 from echo2.worker.slots import WAITING_MAX
 
 STOP_TIMEOUT_S = 9.0
@@ -30,7 +31,8 @@ STOP_TIMEOUT_S = 9.0
 class EmbeddedEngine:
     """Continuous batching over static KV slots. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed.
 
-    Tokens of unfinished sequences wait up to `linger_s` for those of the next steps, to leave together.
+    Tokens of unfinished sequences wait up to `linger_s` for those of the next steps, to leave together. `is_rounded`: it
+    generates by int8 weights and keeps bf16 masters, which is what is published and proven.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class EmbeddedEngine:
         outbox_tokens_max: int = TOKENS_MAX,
         linger_s: float = 0.0,
         adapter: Adapter | None = None,
+        is_rounded: bool = False,
     ) -> None:
         shape = read_shape(config)
         context = context_tokens or shape.context_tokens
@@ -54,7 +57,9 @@ class EmbeddedEngine:
         self._context_tokens = context
         self._slot_count = slot_count
         self._outbox = Outbox(outbox_tokens_max, linger_s)
-        self._weights = LiveWeights(shape, adapter)
+        if is_rounded and adapter is not None:
+            raise ConfigError("quantisation: int8 is for whole weights, but the learner publishes an adapter alone")
+        self._weights: Weights = RoundedWeights(shape) if is_rounded else LiveWeights(shape, adapter)
         self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown)
         self._thread: threading.Thread | None = None
         self._ids_in_use: set[str] = set()

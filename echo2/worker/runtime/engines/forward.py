@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from echo2.worker.runtime.engines import kernels
 from echo2.worker.runtime.engines.products import Products
-from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights
+from echo2.worker.runtime.engines.weights import LayerWeights, Weights
 from echo2.worker.slots import Copy, Fill
 
 _EMPTY = np.zeros(0, np.float32)
@@ -29,7 +29,7 @@ SHORT_TOKENS = 256
 class Decoder:
     """One model with its caches. Not thread-safe: one thread calls it."""
 
-    def __init__(self, weights: LiveWeights, slot_count: int, context_tokens: int) -> None:
+    def __init__(self, weights: Weights, slot_count: int, context_tokens: int) -> None:
         shape = weights.shape
         self._weights = weights
         self._shape = shape
@@ -90,7 +90,7 @@ class Decoder:
                 values[copy.target, :, : copy.count] = values[copy.source, :, : copy.count]
 
     def _embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64))
+        return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64)).float()
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(hidden)

@@ -29,6 +29,15 @@ def _compiled_exactly(function: _F) -> _F:
 
 
 @_compiled
+def widen_rows(codes_RC: np.ndarray, scales_R: np.ndarray, out_RC: np.ndarray) -> None:
+    """`out = codes * scales`, int8 to float32."""
+    for r in range(codes_RC.shape[0]):
+        scale = scales_R[r]
+        for c in range(codes_RC.shape[1]):
+            out_RC[r, c] = np.float32(codes_RC[r, c]) * scale
+
+
+@_compiled
 def rms_norm(x_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, out_TD: np.ndarray) -> None:
     """`out = x / rms(x) * weight`."""
     count, width = x_TD.shape

@@ -25,7 +25,7 @@ from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.forward import Decoder
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.sampling import draw, uniform
-from echo2.worker.runtime.engines.weights import LiveWeights, Scatter
+from echo2.worker.runtime.engines.weights import Scatter, Weights
 from echo2.worker.slots import SlotSequence, SlotTable
 
 COMMANDS_MAX = 65_536
@@ -74,7 +74,7 @@ class _PendingSwap:
 class StepLoop:
     """`run` is the thread. Everything else may be called from any thread."""
 
-    weights: LiveWeights
+    weights: Weights
     slot_count: int
     context_tokens: int
     outbox: Outbox

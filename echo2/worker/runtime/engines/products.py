@@ -2,6 +2,8 @@
 
 torch multiplies float32 matrices with MKL, which leaves half of the vector width of some processors unused; its other
 library, oneDNN, is behind on small batches. So both are timed on the model's own matrices once, by number of rows.
+A rounded matrix is widened a block at a time into the processor's cache and multiplied there: int8 kernels of torch's take
+bf16 rows, which costs more in log-probabilities than the rounding itself, or are slower than widening.
 Guarantees: float32 in and out, the same sums up to the order of addition. Leaves to others: who calls it.
 """
 
@@ -13,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
+from echo2.worker.runtime.engines.rounded import Matrix, Rounded
 
 ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
 """A batch of rows is treated as the largest class that it reaches."""
@@ -35,7 +39,9 @@ class Products:
 
     _chosen: list[Product] = field(default_factory=lambda: [F.linear] * len(ROW_CLASSES))
 
-    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, rows: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(weight, Rounded):
+            return self._product_by_blocks(rows, weight, bias)
         count = rows.shape[0]
         if count > BLOCK_ROWS:
             return self._product_of_many(rows, weight, bias)
@@ -52,10 +58,17 @@ class Products:
             out[part] = self.product(rows[part], weight, bias)
         return out
 
-    def choose(self, weights: Sequence[torch.Tensor]) -> None:
-        """Times both libraries on these matrices; keeps MKL where oneDNN is missing or not faster."""
+    def _product_by_blocks(self, rows: torch.Tensor, weight: Rounded, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty(rows.shape[0], weight.shape[0])
+        for part, block in weight.blocks():
+            out[:, part] = self.product(rows, block, None if bias is None else bias[part])
+        return out
+
+    def choose(self, matrices: Sequence[Matrix]) -> None:
+        """Times both libraries on matrices of these sizes; keeps MKL where oneDNN is missing or not faster."""
         if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             return
+        weights = [next(m.blocks())[1] if isinstance(m, Rounded) else m for m in matrices]
         for at, rows in enumerate(ROW_CLASSES):
             if _spent_s(_by_onednn, weights, rows) < _spent_s(F.linear, weights, rows):
                 self._chosen[at] = _by_onednn

@@ -1,4 +1,4 @@
-"""Live float32 weights under Hugging Face names, written in place from raw published bits.
+"""Live weights under Hugging Face names, in float32 or as bf16 masters, written in place from raw published bits.
 
 Guarantees: an update is checked whole (names, dtypes, shapes, positions) before a bit is touched; applying it either
 succeeds or leaves every weight as it was; bits read back are those that were published (bf16 widens to float32 and
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from echo2.base.errors import EngineError
+from echo2.base.ids import Version
 from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_tensor
 from echo2.broadcast.staged import StagedVersion, TensorUpdate
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.checking import UpdateCheck
+from echo2.worker.runtime.engines.rounded import Matrix
 from echo2.worker.runtime.engines.shape import ModelShape
 
 
@@ -26,22 +29,22 @@ class LayerWeights:
     """One layer, with q, k, v and gate, up as one matrix each. Norms and biases are None where the shape has none."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Matrix
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Matrix
     down_bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A checked update: `bits` (float32 patterns) go to `positions` of the tensor, or all over it when None."""
+    """A checked update: `bits` (patterns of the live dtype) go to `positions` of the tensor, or all over it when None."""
 
     name: str
     dtype: str
@@ -49,33 +52,51 @@ class Scatter:
     bits: np.ndarray
 
 
+class Weights(Protocol):
+    """What the step loop and the forward need of a model's weights."""
+
+    shape: ModelShape
+    embedding: torch.Tensor
+    final_norm: torch.Tensor
+    layers: list[LayerWeights]
+    head: Matrix
+
+    def checked(self, staged: StagedVersion) -> list[Scatter]: ...
+
+    def apply(self, scatters: Iterable[Scatter]) -> None: ...
+
+    def fingerprint(self, key: int) -> int: ...
+
+
 class LiveWeights:
     """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads.
 
-    With an `adapter`, its tensors are what is published and checked, and the weights follow from it and its base.
+    With an `adapter`, its tensors are what is published and checked, and the weights follow from it and its base. `dtype`
+    bfloat16: masters of something rounded, which take bf16 alone.
     """
 
-    def __init__(self, shape: ModelShape, adapter: Adapter | None = None) -> None:
+    def __init__(self, shape: ModelShape, adapter: Adapter | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.shape = shape
+        self._dtype = dtype
         self._adapter = adapter
         self.tensors: dict[str, torch.Tensor] = {}
         self.embedding = self._whole("model.embed_tokens.weight", shape.vocab_count, shape.hidden)
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(shape.layer_count)]
         self.final_norm = self._whole("model.norm.weight", shape.hidden)
         tied = shape.is_tied
-        self.head = self.embedding if tied else self._whole("lm_head.weight", shape.vocab_count, shape.hidden)
+        self.head: Matrix = self.embedding if tied else self._whole("lm_head.weight", shape.vocab_count, shape.hidden)
         self._published = self.tensors if adapter is None else adapter.tensors
         self._check = UpdateCheck(shape.model_type, {name: tuple(t.shape) for name, t in self._published.items()})
-        self._bits = {name: tensor.numpy().reshape(-1).view(np.uint32) for name, tensor in self._published.items()}
+        self._bits = {name: _bits_of(tensor) for name, tensor in self._published.items()}
         if adapter is not None:
             adapter.lay_base(self.tensors)
 
     def _whole(self, name: str, *size: int) -> torch.Tensor:
-        self.tensors[name] = torch.zeros(size)
+        self.tensors[name] = torch.zeros(size, dtype=self._dtype)
         return self.tensors[name]
 
     def _fused(self, rows: dict[str, int], *columns: int) -> torch.Tensor:
-        fused = torch.zeros(sum(rows.values()), *columns)
+        fused = torch.zeros(sum(rows.values()), *columns, dtype=self._dtype)
         start = 0
         for name, count in rows.items():
             self.tensors[name] = fused[start : start + count]
@@ -110,9 +131,24 @@ class LiveWeights:
             down_bias=self._whole(mlp + "down_proj.bias", shape.hidden) if shape.has_mlp_bias else None,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Host memory of the weights."""
+        shared = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors.values()}
+        return sum(storage.nbytes() for storage in shared.values())
+
     def checked(self, staged: StagedVersion) -> list[Scatter]:
-        """The staged updates, checked against the model and widened to float32 patterns. Touches no weight."""
-        return [_widened(update) for update in self._check.checked(staged)]
+        """The staged updates, checked against the model, as patterns of the live dtype. Touches no weight."""
+        return [self._scatter(update, staged.version) for update in self._check.checked(staged)]
+
+    def _scatter(self, update: TensorUpdate, version: Version) -> Scatter:
+        if self._dtype is torch.float32:
+            return _widened(update)
+        if update.dtype != "bfloat16":
+            raise EngineError(
+                f"version {version}, tensor {update.name}: the masters of a rounding engine hold bfloat16, got {update.dtype}"
+            )
+        return Scatter(update.name, update.dtype, update.indices, update.bits)
 
     def apply(self, scatters: Iterable[Scatter]) -> None:
         """Writes checked updates in place. On any failure everything that was written is undone."""
@@ -136,7 +172,7 @@ class LiveWeights:
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""
         for name, tensor in self._published.items():
-            if self._check.dtypes.get(name) == "bfloat16":
+            if tensor.dtype == torch.float32 and self._check.dtypes.get(name) == "bfloat16":
                 narrow = (self._bits[name] >> 16).astype(np.uint16).view(np.int16)
                 yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
             else:
@@ -145,6 +181,13 @@ class LiveWeights:
     def fingerprint(self, key: int) -> int:
         """Keyed fingerprint of the weights as published, one tensor at a time."""
         return int(sum(fingerprint_tensor(name, value, key) for name, value in self.published()) % MODULUS)
+
+
+def _bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's own memory as unsigned integers, flat."""
+    if tensor.dtype == torch.float32:
+        return tensor.numpy().reshape(-1).view(np.uint32)
+    return tensor.view(torch.int16).numpy().reshape(-1).view(np.uint16)
 
 
 def _widened(update: TensorUpdate) -> Scatter:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import ResourceError
-from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.vllm import _only_gpus
 from echo2.worker.runtime.machine import Machine, parse_gpus
-from echo2.worker.runtime.make_engine import fit_engine
+from echo2.worker.runtime.make_engine import fit_engine, make_engine
 from tests.contract.engine_rig import tiny_config
 from tests.unit.worker.test_sizing import QWEN3_8B
 
@@ -45,6 +45,13 @@ def test_gpus_become_engines_and_a_model_too_large_for_one_is_spread_over_severa
 def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="memory: expected"):
         fit_engine(EngineChoice.EMBEDDED, QWEN3_8B, options(tmp_path), CPU)
+
+
+def test_rounding_is_for_the_embedded_engine_and_refused_by_name_elsewhere(tmp_path: Path) -> None:
+    rounding = replace(options(tmp_path), quantisation=Quantisation.INT8)
+    fit = fit_engine(EngineChoice.VLLM, tiny_config("qwen3"), rounding, FOUR_GPUS)
+    with pytest.raises(ConfigError, match=r"worker.quantisation: int8 is not supported on vLLM engines"):
+        make_engine(EngineChoice.VLLM, tiny_config("qwen3"), rounding, fit)
 
 
 def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

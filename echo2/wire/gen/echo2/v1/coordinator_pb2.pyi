@@ -26,7 +26,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., lease_progress: _Optional[_Union[LeaseProgress, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol_version", "name", "run_id", "addresses", "price_usd_per_hour", "is_spot", "gpu", "engine", "slot_count", "link", "held_leases", "provider", "model_digest")
+    __slots__ = ("protocol_version", "name", "run_id", "addresses", "price_usd_per_hour", "is_spot", "gpu", "engine", "slot_count", "link", "held_leases", "provider", "model_digest", "quantisation")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class WorkerHello(_message.Message):
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    QUANTISATION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     run_id: str
@@ -53,7 +54,8 @@ class WorkerHello(_message.Message):
     held_leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     provider: str
     model_digest: str
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., price_usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ..., gpu: _Optional[str] = ..., engine: _Optional[str] = ..., slot_count: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., held_leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., provider: _Optional[str] = ..., model_digest: _Optional[str] = ...) -> None: ...
+    quantisation: str
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., price_usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ..., gpu: _Optional[str] = ..., engine: _Optional[str] = ..., slot_count: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., held_leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., provider: _Optional[str] = ..., model_digest: _Optional[str] = ..., quantisation: _Optional[str] = ...) -> None: ...
 
 class HeldLease(_message.Message):
     __slots__ = ("lease_id", "group_id", "attempt")

@@ -1,0 +1,128 @@
+"""Weights rounded to int8 for generation, beside the bf16 masters that are published, changed and proven.
+
+Guarantees: published changes are written into the masters bit for bit, and every matrix that they touch is rounded again
+from its whole master, so what is live depends on the masters alone; the fingerprint is the masters', and counts only
+while all that is live is, bit for bit, what follows from them. Leaves to others: products (products.py).
+
+Each row of a matrix has one scale, its largest magnitude / 127. Norms and biases stay what they are, in float32, and
+tokens are looked up in the masters. Three bytes a weight in place of float32's four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from echo2.broadcast.delta.fingerprint import MODULUS
+from echo2.broadcast.staged import StagedVersion
+from echo2.worker.runtime.engines.rounded import BLOCK_ELEMENTS, Matrix, Rounded, rounded_rows
+from echo2.worker.runtime.engines.shape import ModelShape
+from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights, Scatter
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """Something live that follows from one master: a rounded matrix, or a vector in float32."""
+
+    master: torch.Tensor
+    live: Rounded | torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        if isinstance(self.live, torch.Tensor):
+            return self.live.nbytes
+        return self.live.codes.nbytes + self.live.scales.nbytes
+
+    def put(self) -> None:
+        if isinstance(self.live, torch.Tensor):
+            self.live.copy_(self.master)
+            return
+        for rows, codes, scales in self._rounded():
+            self.live.codes[rows] = codes
+            self.live.scales[rows] = scales
+
+    def follows(self) -> bool:
+        if isinstance(self.live, torch.Tensor):
+            return torch.equal(self.live.view(torch.int32), self.master.float().view(torch.int32))
+        return all(
+            torch.equal(self.live.codes[rows], codes)
+            and torch.equal(self.live.scales[rows].view(torch.int32), scales.view(torch.int32))
+            for rows, codes, scales in self._rounded()
+        )
+
+    def _rounded(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        count = max(1, BLOCK_ELEMENTS // self.master.shape[1])
+        for begin in range(0, self.master.shape[0], count):
+            rows = slice(begin, begin + count)
+            yield rows, *rounded_rows(self.master[rows])
+
+
+class RoundedWeights:
+    """What the forward reads of one model, and the masters that it follows from."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self._masters = LiveWeights(shape, dtype=torch.bfloat16)
+        self.embedding = self._masters.embedding
+        self._followers: dict[int, _Follower] = {}
+        self.layers = [self._layer(layer) for layer in self._masters.layers]
+        self.final_norm = self._vector(self._masters.final_norm)
+        self.head: Matrix = self._matrix(self._masters.head)
+
+    def _layer(self, master: LayerWeights) -> LayerWeights:
+        return LayerWeights(
+            input_norm=self._vector(master.input_norm),
+            qkv=self._matrix(master.qkv),
+            qkv_bias=self._vector_or_none(master.qkv_bias),
+            q_norm=self._vector_or_none(master.q_norm),
+            k_norm=self._vector_or_none(master.k_norm),
+            output=self._matrix(master.output),
+            output_bias=self._vector_or_none(master.output_bias),
+            mlp_norm=self._vector(master.mlp_norm),
+            gate_up=self._matrix(master.gate_up),
+            gate_up_bias=self._vector_or_none(master.gate_up_bias),
+            down=self._matrix(master.down),
+            down_bias=self._vector_or_none(master.down_bias),
+        )
+
+    def _matrix(self, master: Matrix) -> Rounded:
+        assert isinstance(master, torch.Tensor), "a master is not rounded"
+        live = Rounded(torch.zeros(master.shape, dtype=torch.int8), torch.zeros(master.shape[0]))
+        self._followers[_storage(master)] = _Follower(master, live)
+        return live
+
+    def _vector(self, master: torch.Tensor) -> torch.Tensor:
+        live = torch.zeros(master.shape)
+        self._followers[_storage(master)] = _Follower(master, live)
+        return live
+
+    def _vector_or_none(self, master: torch.Tensor | None) -> torch.Tensor | None:
+        return None if master is None else self._vector(master)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of masters and of what follows from them."""
+        return self._masters.nbytes + sum(follower.nbytes for follower in self._followers.values())
+
+    def checked(self, staged: StagedVersion) -> list[Scatter]:
+        """The staged updates, checked against the model. Touches no weight."""
+        return self._masters.checked(staged)
+
+    def apply(self, scatters: Iterable[Scatter]) -> None:
+        """Writes checked updates into the masters and rounds again what they touch; undone whole on a failure."""
+        written = list(scatters)
+        self._masters.apply(written)
+        touched = {_storage(self._masters.tensors[scatter.name]) for scatter in written if len(scatter.bits)}
+        for storage in touched & self._followers.keys():
+            self._followers[storage].put()
+
+    def fingerprint(self, key: int) -> int:
+        """Keyed fingerprint of the masters; another one where something live does not follow from them."""
+        is_off = not all(follower.follows() for follower in self._followers.values())
+        return (self._masters.fingerprint(key) + is_off) % MODULUS
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
