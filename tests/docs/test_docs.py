@@ -149,3 +149,21 @@ def test_captions_hold_the_figures_of_the_recorded_run() -> None:
     caption = record.caption_of(json.loads(record.SUMMARY.read_text()))
     for page in record.CAPTIONED:
         assert record.CAPTION.findall(page.read_text()) == [caption], f"{page.name}: run `make recording`"
+
+
+OF_OTHERS = {"save_to_disk"}  # names of other projects
+NAME = re.compile(r"\b[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]{2,}\b")
+
+
+def test_names_that_pages_show_are_in_the_code() -> None:
+    """Functions, options, fields, files: a name that was changed or deleted is not spoken of any more."""
+    kinds = {".py", ".proto", ".toml", ".yaml", ".yml", ".json", ".js", ".html", ".Containerfile"}
+    folders = ("echo2", "tests", "benchmarks", "deploy", "examples", "proto", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    text = "\n".join(path.read_text() for path in files if path.suffix in kinds or path.parent.name == ".ci")
+    known = set(NAME.findall(text)) | {path.stem for path in files} | set(NAME.findall((ROOT / "Makefile").read_text()))
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"] + sorted((ROOT / "echo2").rglob("DESIGN.md"))
+    for page in pages:
+        shown = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+        gone = set(NAME.findall(shown)) - known - OF_OTHERS
+        assert not gone, f"{page.relative_to(ROOT)} speaks of what is not in the code: {sorted(gone)}"

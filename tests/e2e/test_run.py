@@ -93,19 +93,19 @@ def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(t
 
 def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: str) -> None:
     """kill -9 and the same command again, one process after the other, in one run."""
-    config = run_config.replace("steps = 30", "steps = 40")
+    config = run_config.replace("steps = 30", "steps = 28")
     with Cluster(tmp_path, config, workers=2) as cluster:
         cluster.start_all()
-        for after_step, name in ((6, "w0"), (12, "coordinator"), (19, "learner")):
+        for after_step, name in ((5, "w0"), (10, "coordinator"), (16, "learner")):
             cluster.wait_until(lambda at=after_step: cluster.step() >= at, RUN_WITHIN_S, f"step {after_step}")  # type: ignore[misc]
             cluster.kill(name)
             cluster.start(name)
         assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
-        assert_run_ended_well(cluster, 40, 4, kills=1)
+        assert_run_ended_well(cluster, 28, 4, kills=1)
         per_step = Counter(trained_groups(cluster).values())
-        assert per_step == dict.fromkeys(range(40), 12), "a step trained on more or fewer groups than its own"
+        assert per_step == dict.fromkeys(range(28), 12), "a step trained on more or fewer groups than its own"
         rows = [row for row in cluster.metrics() if "reward/mean" in row]
-        assert rows[-1]["rollouts/trained"] == 40 * 12 * 8, "a rollout was trained on twice, or is missing"
+        assert rows[-1]["rollouts/trained"] == 28 * 12 * 8, "a rollout was trained on twice, or is missing"
         cluster.wait_until(
             lambda: all(f"version {rows[-1]['step']} is live" in cluster.log(name) for name in ("w0", "w1")),
             30,

@@ -44,7 +44,9 @@ def fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
     except ssl.SSLError as error:
         raise TrustError(f"coordinator at {link.address}: expected TLS, got {error}") from None
     except OSError as error:
-        raise Unreachable(f"coordinator at {link.address}: no answer within {timeout_s:.0f} s ({error})") from None
+        raise Unreachable(
+            f"coordinator at {link.address}: expected an answer within {timeout_s:.0f} s, got: {error}"
+        ) from None
     if shown is None:
         raise TrustError(f"coordinator at {link.address}: expected a certificate, got none")
     return shown
