@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
 import pytest
 
+from echo2.cli.coordinator import coordinator_options
 from echo2.cli.main import main
 from echo2.cli.options import with_values
+from echo2.cli.worker import worker_options
+from echo2.config.load import load_config, parse_overrides
+from echo2.worker.options import Quantisation
 
 
 def test_the_value_of_an_option_is_not_taken_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -12,3 +19,14 @@ def test_the_value_of_an_option_is_not_taken_for_a_file(capsys: pytest.CaptureFi
     assert with_values(["--a.b", "1", "x", "--a.c", "-2", "--a.d", "--e", "f"]) == [
         "--a.b=1", "x", "--a.c=-2", "--a.d", "--e", "f",
     ]  # fmt: skip
+
+
+def test_rounding_is_off_and_refused_unless_both_sides_are_told(tmp_path: Path) -> None:
+    own = argparse.Namespace(link="echo2://h:1/p?token=t", name="w", folder=tmp_path, preemption="")
+    for arguments, quantisation, is_allowed in (
+        ([], Quantisation.NONE, False),
+        (["--worker.quantisation=int8", "--coordinator.quantised_workers=true"], Quantisation.INT8, True),
+    ):
+        config = load_config(overrides=parse_overrides(arguments))
+        assert worker_options(own, config).quantisation is quantisation
+        assert coordinator_options(config, tmp_path).quantised_workers is is_allowed
