@@ -3,8 +3,9 @@
 `LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has one lease at most, and each lease of a group a
 higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
 given a group that it is too old for (`staleness.may_begin`); a lease without progress for `lease_timeout_s` goes to
-another worker as a continuation; what the learner does not list is not leased; every change that must outlive the
-process is saved (Save*, Drop*) before what follows from it is sent, because the actions come in that order.
+another worker as a continuation, and so does one whose progress only its worker tells of (hearsay); what the learner does
+not list is not leased; every change that must outlive the process is saved (Save*, Drop*) before what follows from it is
+sent, because the actions come in that order.
 Leaves to others: who is alive or active (membership, planner), signing, sending and keeping (runtime), exactly-once
 training (learner: attempts, and one result per rollout).
 
@@ -23,6 +24,7 @@ from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.coordinator.expected_length import ExpectedLength
+from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.lease_events import (
     Action,
     DropGroup,
@@ -36,6 +38,7 @@ from echo2.coordinator.lease_events import (
     GroupsSynced,
     HeldLease,
     Lease,
+    LeaseCounts,
     Note,
     OpenGroup,
     Phase,
@@ -45,6 +48,7 @@ from echo2.coordinator.lease_events import (
     Revoke,
     SaveGroup,
     SaveLease,
+    Seeker,
     Tick,
     Wanted,
     WorkerAllowed,
@@ -66,29 +70,6 @@ class LeaseRules:
     recall_s: float = 5.0
     groups_max: int = 65_536
     leases_per_worker_max: int = 1024
-
-
-@dataclass(slots=True)
-class Seeker:
-    """A worker that wants rollouts."""
-
-    free_rollouts: int
-    version: Version
-    since: float
-
-
-@dataclass(slots=True)
-class LeaseCounts:
-    """Since the process began."""
-
-    granted: int = 0
-    continued: int = 0
-    finished: int = 0
-    expired: int = 0
-    handed_back: int = 0
-    refused: int = 0
-    revoked: int = 0
-    moved: int = 0
 
 
 _QueueKey = tuple[int, bool, float, GroupId]
@@ -116,6 +97,10 @@ class LeaseBook:
     _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
     _rates: dict[PeerId, float] = field(default_factory=dict)
     _is_allowed: set[PeerId] = field(default_factory=set)
+    hearsay: Hearsay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hearsay = Hearsay(self.rules.lease_timeout_s)
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
         """Takes what an earlier process saved; before the first event."""
@@ -135,8 +120,10 @@ class LeaseBook:
 
     def _handle(self, event: Event, now: float) -> Iterator[Action]:
         match event:
-            case GroupsOffered(groups):
+            case GroupsOffered(groups, held_tokens):
                 yield from self._offered(groups, now)
+                for spec, tokens in zip(groups, held_tokens, strict=False):
+                    yield from self._confirmed(self.groups[spec.group_id], tokens, now)
             case GroupsSynced(groups):
                 yield from self._synced(groups, now)
             case GroupsClosed(group_ids, reason):
@@ -175,6 +162,8 @@ class LeaseBook:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
                 if known.phase is Phase.PRODUCED:  # the learner says that it is not whole after all
+                    if known.made_by is not None:
+                        known.avoid[known.made_by] = now + self.rules.lease_timeout_s
                     yield from self._requeue(known, now)
                 continue
             if len(self.groups) >= self.rules.groups_max:
@@ -184,6 +173,23 @@ class LeaseBook:
             self.offered_at = now
             self._enqueue(opened)
             yield SaveGroup(spec.group_id)
+
+    def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
+        """The learner lacks the group and holds `tokens` of it."""
+        lease = self.leases.get(group.lease_id) if group.lease_id is not None else None
+        quiet_s = self.hearsay.unheard_s(group, lease, tokens, now) if lease is not None else 0.0
+        if lease is None or not quiet_s:
+            return
+        self.counts.expired += 1
+        shun_s = self.hearsay.shun(lease.worker_id, now)
+        text = f"nothing of it reached the learner for {quiet_s:.0f} s"
+        yield Note(
+            "lease",
+            f"group {lease.group_id} leaves {lease.worker_id}, who tells of {lease.tokens} tokens, but {text}; "
+            f"that worker is given nothing for {shun_s:.0f} s",
+        )
+        yield from self._take_back(lease, now, shun_s)
+        yield Revoke(lease.worker_id, lease.lease_id, text)
 
     def _take_turn(self, group: OpenGroup, spec: GroupSpec) -> Iterator[Action]:
         """The group's turn comes at another step than it was offered for."""
@@ -277,6 +283,7 @@ class LeaseBook:
                 self.counts.finished += 1
                 self.lengths.learn(group.spec, lease.tokens, lease.finished_rollouts)
                 group.phase, group.lease_id, group.since = Phase.PRODUCED, None, now
+                group.made_by = lease.worker_id
                 yield from self._drop_lease(lease)
                 yield SaveGroup(group.spec.group_id)
             case EndReason.HANDED_BACK:
@@ -358,7 +365,10 @@ class LeaseBook:
         """Who is through with what it holds soonest; of equals, who has waited longest."""
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > now}
         step, bound = group.spec.consume_step, self.rules.staleness_bound
-        fit = (w for w, s in seekers.items() if w not in group.avoid and may_begin(s.version, step, bound))
+        fit = (
+            w for w, s in seekers.items()
+            if w not in group.avoid and not self.hearsay.is_shunned(w, now) and may_begin(s.version, step, bound)
+        )  # fmt: skip
         return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
 
     def _backlog_s(self, worker_id: PeerId) -> float:

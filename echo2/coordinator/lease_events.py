@@ -56,7 +56,8 @@ class Lease:
 @dataclass(slots=True)
 class OpenGroup:
     """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when. `preferred`: for
-    whom it was recalled, `moves`: how often; neither outlives the process."""
+    whom it was recalled, `moves`: how often; `made_by`: who says that it has made it; `confirmed`: under which lease, how
+    many tokens of it the learner had, and when it first said so. These do not outlive the process."""
 
     spec: GroupSpec
     phase: Phase
@@ -69,10 +70,35 @@ class OpenGroup:
     avoid: dict[PeerId, float] = field(default_factory=dict)
     preferred: PeerId | None = None
     moves: int = 0
+    made_by: PeerId | None = None
+    confirmed: tuple[LeaseId, int, float] | None = None
 
     @property
     def is_continuation(self) -> bool:
         return self.attempts > 0
+
+
+@dataclass(slots=True)
+class Seeker:
+    """A worker that wants rollouts."""
+
+    free_rollouts: int
+    version: Version
+    since: float
+
+
+@dataclass(slots=True)
+class LeaseCounts:
+    """Since the process began."""
+
+    granted: int = 0
+    continued: int = 0
+    finished: int = 0
+    expired: int = 0
+    handed_back: int = 0
+    refused: int = 0
+    revoked: int = 0
+    moved: int = 0
 
 
 # ---- events
@@ -80,7 +106,10 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupsOffered:
+    """`held_tokens`, in a reminder: how much of each group has reached the learner; else empty."""
+
     groups: tuple[GroupSpec, ...]
+    held_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,10 @@ class Batcher:
         """Groups that still need a worker, oldest first."""
         return [group.spec for group in self.groups.values() if not group.is_sampled]
 
+    def held_tokens(self, group_id: GroupId) -> int:
+        """How much of a group has come."""
+        return sum(len(rollout.token_ids) for rollout in self.groups[group_id].rollouts)
+
     @property
     def in_flight_groups(self) -> int:
         """Offered or buffered; a batch that was drawn no longer counts, nor do a rollout's later turns of their own."""

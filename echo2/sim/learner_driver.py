@@ -478,5 +478,7 @@ class LearnerDriver:
     def _remind(self) -> None:
         waited_s = 0.0 if self._waits_since is None else self.host.now() - self._waits_since
         if self._reminders.is_due(waited_s):
-            self._send(le.GroupsOffered(tuple(self.batcher.incomplete_specs())))
+            lacking = tuple(self.batcher.incomplete_specs())
+            held = tuple(self.batcher.held_tokens(spec.group_id) for spec in lacking)
+            self._send(le.GroupsOffered(lacking, held))
         self.host.after(REMIND_LOOK_S, self._remind)

@@ -16,6 +16,7 @@ from echo2.base.rng import derived_rng
 from echo2.base.rollout import RolloutSegment, VersionSpan
 from echo2.broadcast import events as be
 from echo2.broadcast.manifest import Chunk
+from echo2.coordinator import lease_events as le
 from echo2.sim import messages as m
 from echo2.sim.broadcast_driver import BroadcastDriver
 from echo2.sim.checkers import Truth
@@ -26,6 +27,7 @@ from echo2.sim.worker_driver import WorkerDriver, WorkerMachine
 
 REPLAY_S = 7.0
 REPORTS_KEPT = 64
+PRETEND_S = 3.0
 
 
 class Malice(enum.Enum):
@@ -34,6 +36,12 @@ class Malice(enum.Enum):
     REPLAYED_ROLLOUTS = "replayed rollouts"
     WRONG_LOGPROBS = "wrong log-probabilities"
     WRONG_VERSION = "wrong version"
+    FALSE_PROGRESS = "tells of progress and reports nothing"
+    FALSE_ENDS = "tells that it has finished and reports nothing"
+
+
+LATER_KINDS = (Malice.FALSE_PROGRESS, Malice.FALSE_ENDS)
+"""Drawn on their own: seeds run before there were these mean what they meant."""
 
 
 class MaliciousBroadcast(BroadcastDriver):
@@ -59,6 +67,7 @@ class MaliciousWorker(WorkerDriver):
     ) -> None:
         self.malice = malice
         self.rng = derived_rng(scene.seed, "malice", machine.name)
+        self.pretends: set[LeaseId] = set()
         self.kept: list[tuple[m.Ticket, tuple[RolloutSegment, ...]]] = []
         super().__init__(scene, truth, host, machine, network)
 
@@ -76,6 +85,9 @@ class MaliciousWorker(WorkerDriver):
             self.host.after(REPLAY_S, self._replay)
 
     def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
+        if self.malice in LATER_KINDS:
+            self._pretend(lease_id)
+            return
         changed = tuple(self._changed(segment) for segment in segments)
         ticket = self.ticket_of(lease_id)
         if ticket is not None:
@@ -97,6 +109,24 @@ class MaliciousWorker(WorkerDriver):
         """Its own version plus something: the newest, one to come, or one long gone."""
         version = Version(max(0, span.version + self.rng.choice((-6, 0, 1, 2, 50))))
         return VersionSpan(version, span.count)
+
+    def _pretend(self, lease_id: LeaseId) -> None:
+        """A little progress for ever, or an end at once; the learner hears nothing."""
+        if lease_id in self.pretends or self.ticket_of(lease_id) is None:
+            return
+        if self.malice is Malice.FALSE_ENDS:
+            self.claim(le.Ended(self.me, lease_id, le.EndReason.FINISHED, ""))
+            return
+        self.pretends.add(lease_id)
+
+        def go_on(tokens: int) -> None:
+            if self.ticket_of(lease_id) is None:
+                self.pretends.discard(lease_id)
+                return
+            self.claim(le.Progressed(self.me, lease_id, 0, tokens))
+            self.host.after(PRETEND_S, lambda: go_on(tokens + 1))
+
+        go_on(1)
 
     def _replay(self) -> None:
         """Reports of leases long over, and of groups that others make now, under its old tickets."""

@@ -361,6 +361,10 @@ class WorkerDriver:
     def ticket_of(self, lease_id: LeaseId) -> m.Ticket | None:
         return self._tickets.get(lease_id)
 
+    def claim(self, message: object) -> None:
+        """Something on the stream to the coordinator that no machine asked for."""
+        self._tell(message)
+
     def send_raw(self, message: object) -> None:
         """Something on the stream to the learner that no machine asked for."""
         if self._report_stream is not None:

@@ -111,7 +111,8 @@ class LearnerParty:
             case "report":
                 self._hub.learner_reported(wire.learner_report_from_message(message.report, whose))
             case "offer":
-                self._hub.learner_event(le.GroupsOffered(wire.groups_from_messages(message.offer.groups, whose)))
+                groups, held = wire.groups_from_messages(message.offer.groups, whose), tuple(message.offer.held_tokens)
+                self._hub.learner_event(le.GroupsOffered(groups, held))
             case "close":
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
                 reason = wire.text_of(message.close.reason, f"reason of {whose}")

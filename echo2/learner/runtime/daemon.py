@@ -296,7 +296,8 @@ class LearnerDaemon:
             await asyncio.sleep(REMIND_LOOK_S)
             if reminders.is_due(self.waits_for[1]):
                 _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
-                self._send_offer(loop.p.batcher.incomplete_specs())
+                lacking = loop.p.batcher.incomplete_specs()
+                self._send_offer(lacking, [loop.p.batcher.held_tokens(spec.group_id) for spec in lacking])
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
         """Exports the model if the run is complete."""
@@ -401,9 +402,10 @@ class LearnerDaemon:
     def _send_report(self) -> None:
         self._send(coordinator_pb2.LearnerMessage(report=self._report()))
 
-    def _send_offer(self, specs: Sequence[GroupSpec]) -> None:
+    def _send_offer(self, specs: Sequence[GroupSpec], held_tokens: Sequence[int] = ()) -> None:
         groups = [group_to_message(spec) for spec in specs]
-        self._send(coordinator_pb2.LearnerMessage(offer=coordinator_pb2.OfferGroups(groups=groups)))
+        offer = coordinator_pb2.OfferGroups(groups=groups, held_tokens=held_tokens)
+        self._send(coordinator_pb2.LearnerMessage(offer=offer))
 
     def _send_close(self, group_ids: Sequence[GroupId], reason: str) -> None:
         close = coordinator_pb2.CloseGroups(group_ids=group_ids, reason=reason)

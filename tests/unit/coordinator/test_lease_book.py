@@ -59,6 +59,43 @@ def test_a_group_offered_again_for_an_earlier_step_takes_its_new_turn() -> None:
     assert one.queued == 1
 
 
+def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_tells_of_progress() -> None:
+    """And that worker is given nothing for a while, twice as long the second time."""
+    one = book()
+
+    def reminded(tokens: int, now: float) -> list[le.Action]:
+        return one.handle(le.GroupsOffered((spec("g"),), (tokens,)), now)
+
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    for second in range(5, 65, 5):
+        one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, second), float(second))
+    assert revoked(reminded(0, 3.0)) == [] == revoked(reminded(7, 9.0)), "something came between the reminders"
+    assert revoked(reminded(7, 9.0 + 2 * TIMEOUT_S - 1)) == []
+    actions = reminded(7, 9.0 + 2 * TIMEOUT_S)
+    assert revoked(actions) == [first.lease_id]
+    assert any(isinstance(action, le.Note) and "nothing of it reached the learner" in action.text for action in actions)
+    now = 10.0 + 2 * TIMEOUT_S
+    assert ready(one, WORKERS[0], now=now) == [], "it would take it at once"
+    (second_lease,) = ready(one, WORKERS[1], now=now)
+    assert second_lease.is_continuation
+    one.handle(le.Ended(WORKERS[1], second_lease.lease_id, le.EndReason.FINISHED, ""), now + 1)
+    one.handle(le.GroupsOffered((spec("h"),)), now + 2)
+    assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 3))] == []
+    assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 2 * TIMEOUT_S))] == [WORKERS[0]]
+    assert one.hearsay.shun(WORKERS[0], 0.0) == 4 * TIMEOUT_S
+
+
+def test_an_end_that_the_learner_knows_nothing_of_sends_the_group_to_another() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.FINISHED, ""), 1.0)
+    assert ready(one, WORKERS[0], now=2.0) == []
+    assert grants(one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0)) == [], "it has just said that of this group"
+    assert [grant.worker_id for grant in ready(one, WORKERS[1], now=4.0)] == [WORKERS[1]]
+
+
 def test_silent_lease_expires_to_another_worker_as_a_continuation_and_progress_renews() -> None:
     one = book()
     one.handle(le.GroupsOffered((spec("g"),)), 0.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_book import LeaseBook, LeaseRules, Seeker
+from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_events import Seeker
 from echo2.coordinator.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, TailRule, is_quiet, moves
 
 SLOW, FAST = PeerId("slow"), PeerId("fast")

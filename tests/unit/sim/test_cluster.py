@@ -12,6 +12,7 @@ import pytest
 from echo2.sim.cluster import Cluster
 from echo2.sim.cluster_run import outcome_of
 from echo2.sim.faults import STORM_S, Fault, Planned, Storm
+from echo2.sim.malice import LATER_KINDS, Malice
 from echo2.sim.scene import Sabotage, Scene
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,6 +61,13 @@ def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up(seed: int)
     outcome = cluster.run(faults_until_s=STORM_S)
     assert not outcome.failure, outcome.failure
     assert outcome.faults[Fault.BIT_ROT.value] > 30
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("malice", LATER_KINDS, ids=lambda kind: kind.name.lower())
+def test_a_worker_that_only_says_that_it_works_holds_nobody_up(seed: int, malice: Malice) -> None:
+    outcome = Cluster(Scene.of(seed), workers=3, malice=malice).run(faults_until_s=60.0)
+    assert not outcome.failure, outcome.failure
 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:

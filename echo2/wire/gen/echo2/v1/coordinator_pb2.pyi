@@ -394,10 +394,12 @@ class LearnerReport(_message.Message):
     def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class OfferGroups(_message.Message):
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "held_tokens")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.GroupSpec]
-    def __init__(self, groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ...) -> None: ...
+    held_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., held_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseGroups(_message.Message):
     __slots__ = ("group_ids", "reason")
