@@ -50,7 +50,8 @@ def chaotic_run(
             assert cluster.wait("learner", 60) == 0, cluster.log("learner")[-3000:]
             archive.look()
             found = judge_run(cluster, archive, steps)
-            assert held == {found.fingerprints[Version(steps)]}, "a worker's weights are not the learner's"
+            for version, fingerprint in held:
+                assert fingerprint == found.fingerprints[Version(version)], f"version {version} is not the learner's"
             return chaos.counts
     finally:
         if chaos is not None:
@@ -60,21 +61,29 @@ def chaotic_run(
             disk.unmount()
 
 
-def held_bits(cluster: Cluster, steps: int) -> set[str]:
-    """While the finished learner serves its last version: the fingerprints that the workers' engines prove."""
+def held_bits(cluster: Cluster, steps: int) -> set[tuple[int, str]]:
+    """While the finished learner serves its last version: versions and the fingerprints that the workers' engines prove.
+
+    A finished learner waits for the workers that are connected. One that was being started again at that moment keeps what
+    it has, if anything; at least one has the last version.
+    """
     homes = [cluster.run_folder / "workers" / name for name in cluster.commands if name[0] == "w"]
-    held: dict[Path, str] = {}
+    held: dict[Path, tuple[int, str] | None] = {}
 
     def all_there() -> bool:
+        is_over = cluster.processes["learner"].poll() is not None
         for home in set(homes) - set(held):
             with contextlib.suppress(Unreachable):  # it has just been started
                 answer = asyncio.run(ask(home, "status"))
-                if answer.get("version") == steps:
-                    held[home] = str(answer["fingerprint"])
+                version = answer.get("version")
+                if version == steps or is_over:
+                    held[home] = (int(version), str(answer["fingerprint"])) if version is not None else None
         return len(held) == len(homes)
 
-    cluster.wait_until(all_there, 45, f"version {steps} on every worker")
-    return set(held.values())
+    cluster.wait_until(all_there, 60, f"version {steps} on every worker that was there at the end")
+    found = {one for one in held.values() if one is not None}
+    assert steps in {version for version, _ in found}, f"no worker holds the last version: {found}"
+    return found
 
 
 def judge_run(cluster: Cluster, archive: Archive, steps: int) -> Judged:
