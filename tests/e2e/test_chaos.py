@@ -75,9 +75,11 @@ def held_bits(cluster: Cluster, steps: int) -> set[tuple[int, str]]:
         for home in set(homes) - set(held):
             with contextlib.suppress(Unreachable):  # it has just been started
                 answer = asyncio.run(ask(home, "status"))
-                version = answer.get("version")
-                if version == steps or is_over:
-                    held[home] = (int(version), str(answer["fingerprint"])) if version is not None else None
+                version, fingerprint = answer.get("version"), answer.get("fingerprint")
+                if version is None and is_over:
+                    held[home] = None
+                elif fingerprint and (version == steps or is_over):
+                    held[home] = (int(version), str(fingerprint))
         return len(held) == len(homes)
 
     cluster.wait_until(all_there, 60, f"version {steps} on every worker that was there at the end")
