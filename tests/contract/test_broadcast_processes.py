@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_broadcast import Cell, Results, measured, options_of
+from benchmarks.bench_broadcast import Cell, Results, measured, options_of, row
 from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import Fault, make_scene
 from benchmarks.wan.lab import missing
@@ -70,5 +70,14 @@ def test_a_cell_that_fails_is_a_row_that_says_so_and_the_rows_so_far_are_on_disk
     (failed,) = json.loads((tmp_path / "results.json").read_text())
     assert failed["name"] == "homogeneous/2/echo2" and failed["value"] is None and failed["unit"].startswith("failed: ")
     results.add(measured(Cell("homogeneous", 2, mib=1), options_of([]), in_lab=False))
-    rows = {row["name"]: row["value"] for row in json.loads((tmp_path / "results.json").read_text())[1:]}
+    rows = {found["name"]: found["value"] for found in json.loads((tmp_path / "results.json").read_text())}
     assert rows["homogeneous/2/echo2"] >= 1 and rows["homogeneous/2/learner sent"] > 0
+
+
+def test_rows_of_parts_that_did_not_run_stay_and_each_says_when_it_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    for first, second in (("a", "b"), ("b", "c")):
+        Results(path).add([row(first, 1.0 if first == "a" else 2.0, "s", None), row(second, 3.0, "s", None)])
+    rows = json.loads(path.read_text())
+    assert {found["name"]: found["value"] for found in rows} == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert all(found["commit"] and found["measured"] for found in rows)
