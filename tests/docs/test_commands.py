@@ -248,7 +248,9 @@ def _only_parse(self: argparse.ArgumentParser, args: object = None, namespace: o
 )
 def test_arguments_of_a_module_are_its_own(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part = "swaps" if "bench_worker" in command else "grid"
-    words = shlex.split(command.replace("…", "3").replace("PART", part).replace("[", "").replace("]...", ""))
+    words = shlex.split(
+        command.replace("…", "3").replace("PART", part).replace("[", "").replace("]...", "").replace("]", "")
+    )
     path, given = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
     spec = importlib.util.find_spec(path) if words[1] == "-m" else None
     file = ROOT / path if spec is None else Path(str(spec.origin))
