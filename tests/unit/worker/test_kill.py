@@ -33,7 +33,7 @@ def test_a_killed_worker_costs_at_most_one_report_interval_of_tokens(tmp_path: P
             models = await prepared(run)
             run.coordinator.report_interval_s = REPORT_INTERVAL_S
             run.coordinator.groups = [group("g1", 8, 230)]
-            arguments = ["-m", "tests.unit.worker.worker_process", run.link(), str(tmp_path / "w1"), "12", "8"]
+            arguments = ["-m", "tests.unit.worker.worker_process", run.link(), str(tmp_path / "w1"), "30", "8"]
             doomed = await asyncio.create_subprocess_exec(sys.executable, *arguments, env={**os.environ})
             seen: list[tuple[float, int]] = []
             watching = asyncio.create_task(watched_tokens(run, seen))
