@@ -12,7 +12,7 @@ packs frames into chunks as it likes and `FrameReader` cuts them out again. Typi
               staged = decoder.finish()                                       # verified; a `StagedVersion`
               host.commit(staged)                                             # wholly or not at all
 
-A sharded learner encodes where its weights lie: `encode_section` on each rank, put together by
+A sharded learner encodes where its weights lie: `section_blocks` on each rank, put together by
 broadcast/runtime/sharded.py. `compose` merges deltas without weights, policy.py says which pieces to fetch, which edges
 to publish and what to keep. `warm_up` compiles the kernels ahead, once a machine. Names are the Hugging Face ones; of
 tied tensors one name is kept (`untied`). Every call that takes weights reads their raw bits and never converts.
@@ -28,10 +28,9 @@ from echo2.broadcast.delta.encode import Encoding, encode_delta, encode_keyframe
 from echo2.broadcast.delta.fingerprint import fingerprint, fingerprint_tensor, fingerprint_update
 from echo2.broadcast.delta.host import HostWeights
 from echo2.broadcast.delta.shards import (
-    Section,
-    encode_section,
+    encode_sections,
+    section_blocks,
     section_fingerprint,
-    sections_end,
     sharded_table,
     whole_fingerprint,
 )  # fmt: skip
@@ -44,7 +43,6 @@ __all__ = [
     "Encoding",
     "FrameReader",
     "HostWeights",
-    "Section",
     "Setting",
     "StagedDelta",
     "WeightSet",
@@ -53,14 +51,14 @@ __all__ = [
     "densified",
     "encode_delta",
     "encode_keyframe",
-    "encode_section",
+    "encode_sections",
     "fingerprint",
     "fingerprint_tensor",
     "fingerprint_update",
     "join_frames",
     "parse_frame",
+    "section_blocks",
     "section_fingerprint",
-    "sections_end",
     "sharded_table",
     "untied",
     "warm_up",

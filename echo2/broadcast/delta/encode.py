@@ -44,7 +44,7 @@ class EncodingStats:
     whole_blocks: int
 
 
-def check_claim(header: DeltaHeader, found: int) -> None:
+def _check_claim(header: DeltaHeader, found: int) -> None:
     """Refuses a target's fingerprint that the changes do not lead to, if the header claims one."""
     claimed = header.target_fingerprint
     if claimed is not None and claimed != found:
@@ -95,7 +95,7 @@ class Encoding(Iterator[bytes]):
             yield encode_block_frame(
                 self._container_id, block.index, block.element_count, block.element.code, coded.method, coded.payload
             )
-        check_claim(self.header, self.fingerprint)
+        _check_claim(self.header, self.fingerprint)
         yield encode_end(self._container_id, self.block_count, self.fingerprint)
 
 

@@ -1,8 +1,8 @@
 """A sharded learner's weights, encoded where they lie: each rank codes its own rows into a section of one container.
 
-Guarantees: header, sections in order of their shards and end frame are the bytes that `encode_delta` (or
-`encode_keyframe`) makes of the whole weights with as many shards; no rank needs another's weights, and fingerprints of
-sections add up. Leaves to others: bringing the sections together (broadcast/runtime/sharded.py).
+Guarantees: the sections in order of their shards make the bytes that `encode_delta` (or `encode_keyframe`) makes of
+the whole weights with as many shards; no rank needs another's weights, and fingerprints of sections add up. Leaves to
+others: bringing the sections together (broadcast/runtime/sharded.py).
 
 Shards are those of FSDP2: rows of dimension 0 in parts of equal height, the last ones shorter or empty. Plain tensors,
 and replicated ones, are whole on every rank; each rank codes its rows of them. Weights that are sharded otherwise
@@ -13,23 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
+from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from echo2.base.errors import DeltaFormatError
-from echo2.broadcast.delta.container import (
-    DeltaHeader,
-    TensorTable,
-    container_id_of,
-    encode_block_frame,
-    encode_end,
-    encode_header,
-)  # fmt: skip
+from echo2.broadcast.delta.block import EncodedBlock
+from echo2.broadcast.delta.container import DeltaHeader, TensorTable
 from echo2.broadcast.delta.elements import TensorSpec, WeightSet, element_type_of, flat_bits, untied
-from echo2.broadcast.delta.encode import Source, check_claim, delta_coder, in_order, keyframe_coder
+from echo2.broadcast.delta.encode import Encoding, Source, delta_coder, in_order, keyframe_coder
 from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_part, header_term
-from echo2.broadcast.delta.layout import blocks_of, shard_range, sorted_specs
+from echo2.broadcast.delta.layout import Block, blocks_of, shard_range, sorted_specs
+
+CodedBlock: TypeAlias = tuple[Block, EncodedBlock]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,23 +93,7 @@ def whole_fingerprint(table: TensorTable, key: int, sections: Iterable[int]) -> 
     return (sum(header_term(key, spec) for spec in table.specs) + sum(sections)) % MODULUS
 
 
-class Section(Iterator[bytes]):
-    """One shard's block frames. After the last, `fingerprint_step` is what the shard adds to the fingerprint."""
-
-    def __init__(self, frames: Iterator[tuple[bytes, int]]) -> None:
-        self._frames = frames
-        self.fingerprint_step = 0
-
-    def __iter__(self) -> Section:
-        return self
-
-    def __next__(self) -> bytes:
-        frame, step = next(self._frames)
-        self.fingerprint_step = (self.fingerprint_step + step) % MODULUS
-        return frame
-
-
-def encode_section(
+def section_blocks(
     parent: WeightSet | None,
     target: WeightSet,
     header: DeltaHeader,
@@ -120,8 +101,8 @@ def encode_section(
     shard: int,
     executor: Executor | None = None,
     ahead: int = 2,
-) -> Section:
-    """One shard's blocks: of a delta from `parent`, or of a keyframe where there is none."""
+) -> Iterator[CodedBlock]:
+    """One shard's blocks, coded: of a delta from `parent`, or of a keyframe where there is none."""
     if (parent is None) != (header.parent_version is None):
         raise DeltaFormatError(f"{header.describe()}: expected weights of the parent in a delta, and only there")
     count = header.shard_count
@@ -133,26 +114,14 @@ def encode_section(
     else:
         code = delta_coder(_source(parent, table, shard, count), new, header)
     blocks = tuple(b for b in blocks_of(table.specs, header.block_elements, count) if b.shard == shard)
-    container_id = container_id_of(encode_header(header, table))
-
-    def frames() -> Iterator[tuple[bytes, int]]:
-        for block, coded in in_order(blocks, code, executor, ahead):
-            yield (
-                encode_block_frame(
-                    container_id, block.index, block.element_count, block.element.code, coded.method, coded.payload
-                ),
-                coded.fingerprint_step,
-            )
-
-    return Section(frames())
+    return in_order(blocks, code, executor, ahead)
 
 
-def sections_end(header: DeltaHeader, table: TensorTable, steps: Iterable[int]) -> bytes:
-    """The end frame, from what every section adds to the fingerprint."""
+def encode_sections(header: DeltaHeader, table: TensorTable, coded: Iterator[CodedBlock]) -> Encoding:
+    """The frames of a container whose blocks were coded elsewhere: `coded` gives those of all shards, in order."""
     start = header.parent_fingerprint
-    if start is None:
+    if header.parent_version is None:
         start = whole_fingerprint(table, header.fingerprint_key, ())
-    blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
-    found = (start + sum(steps)) % MODULUS
-    check_claim(header, found)
-    return encode_end(container_id_of(encode_header(header, table)), len(blocks), found)
+    if start is None:
+        raise DeltaFormatError(f"{header.describe()}: expected the parent's fingerprint")
+    return Encoding(header, table, blocks_of(table.specs, header.block_elements, header.shard_count), start).run(coded)

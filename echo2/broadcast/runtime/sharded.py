@@ -1,111 +1,392 @@
-"""Brings the sections of a sharded learner's version together: each rank encodes its rows, the first one yields all.
+"""Brings the sections of a sharded learner's version together: each rank codes its rows, the first one puts them in order.
 
-Guarantees: only encoded bytes cross between ranks, and nothing is pickled. Every rank of the group calls the same
-function with the same header. Waits for: the ranks in turn, as any collective operation. Leaves to others: the coding
-(broadcast/delta/shards.py), the time limit (the process group's), signing and sending.
+Guarantees: only coded blocks and numbers cross between ranks, and nothing is pickled. The other ranks code beside the
+first one, and hold no more than one block's bytes of what they coded and nobody asked for yet. A rank that fails is
+named with its error on the first one; one that does not answer within the time limit is `Unreachable`. Waits for: on the first
+rank, one answer at a time; on the others, the next order, in a thread of their own. Leaves to others: the coding
+(broadcast/delta/shards.py), that all ranks hold a version before it is named here, signing and sending.
+
+Orders and answers go over a gloo group of their own, so that they never come between the collectives of the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 
-from echo2.base.errors import LimitExceeded
+from echo2.base.errors import LimitExceeded, MalformedMessage, StateError, Unreachable
+from echo2.base.ids import Version
+from echo2.broadcast.delta.block import EncodedBlock
 from echo2.broadcast.delta.container import (
     HEADER_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
     DeltaHeader,
-    FrameReader,
+    HeaderFrame,
+    Method,
     TensorTable,
     encode_header,
+    parse_frame,
     parse_table,
 )  # fmt: skip
 from echo2.broadcast.delta.elements import WeightSet
+from echo2.broadcast.delta.encode import Encoding
 from echo2.broadcast.delta.fingerprint import MODULUS
+from echo2.broadcast.delta.layout import Block, blocks_of
 from echo2.broadcast.delta.shards import (
-    encode_section,
+    CodedBlock,
+    encode_sections,
+    section_blocks,
     section_fingerprint,
-    sections_end,
     sharded_table,
     whole_fingerprint,
 )  # fmt: skip
 
-SECTION_BYTES_MAX = 1 << 36
+ANSWER_TIMEOUT_S = 300.0
+"""For a block, or for the fingerprint of a rank's rows."""
+HELD_VERSIONS_MAX = 4
+"""The newest, its parent, the next one, and one of an earlier run."""
+_HEAD_NUMBERS = 3
+_ITEM = struct.Struct("<IIQQI")
+_log = logging.getLogger("echo2.broadcast")
 
 
-class ShardGroup:
-    """The ranks that hold the shards of one set of weights, in order of their shards."""
+class _Kind(IntEnum):
+    """`number` says: FINGERPRINT and BEGIN nothing, NEXT and BEGIN which encoding, FORGET a version."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    FINGERPRINT = 1
+    BEGIN = 2
+    NEXT = 3
+    FORGET = 4
+    STOP = 5
+    DONE = 6
+    FAILED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    kind: _Kind
+    number: int = 0  # modulo 2^64
+    payload: bytes = b""
+
+
+class _Line:
+    """Messages between this rank and another one of a gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
         self._group = group
-        self.shard = dist.get_rank(group)
-        self.shard_count = dist.get_world_size(group)
-        # NCCL moves only what lies on its device.
-        on_device = dist.get_backend(group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+        self._peer = peer
+        self._timeout = timedelta(seconds=timeout_s)
 
-    def table(self, weights: WeightSet) -> TensorTable:
-        """The tensor table, the same on all ranks: the first one makes it."""
-        data = sharded_table(weights).encode() if self.shard == 0 else b""
-        size = torch.tensor([len(data)], device=self._device)
-        dist.broadcast(size, group=self._group, group_src=0)
-        if not 0 < int(size) <= HEADER_BYTES_MAX:
-            raise LimitExceeded(f"tensor table: expected at most {HEADER_BYTES_MAX} bytes, got {int(size)}")
-        packed = self._packed(data) if self.shard == 0 else self._room(int(size))
-        dist.broadcast(packed, group=self._group, group_src=0)
-        return parse_table(self._unpacked(packed), "tensor table of the first shard")
+    def send(self, message: _Message) -> None:
+        number = message.number - MODULUS if message.number >= MODULUS >> 1 else message.number
+        head = torch.tensor([message.kind, number, len(message.payload)], dtype=torch.int64)
+        self._group.send([head], self._peer, 0).wait(self._timeout)
+        if message.payload:
+            packed = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
+            self._group.send([packed], self._peer, 0).wait(self._timeout)
 
-    def fingerprint(self, weights: WeightSet, table: TensorTable, key: int) -> int:
-        """The fingerprint of the whole set, on every rank; each sums its own rows."""
-        part = section_fingerprint(weights, table, self.shard, self.shard_count, key)
-        return whole_fingerprint(table, key, self._all(part))
+    def receive(self, payload_bytes_max: int, *, is_idle: bool = False) -> _Message:
+        """`is_idle`: until one comes, or the group's own time limit."""
+        head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int64)
+        coming = self._group.recv([head], self._peer, 0)
+        if is_idle:
+            coming.wait()
+        else:
+            coming.wait(self._timeout)
+        kind, number, size = (int(each) for each in head)
+        if not 0 <= size <= payload_bytes_max:
+            raise LimitExceeded(f"rank {self._peer}: expected a message of {payload_bytes_max} bytes, got {size}")
+        packed = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._group.recv([packed], self._peer, 0).wait(self._timeout)
+        return _Message(_Kind(kind), number % MODULUS, packed.numpy().tobytes())
 
-    def encode(
-        self,
-        parent: WeightSet | None,
-        target: WeightSet,
-        header: DeltaHeader,
-        table: TensorTable,
-        executor: Executor | None = None,
-    ) -> Iterator[bytes]:
-        """All frames on the first rank, its own as they are coded; nothing on the others. Draw it on every rank."""
-        section = encode_section(parent, target, header, table, self.shard, executor)
-        if self.shard == 0:
-            yield encode_header(header, table)
-            yield from section
-        mine = b"" if self.shard == 0 else b"".join(section)
-        sizes = self._all(len(mine))
-        steps = self._all(section.fingerprint_step)
-        if max(sizes) > SECTION_BYTES_MAX:
-            raise LimitExceeded(
-                f"{header.describe()}: expected sections of {SECTION_BYTES_MAX} bytes, got {max(sizes)}"
+
+class HeldVersions:
+    """A rank's own rows of the versions that may be asked for. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Version, WeightSet] = {}
+
+    def keep(self, version: Version, weights: WeightSet) -> None:
+        """Host tensors, which nothing changes in place."""
+        with self._lock:
+            self._held[version] = weights
+            if len(self._held) > HELD_VERSIONS_MAX:
+                raise LimitExceeded(f"version {version}: expected {HELD_VERSIONS_MAX} to be held, got {self._names()}")
+
+    def of(self, version: Version) -> WeightSet:
+        with self._lock:
+            if version not in self._held:
+                raise StateError(f"version {version}: expected it among those held, got {self._names()}")
+            return self._held[version]
+
+    def forget_before(self, version: Version) -> None:
+        with self._lock:
+            self._held = {held: weights for held, weights in self._held.items() if held >= version}
+
+    @property
+    def versions(self) -> list[Version]:
+        with self._lock:
+            return sorted(self._held)
+
+    def _names(self) -> str:
+        return ", ".join(map(str, sorted(self._held))) or "none"
+
+
+class ShardLeader:
+    """The first rank's side. What is handed in are its own rows; the other ranks find theirs by the version."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._count = group.size()
+        self._lines = {shard: _Line(group, shard, timeout_s) for shard in range(1, self._count)}
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # an order and its answer
+        self._encodings = 0
+
+    def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
+        """Of the whole set; each rank sums its own rows."""
+        table = sharded_table(weights)
+        header = DeltaHeader(target_version=version, fingerprint_key=key, shard_count=self._count)
+        with self._lock:
+            for shard in self._lines:
+                self._tell(shard, _Message(_Kind.FINGERPRINT, 0, _begin_bytes(header, table)))
+            parts = [section_fingerprint(weights, table, 0, self._count, key)]
+            parts += [
+                self._answer(shard, f"its part of version {version}'s fingerprint").number for shard in self._lines
+            ]
+        return whole_fingerprint(table, key, parts)
+
+    def delta(
+        self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
+    ) -> Encoding:
+        return self._encode(parent, target, header, executor)
+
+    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding:
+        return self._encode(None, target, header, executor)
+
+    def forget_before(self, version: Version) -> None:
+        """Earlier versions are not asked for any more."""
+        self._tell_all(_Message(_Kind.FORGET, version))
+
+    def stop(self) -> None:
+        """Ends the other ranks' `serve`."""
+        self._tell_all(_Message(_Kind.STOP))
+
+    def _encode(
+        self, parent: WeightSet | None, target: WeightSet, header: DeltaHeader, executor: Executor | None
+    ) -> Encoding:
+        header = replace(header, shard_count=self._count)
+        table = sharded_table(target)
+        own = section_blocks(parent, target, header, table, 0, executor)
+        return encode_sections(header, table, self._all_blocks(header, table, own))
+
+    def _all_blocks(self, header: DeltaHeader, table: TensorTable, own: Iterator[CodedBlock]) -> Iterator[CodedBlock]:
+        """The other ranks begin when the first block is drawn."""
+        with self._lock:
+            self._encodings += 1
+            number = self._encodings
+        self._tell_all(_Message(_Kind.BEGIN, number, _begin_bytes(header, table)))
+        yield from own
+        blocks = [b for b in blocks_of(table.specs, header.block_elements, self._count) if b.shard > 0]
+        ready: deque[tuple[int, EncodedBlock]] = deque()
+        for block in blocks:
+            if not ready:
+                with self._lock:
+                    self._tell(block.shard, _Message(_Kind.NEXT, number))
+                    answer = self._answer(block.shard, f"block {block.index} of {header.describe()}")
+                ready.extend(_unpacked(answer.payload))
+            index, coded = ready.popleft() if ready else (-1, None)
+            if coded is None or index != block.index:
+                raise MalformedMessage(
+                    f"rank {block.shard}: expected block {block.index} of {header.describe()}, got {index}"
+                )
+            yield block, coded
+
+    def _tell_all(self, message: _Message) -> None:
+        with self._lock:
+            for shard in self._lines:
+                self._tell(shard, message)
+
+    def _tell(self, shard: int, message: _Message) -> None:
+        try:
+            self._lines[shard].send(message)
+        except RuntimeError as error:  # gloo's: closed, or out of time
+            raise self._gone(shard, f"it to take an order ({message.kind.name})", error) from error
+
+    def _answer(self, shard: int, what: str) -> _Message:
+        try:
+            message = self._lines[shard].receive(PAYLOAD_BYTES_MAX + _ITEM.size)
+        except RuntimeError as error:
+            raise self._gone(shard, what, error) from error
+        if message.kind is not _Kind.DONE:
+            raise StateError(f"rank {shard}: expected {what}, got {message.payload.decode(errors='replace')}")
+        return message
+
+    def _gone(self, shard: int, what: str, error: RuntimeError) -> Unreachable:
+        return Unreachable(f"rank {shard}: expected {what} within {self._timeout_s:.0f} s, got: {error}")
+
+
+class ShardFollower:
+    """Another rank's side: answers the first one's orders until it says stop. `held` is filled by the training thread."""
+
+    def __init__(self, group: dist.ProcessGroup, held: HeldVersions, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._shard, self._count = group.rank(), group.size()
+        self._line = _Line(group, 0, timeout_s)
+        self._held = held
+        self._ahead: Ahead | None = None
+        self._number = 0
+
+    def serve(self) -> None:
+        """In a thread of its own."""
+        try:
+            while (order := self._line.receive(2 * HEADER_BYTES_MAX, is_idle=True)).kind is not _Kind.STOP:
+                answer = self._answer_to(order)
+                if answer is not None:
+                    self._line.send(answer)
+        finally:
+            self._abandon()
+
+    def _answer_to(self, order: _Message) -> _Message | None:
+        try:
+            return self._obey(order)
+        except Exception as error:  # told to the first rank, which ends the run with it
+            if order.kind not in (_Kind.FINGERPRINT, _Kind.NEXT):
+                raise
+            _log.exception("rank %d: %s failed", self._shard, order.kind.name)
+            return _Message(_Kind.FAILED, 0, f"{type(error).__name__}: {error}".encode())
+
+    def _obey(self, order: _Message) -> _Message | None:
+        match order.kind:
+            case _Kind.FINGERPRINT:
+                header, table = _begun(order.payload)
+                weights = self._held.of(header.target_version)
+                part = section_fingerprint(weights, table, self._shard, self._count, header.fingerprint_key)
+                return _Message(_Kind.DONE, part)
+            case _Kind.BEGIN:
+                self._abandon()
+                self._number = order.number
+                self._ahead = Ahead(lambda: self._section(order.payload))
+                return None
+            case _Kind.NEXT:
+                if self._ahead is None or order.number != self._number:
+                    raise StateError(f"encoding {order.number}: expected {self._number}, which was begun last")
+                return _Message(_Kind.DONE, 0, self._ahead.take())
+            case _Kind.FORGET:
+                self._held.forget_before(Version(order.number))
+                return None
+            case kind:
+                raise MalformedMessage(f"rank {self._shard}: expected an order, got {kind.name}")
+
+    def _section(self, payload: bytes) -> tuple[int, Iterator[CodedBlock]]:
+        """In the coding thread: the bytes of a block, and the blocks."""
+        header, table = _begun(payload)
+        parent = None if header.parent_version is None else self._held.of(header.parent_version)
+        blocks = section_blocks(parent, self._held.of(header.target_version), header, table, self._shard)
+        widest = max((spec.element.bytes for spec in table.specs), default=1)
+        return header.block_elements * widest, blocks
+
+    def _abandon(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+
+class Ahead:
+    """Blocks coded in a thread before they are asked for: packed, no more than one block's bytes of them."""
+
+    def __init__(self, begin: Callable[[], tuple[int, Iterator[CodedBlock]]]) -> None:
+        self._begin = begin
+        self._changed = threading.Condition()
+        self._ready: deque[bytes] = deque()
+        self._ready_bytes = self.ready_bytes_most = 0
+        self._failure: Exception | None = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="sections", daemon=True)
+        self._thread.start()
+
+    def take(self) -> bytes:
+        """All that is ready, at least one block; raises what the coding raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._is_over)
+            if not self._ready:
+                raise self._failure or StateError("expected more blocks of this section, all were given")
+            taken = b"".join(self._ready)
+            self._ready.clear()
+            self._ready_bytes = 0
+            self._changed.notify_all()
+            return taken
+
+    def stop(self) -> None:
+        """Ends the thread after the block that it codes."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            room_bytes, blocks = self._begin()
+            for block, coded in blocks:
+                if not self._put(_packed(block, coded), room_bytes):
+                    return
+        except Exception as error:  # noqa: BLE001 - raised by whoever takes
+            self._failure = error
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _put(self, item: bytes, room_bytes: int) -> bool:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over or not self._ready or self._ready_bytes + len(item) <= room_bytes
             )
-        if self.shard != 0:
-            if mine:
-                dist.send(self._packed(mine), group=self._group, group_dst=0)
-            return
-        for shard in range(1, self.shard_count):
-            if sizes[shard]:
-                packed = self._room(sizes[shard])
-                dist.recv(packed, group=self._group, group_src=shard)
-                yield from FrameReader().feed(self._unpacked(packed))
-        yield sections_end(header, table, steps)
+            if self._is_over:
+                return False
+            self._ready.append(item)
+            self._ready_bytes += len(item)
+            self.ready_bytes_most = max(self.ready_bytes_most, self._ready_bytes)
+            self._changed.notify_all()
+            return True
 
-    def _all(self, number: int) -> list[int]:
-        """A number modulo 2^64 of every rank."""
-        signed = number - MODULUS if number >= MODULUS >> 1 else number
-        mine = torch.tensor([signed], dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(mine) for _ in range(self.shard_count)]
-        dist.all_gather(found, mine, group=self._group)
-        return [int(each) % MODULUS for each in found]
 
-    def _room(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+def _begin_bytes(header: DeltaHeader, table: TensorTable) -> bytes:
+    head = encode_header(header, table)
+    return struct.pack("<I", len(head)) + head + table.encode()
 
-    def _packed(self, data: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
-    def _unpacked(self, packed: torch.Tensor) -> bytes:
-        return packed.cpu().numpy().tobytes()
+def _begun(payload: bytes) -> tuple[DeltaHeader, TensorTable]:
+    (size,) = struct.unpack_from("<I", payload)
+    head = parse_frame(payload[4 : 4 + size])
+    if not isinstance(head, HeaderFrame):
+        raise MalformedMessage("order of the first rank: expected a container's header")
+    return head.header, parse_table(payload[4 + size :], "tensor table of the first shard")
+
+
+def _packed(block: Block, coded: EncodedBlock) -> bytes:
+    size = len(coded.payload)
+    return (
+        _ITEM.pack(block.index, coded.method.value, coded.fingerprint_step % MODULUS, coded.change_count, size)
+        + coded.payload
+    )
+
+
+def _unpacked(data: bytes) -> Iterator[tuple[int, EncodedBlock]]:
+    at = 0
+    while at < len(data):
+        index, method, step, changes, size = _ITEM.unpack_from(data, at)
+        at += _ITEM.size
+        yield index, EncodedBlock(Method(method), data[at : at + size], step, changes)
+        at += size

@@ -64,9 +64,13 @@ class Auditor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._looking: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_on(self) -> bool:
+        return self._share > 0
+
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """`tensors` of a version that was published; never changed in place."""
-        if self._share > 0:
+        if self.is_on:
             self._snapshots.keep(version, tensors)
 
     def consider(self, batch: Batch, now: float) -> None:

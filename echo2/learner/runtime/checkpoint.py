@@ -47,8 +47,8 @@ _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
 class Checkpoint:
     """Everything that step `step` needs to go on, apart from the journal. Tensors are copies on the host.
 
-    `shards`: this rank's masters and optimiser state by `masters|NAME` and `optimiser|NAME|FIELD`. `published`: whole,
-    on rank 0 alone.
+    `shards`: this rank's masters and optimiser state by `masters|NAME` and `optimiser|NAME|FIELD`. `published`: its
+    rows of the published weights.
     """
 
     step: Step
@@ -101,6 +101,11 @@ def shards_of(trainer: Trainer) -> dict[str, Tensor]:
         for key, value in trainer.optimiser.state.get(master, {}).items():
             shards[f"{_OPTIMISER}{name}|{key}"] = on_host(torch.as_tensor(value), trainer.ranks)
     return shards
+
+
+def published_shards(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's rows of the published weights, by their names in a checkpoint."""
+    return {f"{_PUBLISHED}{name}": tensor for name, tensor in published.items()}
 
 
 def put_back(checkpoint: Checkpoint, trainer: Trainer) -> None:
@@ -177,9 +182,8 @@ class CheckpointStore:
         """Writes what was begun, lets old ones go, and returns the oldest journal segment still needed. In a thread."""
         target = self.folder_of(checkpoint.step)
         partial = target.with_suffix(".partial")
-        published = {f"{_PUBLISHED}{name}": tensor for name, tensor in checkpoint.published.items()}
         try:
-            write_shards({**checkpoint.shards, **published}, partial, checkpoint.ranks)
+            write_shards({**checkpoint.shards, **published_shards(checkpoint.published)}, partial, checkpoint.ranks)
             (partial / STATE_FILE).write_text(json.dumps(checkpoint.state))
             for path in (*partial.iterdir(), partial):
                 _sync(path)
@@ -221,8 +225,7 @@ class CheckpointStore:
                 for key, said in reader.read_metadata().state_dict_metadata.items()
                 if isinstance(said, TensorStorageMetadata)
             }
-            wanted = {key: said for key, said in found.items() if ranks.is_leader or not key.startswith(_PUBLISHED)}
-            tensors = {key: _room_for(key, said, trainer, folder) for key, said in wanted.items()}
+            tensors = {key: _room_for(key, said, trainer, folder) for key, said in found.items()}
             load(tensors, storage_reader=reader, process_group=ranks.writers, no_dist=ranks.count == 1)
         except (OSError, ValueError, KeyError, IndexError, SafetensorError, CheckpointException) as error:
             raise StateError(f"checkpoint {folder}: cannot be read: {error}") from error
@@ -244,10 +247,11 @@ class CheckpointStore:
 def _room_for(key: str, said: TensorStorageMetadata, trainer: Trainer | None, folder: Path) -> Tensor:
     """An empty tensor to read into: sharded as the trainer's own is, else whole."""
     whole = torch.empty(said.size, dtype=said.properties.dtype)
-    if trainer is None or key.startswith(_PUBLISHED) or not said.size:
+    if trainer is None or not said.size:
         return whole
     name = key.split("|")[1]
-    master = trainer.model.masters_by_name().get(name)
+    model = trainer.model
+    master = model.layout_of(name) if key.startswith(_PUBLISHED) else model.masters_by_name().get(name)
     if master is None:
         raise StateError(f"checkpoint {folder}: expected the tensors of {trainer.model.path}, got another: {name}")
     if tuple(master.shape) != tuple(said.size):

@@ -237,7 +237,7 @@ class LearnerDaemon:
             self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder")
         return Publisher(
             broadcaster, prepared.journal, prepared.schedule, prepared.batcher, prepared.fingerprint_key,
-            SettingChoice(self.options.delta_setting, cores), self._encoders,
+            SettingChoice(self.options.delta_setting, cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
 
     def _connect(self, loop: TrainingLoop, ingest: IngestService, publisher: Publisher) -> None:
@@ -304,7 +304,10 @@ class LearnerDaemon:
         folder: Path | None = None
         if loop.is_finished:
             folder = self.options.folder / "model"
-            policy = await asyncio.get_running_loop().run_in_executor(self._executor, loop.p.team.snapshot)
+            team, step = loop.p.team, Version(loop.step)
+            policy = await asyncio.get_running_loop().run_in_executor(
+                self._executor, lambda: team.whole(team.snapshot(), step)
+            )
             await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
         self._send_report()
         counts, sent = loop.p.batcher.counts, publisher.bytes

@@ -24,6 +24,7 @@ from echo2.base.rollout import SamplingParams
 from echo2.broadcast.delta import fingerprint
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.trainer import StepResult
@@ -120,6 +121,7 @@ class LentTrainer:
 
     def __init__(self, model: DeclaredModel) -> None:
         self.model = model
+        self.coder: VersionCoder = LocalCoder()
         self.step_count = 0
         self._changed = threading.Condition()
         self._batch: Batch | None = None
@@ -224,6 +226,9 @@ class LentTrainer:
             if self._weights is None:
                 self._weights = self.model.copy_of(self._live)
             return self._weights
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
+        return dict(snapshot)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -43,6 +43,14 @@ NOT_FINITE_KEPT_MAX = 64
 """Batches kept for inspection; later ones are counted only."""
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is published: this rank's rows, and all of it where audits compare with it."""
+
+    own: Mapping[str, Tensor]
+    audited: Mapping[str, Tensor]
+
+
 class TrainingLoop:
     """Owns the trainer's thread. `facts` is what rows say beside their step; the daemon keeps it up to date."""
 
@@ -64,7 +72,6 @@ class TrainingLoop:
         self.facts = RunFacts(flops_per_position=prepared.model.flops_per_position)
         share = 0.0 if options.trainer.lora_rank else options.audit_share
         self.auditor = Auditor(prepared.model.config, share, prepared.prompts.sampling, options.seed)
-        self.auditor.keep(prepared.schedule.newest, prepared.published)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
@@ -93,11 +100,14 @@ class TrainingLoop:
         """Trains until the last step or `stop`, then leaves a checkpoint behind. Where the prompts end before the
         steps, the run ends with that error, after its checkpoint.
         """
+        if self.auditor.is_on:
+            newest = self.p.schedule.newest
+            self.auditor.keep(newest, await self._in_trainer(lambda: self.p.team.whole(self.p.published, newest)))
         if self.step == 0:
             await self._evaluate(StepTimes())
             self._write({"step": 0, "unix_s": time.time(), **self.facts.evaluation})
         if self.p.schedule.is_due(Step(self.step)):
-            await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
+            await self._publish(await self._in_trainer(self._snapshot), StepTimes())
         while not self.is_finished and not self._is_stopping:
             await self._one_step()
         await self.publisher.settled()
@@ -135,21 +145,26 @@ class TrainingLoop:
             self._keep_for_inspection(batch)
         self._record(batch, result, times)
 
-    def _train(self, batch: Batch) -> tuple[StepResult, dict[str, Tensor] | None, float]:
+    def _train(self, batch: Batch) -> tuple[StepResult, Snapshot | None, float]:
         """On the trainer's thread."""
         next_step = Step(self.step + 1)
         is_due = self.p.schedule.is_due(next_step) or next_step >= self.options.steps
         result = self.p.team.step(batch, is_due)
         began = time.perf_counter()
-        snapshot = self.p.team.snapshot() if is_due else None
+        snapshot = self._snapshot() if is_due else None
         return result, snapshot, time.perf_counter() - began
+
+    def _snapshot(self) -> Snapshot:
+        """On the trainer's thread."""
+        own = self.p.team.snapshot()
+        return Snapshot(own, self.p.team.whole(own, Version(self.step)) if self.auditor.is_on else {})
 
     async def _in_trainer(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
-    async def _publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
-        self.auditor.keep(Version(self.step), snapshot)
-        times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot)
+    async def _publish(self, snapshot: Snapshot, times: StepTimes) -> None:
+        self.auditor.keep(Version(self.step), snapshot.audited)
+        times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot.own)
 
     # ---- evaluation
 

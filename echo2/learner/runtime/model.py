@@ -23,7 +23,7 @@ from echo2.base.errors import ConfigError, StateError
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
-from echo2.learner.runtime.ranks import Ranks, own_part, whole
+from echo2.learner.runtime.ranks import Ranks, on_host, own_part
 
 LOGIT_BYTES_MAX = 64 << 20
 """Logits of more bytes than this are computed in pieces, and again in the backward pass."""
@@ -237,17 +237,15 @@ class PolicyModel:
         self.round_to_policy()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """The policy as published: each tensor by its Hugging Face name, copies in host memory."""
+        """The policy as published: each tensor by its Hugging Face name, copies in host memory; of several ranks, each
+        its own rows."""
         dtype = torch.bfloat16 if self.is_rounded else torch.float32
-        taken: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for name, parameter in zip(self.published_names, self.parameters, strict=True):
-                value = parameter.detach()
-                if self.ranks.count > 1:
-                    value = whole(value.to(dtype))  # a collective, one tensor at a time
-                if self.ranks.is_leader:
-                    taken[name] = value.to(device="cpu", dtype=dtype, copy=True)
-        return taken
+        pairs = zip(self.published_names, self.parameters, strict=True)
+        return {name: on_host(parameter, self.ranks, dtype) for name, parameter in pairs}
+
+    def layout_of(self, published_name: str) -> Tensor | None:
+        """A tensor that is laid out over the ranks as the one published under this name; None where there is none."""
+        return dict(zip(self.published_names, self.masters, strict=True)).get(published_name)
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes `policy`, a snapshot, in Hugging Face layout; an adapter as part of the weights that it adapts."""

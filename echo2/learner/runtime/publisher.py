@@ -3,8 +3,8 @@
 Guarantees: versions leave one at a time and in order; that a version may have left is on the disk before its first
 byte does, so that a restart makes the same one again; deltas are taken from the last published weights, which nothing
 changes in place; a merged delta that cannot be put together is left out. Waits for: the encoder's thread, never for the
-network. Leaves to others: when (learner/publication), in which setting (learner/delta_setting), the codec
-(broadcast/delta), chunks, signatures and transport (broadcast/runtime).
+network. Leaves to others: when (learner/publication), in which setting (learner/delta_setting), coding (coding;
+broadcast/delta), chunks, signatures and transport (broadcast/runtime).
 """
 
 from __future__ import annotations
@@ -14,26 +14,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import Version
-from echo2.broadcast.delta import (
-    DeltaHeader,
-    Encoding,
-    HostWeights,
-    Setting,
-    compose,
-    encode_delta,
-    encode_keyframe,
-)  # fmt: skip
+from echo2.broadcast.delta import DeltaHeader, Encoding, Setting, compose
 from echo2.learner.batcher import Batcher
 from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import Published
 from echo2.learner.publication import Merge, MergeSchedule, PublicationSchedule
+from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
 
 _log = logging.getLogger("echo2.learner")
@@ -100,7 +93,7 @@ class ByteCounts:
 
 
 class Publisher:
-    """`newest` holds the weights of the version published last."""
+    """`newest_tensors` are the weights of the version published last; of a sharded learner, this rank's rows of them."""
 
     def __init__(
         self,
@@ -111,6 +104,7 @@ class Publisher:
         key: int,
         choice: SettingChoice | None = None,
         executor: Executor | None = None,
+        coder: VersionCoder | None = None,
     ) -> None:
         self.broadcaster = broadcaster
         self.journal = journal
@@ -120,8 +114,9 @@ class Publisher:
         self.choice = choice or SettingChoice()
         self.merges = MergeSchedule()
         self._executor = executor
+        self._coder = coder or LocalCoder()
         self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # what left coded densely, as it can be merged
-        self.newest: HostWeights | None = None
+        self.newest: Version | None = None
         self.newest_tensors: Mapping[str, Tensor] = {}
         self.newest_fingerprint = 0
         self.bytes = ByteCounts()
@@ -135,22 +130,22 @@ class Publisher:
     @property
     def newest_version(self) -> Version:
         """The version published last; one on its way out does not count yet."""
-        assert self.newest is not None and self.newest.version is not None, "hold comes first"
-        return self.newest.version
+        assert self.newest is not None, "hold comes first"
+        return self.newest
 
     def hold(self, tensors: Mapping[str, Tensor], version: Version) -> str:
         """Takes `tensors` as the newest published weights without sending; returns their fingerprint in hex."""
-        self.newest_tensors = tensors
-        self.newest = HostWeights.from_tensors(dict(tensors), version, self.key, copy=False)
-        self.newest_fingerprint = self.newest.fingerprint()
+        self.newest, self.newest_tensors = version, tensors
+        self.newest_fingerprint = self._coder.fingerprint(version, tensors, self.key)
+        self._coder.forget_before(version)
         return f"{self.newest_fingerprint:016x}"
 
     async def publish_keyframe(self) -> None:
         """Sends the newest weights whole: at the start, after a restart, and when the chain behind it is heavy."""
-        assert self.newest is not None and self.newest.version is not None, "hold comes first"
         self._is_something_lost = False
-        header = DeltaHeader(target_version=self.newest.version, fingerprint_key=self.key)
-        artifact = await self._send(encode_keyframe(self.newest, header), self.newest, None)
+        header = DeltaHeader(target_version=self.newest_version, fingerprint_key=self.key)
+        encoding = self._coder.keyframe(self.newest_tensors, header)
+        artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
         self.bytes.keyframes += artifact.artifact_bytes
         self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
 
@@ -197,26 +192,24 @@ class Publisher:
             self.on_failure(error)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        parent = self.newest
-        assert parent is not None and parent.version is not None, "the base version was published before"
         self.journal.append(Published(version, ""))
         await self.journal.commit()
-        target = HostWeights.from_tensors(dict(tensors), version, self.key, copy=False)
         header = DeltaHeader(
             target_version=version,
-            parent_version=parent.version,
+            parent_version=self.newest_version,
             parent_fingerprint=self.newest_fingerprint,
             fingerprint_key=self.key,
             setting=self._choose_setting(tensors),
         )
-        encoding = encode_delta(parent, target, header, None, self._executor)
-        artifact = await self._send(encoding, target, parent.version)
+        encoding = self._coder.delta(self.newest_tensors, tensors, header, self._executor)
+        artifact = await self._send(encoding, version, tensors, self.newest_version)
         if encoding.stats.encoded_bytes:
             self.choice.encoded(
                 header.setting, artifact.full_snapshot_bytes, artifact.artifact_bytes, artifact.encode_s
             )
-        await self._merge(parent, target, header, artifact)
-        self.newest, self.newest_tensors, self.newest_fingerprint = target, tensors, int(artifact.fingerprint, 16)
+        await self._merge(tensors, header, artifact)
+        self.newest, self.newest_tensors, self.newest_fingerprint = version, tensors, int(artifact.fingerprint, 16)
+        await asyncio.to_thread(self._coder.forget_before, version)
         self.journal.append(Published(version, artifact.fingerprint))
         self.bytes.deltas += artifact.artifact_bytes
         self.bytes.full_snapshots += artifact.full_snapshot_bytes
@@ -231,17 +224,14 @@ class Publisher:
             _log.info("deltas are coded %s", self.choice.reason)
         return self.choice.setting
 
-    async def _merge(
-        self, parent: HostWeights, target: HostWeights, header: DeltaHeader, artifact: PublishedArtifact
-    ) -> None:
+    async def _merge(self, tensors: Mapping[str, Tensor], header: DeltaHeader, artifact: PublishedArtifact) -> None:
         """Offers what this version's delta can be merged to with earlier ones."""
         assert artifact.parent is not None, "a delta has a parent"
         merges = self.merges.published(artifact.version, artifact.parent)
         if header.setting is Setting.DENSE:  # positions that depend on the weights do not merge
-            plain = await asyncio.to_thread(
-                lambda: list(encode_delta(parent, target, header, Setting.FAST, self._executor))
-            )
-            self._plain[artifact.parent, artifact.version] = plain
+            fast = replace(header, setting=Setting.FAST)
+            plain = self._coder.delta(self.newest_tensors, tensors, fast, self._executor)
+            self._plain[artifact.parent, artifact.version] = await asyncio.to_thread(list, plain)
         for merge in merges:
             if not await self._publish_merge(merge, artifact):
                 break
@@ -267,25 +257,28 @@ class Publisher:
         plain = self._plain.get((parent, version))
         return iter(plain) if plain is not None else self.broadcaster.frames(version, parent)
 
-    async def _send(self, encoding: Encoding, target: HostWeights, parent: Version | None) -> PublishedArtifact:
-        assert target.version is not None, "what is sent has a version"
+    async def _send(
+        self, encoding: Encoding, version: Version, tensors: Mapping[str, Tensor], parent: Version | None
+    ) -> PublishedArtifact:
         began = time.perf_counter()
-        full_bytes = _bytes_of(self.newest_tensors)
-        size = await self.broadcaster.publish(target.version, parent, encoding, full_bytes)
+        full_bytes = _bytes_of(tensors)
+        size = await self.broadcaster.publish(version, parent, encoding, full_bytes)
         # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
-        found = encoding.fingerprint if encoding.stats.encoded_bytes else target.fingerprint()
-        artifact = PublishedArtifact(
-            target.version, parent, size, full_bytes, time.perf_counter() - began, f"{found:016x}"
-        )
+        if encoding.stats.encoded_bytes:
+            found = encoding.fingerprint
+        else:
+            found = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
+        artifact = PublishedArtifact(version, parent, size, full_bytes, time.perf_counter() - began, f"{found:016x}")
         self.last = artifact
         self.on_published(artifact)
         kind = "keyframe" if parent is None else f"delta from {parent}"
         _log.info(
             "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",
-            target.version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
+            version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
         )  # fmt: skip
         return artifact
 
 
 def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Of all ranks' rows."""
     return sum(t.numel() * t.element_size() for t in tensors.values())

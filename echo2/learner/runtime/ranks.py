@@ -54,6 +54,14 @@ class Ranks:
         """The group in whose collectives checkpoints are written, apart from the training's."""
         return None
 
+    @property
+    def encoders(self) -> dist.ProcessGroup | None:
+        """The group over which a version's sections come together, apart from the training's; gloo."""
+        return None
+
+    def meet(self) -> None:
+        """Returns once all ranks have come here."""
+
     def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
         """Rank 0: the next command."""
 
@@ -77,6 +85,7 @@ class DistributedRanks(Ranks):
         self._commands: Any = dist.new_group(backend="gloo", timeout=idle)
         self._sums: Any = dist.new_group(backend="gloo")
         self._writers: Any = dist.new_group(backend="gloo")
+        self._encoders: Any = dist.new_group(backend="gloo", timeout=idle)
         self._meshes: dict[str, DeviceMesh] = {}
 
     def sum(self, values: Tensor) -> Tensor:
@@ -98,6 +107,14 @@ class DistributedRanks(Ranks):
     def writers(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = self._writers
         return group
+
+    @property
+    def encoders(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self._encoders
+        return group
+
+    def meet(self) -> None:
+        self.sum(torch.zeros(1))
 
     def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
         text = json.dumps(head).encode()
@@ -148,9 +165,9 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def on_host(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A copy in host memory, sharded as it was."""
-    part = own_part(tensor.detach()).to(device="cpu", copy=True)
+def on_host(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy in host memory, sharded as it was; in another dtype where one is given."""
+    part = own_part(tensor.detach()).to(device="cpu", dtype=dtype, copy=True)
     return as_sharded(part, tensor, ranks)
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
-from echo2.broadcast.delta import fingerprint
 from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
@@ -44,7 +43,7 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(slots=True)
 class Prepared:
-    """Everything that does not need the network. `published`: weights of the newest published version.
+    """Everything that does not need the network. `published`: weights of the newest published version, a snapshot of `team`.
 
     `cut_off`: the version before it with its weights, if a kill may have come before the newest one had left: workers
     that saw a part of that delta wait for the rest of it.
@@ -138,7 +137,7 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
     return {
         "run_id": options.run_id,
         "model_digest": team.model.digest(),
-        "base_fingerprint": f"{fingerprint(dict(base), 0):016x}" if team.starts_from_base else "",
+        "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
         "weights_dtype": options.trainer.weights_dtype,
         "lora": [options.trainer.lora_rank, options.trainer.lora_alpha],
         "task": options.task.name,
@@ -194,7 +193,8 @@ def _train_again(prepared: Prepared) -> None:
         prepared.cut_off = None if recorded else (prepared.schedule.newest, prepared.published)
         prepared.published = prepared.team.snapshot()
         prepared.schedule.newest = version
-        found = f"{fingerprint(prepared.published, prepared.fingerprint_key):016x}"
+        prepared.team.coder.forget_before(prepared.cut_off[0] if prepared.cut_off else version)
+        found = f"{prepared.team.coder.fingerprint(version, prepared.published, prepared.fingerprint_key):016x}"
         if recorded and recorded != found:
             raise FingerprintMismatch(
                 f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} "

@@ -1,8 +1,10 @@
 """What the learner asks of all ranks at once: steps, snapshots, completions, checkpoints.
 
 Guarantees: on rank 0 each method first tells the other ranks, then does its own part; the others do theirs in `follow`.
-With one process it is a plain call. Rank 0 alone holds journal, ledger and network. Leaves to others: how commands
-travel (ranks), the work itself (trainer, model, evaluate, checkpoint). All methods are called from one thread.
+With one process it is a plain call. Rank 0 alone holds journal, ledger and network. Snapshots stay where their rows
+are: each rank keeps its own until rank 0's `coder` says that they are not needed any more. Leaves to others: how
+commands travel (ranks), the work itself (trainer, model, evaluate, checkpoint), coding (coding; on the other ranks in a
+thread beside the training). All methods but the coder's are called from one thread.
 """
 
 from __future__ import annotations
@@ -19,10 +21,21 @@ from torch import Tensor
 from echo2.base.errors import StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
+from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, shards_of, take, write_shards
+from echo2.learner.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    published_shards,
+    put_back,
+    shards_of,
+    take,
+    write_shards,
+)
+from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions, complete
+from echo2.learner.runtime.ranks import whole
 from echo2.learner.runtime.trainer import StepResult, Trainer
 
 _log = logging.getLogger("echo2.learner")
@@ -39,7 +52,11 @@ class Team:
         self.trainer = trainer
         self.model = trainer.model
         self.ranks = trainer.ranks
+        self._shards = ShardLeader(self.ranks.encoders) if self.ranks.encoders and self.ranks.is_leader else None
+        self.coder: VersionCoder = self._shards or LocalCoder()
+        self._held = HeldVersions()
         self._writing: threading.Thread | None = None
+        self._coding: threading.Thread | None = None
         self._failure: Exception | None = None
 
     @property
@@ -56,8 +73,16 @@ class Team:
         return self.trainer.step(batch)
 
     def snapshot(self) -> dict[str, Tensor]:
+        """Rank 0's rows of the weights; once it returns, all ranks hold theirs, as the version of this step."""
         self.ranks.tell({"command": "snapshot"})
-        return self.model.snapshot()
+        taken = self.model.snapshot()
+        self.ranks.meet()
+        return taken
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
+        """All rows of a snapshot that is still held, gathered tensor by tensor."""
+        self.ranks.tell({"command": "gather", "version": version})
+        return {name: whole(snapshot[name]) for name in sorted(snapshot)}
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
@@ -72,7 +97,7 @@ class Team:
         """Copies the state between two steps; the other ranks begin to write theirs, rank 0 must `store.save` it."""
         checkpoint = take(self.trainer, published, version, state)
         folder = store.begin(checkpoint)
-        self.ranks.tell({"command": "save", "folder": str(folder)})
+        self.ranks.tell({"command": "save", "folder": str(folder), "version": version})
         return checkpoint
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
@@ -87,6 +112,8 @@ class Team:
 
     def stop(self) -> None:
         """Ends the other ranks. To be called once, when no checkpoint is being written."""
+        if self._shards is not None:
+            self._shards.stop()
         self.ranks.tell({"command": "stop"})
         self.ranks.close()
 
@@ -94,32 +121,53 @@ class Team:
 
     def follow(self) -> None:
         """Carries out rank 0's commands until it says stop."""
+        assert self.ranks.encoders is not None, "several ranks have a group to code in"
+        follower = ShardFollower(self.ranks.encoders, self._held)
+        # A daemon: where rank 0 ends without a word, this process ends with an error of its own.
+        self._coding = threading.Thread(target=self._code, args=(follower,), name="sections", daemon=True)
+        self._coding.start()
         while True:
             head, payload = self.ranks.hear()
+            if self._failure is not None:
+                raise self._failure
             match head["command"]:
                 case "step":
                     self.trainer.step(batch_from_bytes(payload))
                 case "snapshot":
-                    self.model.snapshot()
+                    self._held.keep(Version(self.trainer.step_count), self.model.snapshot())
+                    self.ranks.meet()
+                case "gather":
+                    held = self._held.of(Version(head["version"]))
+                    for name in sorted(held):
+                        whole(held[name])
                 case "complete":
                     stops = {"stop_token_ids": tuple(head["sampling"]["stop_token_ids"])}
                     sampling = SamplingParams(**{**head["sampling"], **stops})
                     complete(self.model, head["prompts"], sampling, head["greedy"], head["seed"])
                 case "save":
-                    self._begin_writing(Path(head["folder"]))
+                    self._begin_writing(Path(head["folder"]), Version(head["version"]))
                 case "load":
                     folder = Path(head["folder"])
-                    put_back(CheckpointStore.load_shards(folder, self.trainer, Step(_step_of(folder))), self.trainer)
+                    checkpoint = CheckpointStore.load_shards(folder, self.trainer, Step(_step_of(folder)))
+                    put_back(checkpoint, self.trainer)
+                    self._held.keep(checkpoint.published_version, checkpoint.published)
                 case "stop":
                     self._written()
+                    self._coding.join()
                     self.ranks.close()
                     return
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
 
-    def _begin_writing(self, folder: Path) -> None:
+    def _code(self, follower: ShardFollower) -> None:
+        try:
+            follower.serve()
+        except Exception as error:  # noqa: BLE001 - raised by the main thread at the next command
+            self._failure = error
+
+    def _begin_writing(self, folder: Path, version: Version) -> None:
         self._written()
-        shards = shards_of(self.trainer)
+        shards = {**shards_of(self.trainer), **published_shards(self._held.of(version))}
         self._writing = threading.Thread(target=self._write, args=(shards, folder), name="checkpoint")
         self._writing.start()
 

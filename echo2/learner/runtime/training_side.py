@@ -1,6 +1,6 @@
 """What the learner needs of whoever trains: this project's own trainers (team), or a trainer of the user's (lent_trainer).
 
-Guarantees: nothing; these are the shapes. All methods of `TrainingSide` are called from the trainer's thread.
+Guarantees: nothing; these are the shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore
+from echo2.learner.runtime.coding import VersionCoder
 from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.trainer import StepResult
 
@@ -64,9 +65,14 @@ class StepCounter(Protocol):
 
 
 class TrainingSide(Protocol):
-    """Steps, snapshots and checkpoints. `starts_from_base`: the first snapshot of every start is the base model's."""
+    """Steps, snapshots and checkpoints. `starts_from_base`: the first snapshot of every start is the base model's.
+
+    A snapshot may hold this rank's rows alone (DTensors); `coder` codes it, `whole` brings all rows together. All but
+    the coder's methods are called from the trainer's thread.
+    """
 
     starts_from_base: bool
+    coder: VersionCoder
 
     @property
     def model(self) -> PublishedModel: ...
@@ -80,6 +86,8 @@ class TrainingSide(Protocol):
     def step(self, batch: Batch, is_published: bool = False) -> StepResult: ...
 
     def snapshot(self) -> dict[str, Tensor]: ...
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]: ...
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int

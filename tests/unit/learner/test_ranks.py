@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
+from echo2.broadcast.delta import fingerprint
+from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import CheckpointStore
@@ -25,6 +28,7 @@ from echo2.learner.runtime.ranks import Ranks
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import new_team, prepare
 from tests.unit.learner import two_ranks
+from tests.unit.learner.fleet import RUN
 from tests.unit.learner.test_trainer import random_groups
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -37,7 +41,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def torchrun(command: str, model: Path, folder: Path, weights_dtype: str) -> None:
+def torchrun(command: str, model: Path, folder: Path, weights_dtype: str, *, ends_well: bool = True) -> None:
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "tests.unit.learner.two_ranks", command]
@@ -45,7 +49,7 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str) -> Non
         [sys.executable, "-m", "torch.distributed.run", *arguments, str(model), str(folder), weights_dtype],
         env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert (done.returncode == 0) == ends_well, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +106,37 @@ def test_the_daemon_trains_to_its_end_on_two_ranks_and_its_versions_are_those_th
 ) -> None:
     torchrun("daemon", model_path, tmp_path / "run", "bfloat16")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 6 and summary["fingerprint"] == summary["followed"]
+    assert summary["steps"] == 6 and summary["fingerprint"] == summary["followed"] == summary["merged"]
+    assert_each_rank_coded_its_rows(tmp_path / "run", summary)
     folder = RunFolder(tmp_path / "run")
     resumed = prepare(two_ranks.options_of(model_path, tmp_path / "run", "bfloat16"), folder)
     folder.release()
     assert resumed.trainer.step_count == 6 and resumed.checkpoint_step == 6
+
+
+def assert_each_rank_coded_its_rows(folder: Path, summary: dict[str, Any]) -> None:
+    """Whole tensors came together once, for the export: which is what the fleet holds."""
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).named_parameters())
+    other = json.loads((folder / "rank1.json").read_text())
+    shapes = sorted(str(tuple(tensor.shape)) for tensor in exported.values())
+    assert sorted(summary["gathered"]) == sorted(other["gathered"]) == shapes
+    assert f"{fingerprint(exported, key_of_run(RUN)):016x}" == summary["fingerprint"]
+    elements = sum(tensor.numel() for tensor in exported.values())
+    assert other["newest"] == 6 and 0.4 * elements < other["own_elements"] <= 0.5 * elements
+
+
+def test_a_rank_that_cannot_code_its_rows_ends_the_run_with_its_error_and_the_next_start_sends_them(
+    model_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    torchrun("failing", model_path, folder, "bfloat16", ends_well=False)
+    error = (folder / "error").read_text()
+    assert error.startswith("StateError: rank 1: expected block") and error.endswith("OSError: a row cannot be read")
+    torchrun("daemon", model_path, folder, "bfloat16")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["versions"][0] == [4, 2], "what was cut off comes first"
+    assert summary["steps"] == 6 and summary["fingerprint"] == summary["followed"]
+    assert_each_rank_coded_its_rows(folder, summary)
 
 
 def test_a_batch_reads_back_as_it_was_written() -> None:

@@ -7,15 +7,21 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from echo2.base.errors import EchoError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
+from echo2.broadcast.delta import HostWeights
+from echo2.broadcast.delta.fingerprint import key_of_run
+from echo2.broadcast.runtime import sharded
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
-from echo2.learner.runtime.ranks import own_rank, ranks_of_environment
+from echo2.learner.runtime.ranks import own_part, own_rank, ranks_of_environment
 from echo2.learner.runtime.startup import follow, new_team
 from echo2.learner.runtime.team import Team
 from tests.unit.learner.fleet import options_for
@@ -39,16 +45,17 @@ def batch(step: int) -> Batch:
 def lead(team: Team, folder: Path) -> None:
     """Three steps, a completion, a checkpoint; what came of them goes to a file."""
     results = [team.step(batch(step)) for step in range(STEPS)]
-    policy = team.snapshot()
+    taken = team.snapshot()
+    policy = team.whole(taken, Version(STEPS))
     sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(1,))
     done = team.complete([[5, 6, 7], [8, 9]], sampling, True, 0)
     store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
-    checkpoint = team.take(store, policy, Version(STEPS), {"journal_from": 0})
+    checkpoint = team.take(store, taken, Version(STEPS), {"journal_from": 0})
     store.save(checkpoint)
     again = team.step(batch(STEPS))
     team.load_newest(store)
     repeated = team.step(batch(STEPS))
-    after = team.snapshot()
+    after = team.whole(team.snapshot(), Version(STEPS + 1))
     team.stop()
     torch.save(
         {
@@ -63,6 +70,68 @@ def lead(team: Team, folder: Path) -> None:
     )
 
 
+def count_gathered() -> list[str]:
+    """Whole tensors that this rank takes part in gathering from now on, by shape."""
+    gathered: list[str] = []
+    full_tensor = DTensor.full_tensor
+
+    def counted(tensor: DTensor, **arguments: Any) -> torch.Tensor:
+        if tensor.ndim:  # a norm of gradients has none
+            gathered.append(str(tuple(tensor.shape)))
+        return full_tensor(tensor, **arguments)
+
+    DTensor.full_tensor = counted
+    return gathered
+
+
+def obey(options: LearnerOptions, folder: Path, fails_at: int | None) -> None:
+    """The second rank, to its end; `fails_at`: the version of which it cannot code its rows."""
+    gathered, original = count_gathered(), sharded.section_blocks
+
+    def broken(parent: Any, target: Any, header: Any, *rest: Any) -> Any:
+        if header.target_version == fails_at:
+            raise OSError("a row cannot be read")
+        return original(parent, target, header, *rest)
+
+    sharded.section_blocks = broken
+    team = new_team(options, ranks_of_environment())
+    team.follow()
+    (newest,) = team._held.versions
+    held = team._held.of(newest).values()
+    assert all(isinstance(tensor, DTensor) for tensor in held)
+    said = {"gathered": gathered, "newest": newest, "own_elements": sum(own_part(tensor).numel() for tensor in held)}
+    (folder / "rank1.json").write_text(json.dumps(said))
+
+
+def serve(options: LearnerOptions, folder: Path) -> None:
+    """The first rank: a whole run; what its fleet held at the end, or at a failure, goes to files."""
+    from tests.unit.learner.test_daemon import Run
+
+    gathered, run, kept = count_gathered(), Run(options), folder / "held.pt"
+    if kept.exists():
+        version, tensors = torch.load(kept)
+        run.follower.host = HostWeights.from_tensors(tensors, Version(version), key_of_run(options.run_id))
+    try:
+        summary = asyncio.run(run.finish())
+    except EchoError as error:
+        (folder / "error").write_text(f"{type(error).__name__}: {error}")
+        torch.save((int(run.follower.host.version or 0), run.follower.host.tensors()), kept)
+        raise
+    merged = HostWeights.empty()
+    if (0, 4) in run.follower.merged:
+        for parent, version in ((-1, 0), (0, 4), (4, 6)):
+            run.follower.apply(merged, parent, version)
+    said = {
+        "fingerprint": summary.fingerprint,
+        "followed": f"{run.follower.host.fingerprint():016x}",
+        "merged": f"{merged.fingerprint():016x}",
+        "steps": summary.steps,
+        "versions": run.follower.versions,
+        "gathered": gathered,
+    }
+    (folder / "summary.json").write_text(json.dumps(said))
+
+
 def main() -> None:
     command, model, folder, weights_dtype = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     options = options_of(model, folder, weights_dtype)
@@ -74,18 +143,9 @@ def main() -> None:
         else:
             follow(options, ranks)
     elif own_rank() > 0:
-        follow(options, ranks_of_environment())
+        obey(options, folder, fails_at=4 if command == "failing" else None)
     else:
-        from tests.unit.learner.test_daemon import Run
-
-        run = Run(options)
-        summary = asyncio.run(run.finish())
-        said = {
-            "fingerprint": summary.fingerprint,
-            "followed": f"{run.follower.host.fingerprint():016x}",
-            "steps": summary.steps,
-        }
-        (folder / "summary.json").write_text(json.dumps(said))
+        serve(options, folder)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +25,15 @@ from echo2.broadcast.delta import (
     Setting,
     encode_delta,
     encode_keyframe,
-    encode_section,
+    encode_sections,
     fingerprint,
     join_frames,
+    section_blocks,
     section_fingerprint,
-    sections_end,
     sharded_table,
     whole_fingerprint,
 )  # fmt: skip
-from echo2.broadcast.delta.container import encode_header
-from echo2.broadcast.runtime.sharded import ShardGroup
+from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
 from tests.unit.broadcast.delta.models import (
     ALL_TYPES,
     KEY,
@@ -52,10 +52,8 @@ Weights = dict[str, torch.Tensor]
 def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes:
     """A container put together from the sections of all shards."""
     table = sharded_table(new)
-    sections = [encode_section(old, new, header, table, shard) for shard in range(header.shard_count)]
-    body = b"".join(frame for section in sections for frame in section)
-    end = sections_end(header, table, [section.fingerprint_step for section in sections])
-    return encode_header(header, table) + body + end
+    sections = (section_blocks(old, new, header, table, shard) for shard in range(header.shard_count))
+    return join_frames(encode_sections(header, table, chain.from_iterable(sections)))
 
 
 @SLOW
@@ -83,15 +81,15 @@ def test_sections_that_do_not_fit_are_refused() -> None:
     host = HostWeights.from_tensors(old, Version(0), KEY)
     header = delta_header(host, 1, shard_count=2)
     with pytest.raises(DeltaFormatError, match="expected a shard below 2, got 2"):
-        encode_section(old, new, header, host.table, 2)
+        section_blocks(old, new, header, host.table, 2)
     with pytest.raises(DeltaFormatError, match="parent in a delta"):
-        encode_section(None, new, header, host.table, 0)
+        section_blocks(None, new, header, host.table, 0)
     other = {**new, "model.layers.0.bias": torch.zeros(8)}
     with pytest.raises(DeltaFormatError, match=r"tensor model\.layers\.0\.bias: expected .*send a keyframe"):
-        encode_section(old, other, header, host.table, 0)
+        section_blocks(old, other, header, host.table, 0)
     wrong = delta_header(host, 1, shard_count=2, target_fingerprint=1)
     with pytest.raises(FingerprintMismatch, match="changes lead to"):
-        sections_end(wrong, host.table, [5, 6])
+        in_sections(old, new, wrong)
 
 
 class Tied(nn.Module):
@@ -132,6 +130,21 @@ def sharded(weights: Weights) -> Weights:
     return state
 
 
+def lead(leader: ShardLeader, old: Weights, new: Weights, folder: Path) -> None:
+    print_old = leader.fingerprint(Version(0), old, KEY)
+    for setting in Setting:
+        header = DeltaHeader(
+            target_version=Version(1), parent_version=Version(0), parent_fingerprint=print_old, fingerprint_key=KEY,
+            setting=setting, block_elements=400,
+        )  # fmt: skip
+        (folder / f"{setting.name}.bin").write_bytes(join_frames(leader.delta(old, new, header)))
+    whole = DeltaHeader(target_version=Version(1), fingerprint_key=KEY, block_elements=400)
+    (folder / "keyframe.bin").write_bytes(join_frames(leader.keyframe(new, whole)))
+    (folder / "fingerprint").write_text(str(print_old))
+    leader.forget_before(Version(1))
+    leader.stop()
+
+
 def run_rank(rank: int, folder: Path) -> None:
     """One of two processes: encodes its rows only; the first writes what came together."""
     dist.init_process_group(
@@ -143,23 +156,15 @@ def run_rank(rank: int, folder: Path) -> None:
     assert sum(t.to_local().numel() for t in old.values() if isinstance(t, DTensor)) < sum(
         map(torch.numel, old.values())
     )
-    ranks = ShardGroup(mesh.get_group())
-    table = ranks.table(new)
-    print_old = ranks.fingerprint(old, table, KEY)
-    assert print_old == fingerprint(whole_old, KEY)
-    for setting in Setting:
-        header = DeltaHeader(
-            target_version=Version(1), parent_version=Version(0), parent_fingerprint=print_old, fingerprint_key=KEY,
-            setting=setting, block_elements=400, shard_count=2,
-        )  # fmt: skip
-        frames = list(ranks.encode(old, new, header, table))
-        assert bool(frames) == (rank == 0)
-        if rank == 0:
-            (folder / f"{setting.name}.bin").write_bytes(b"".join(frames))
-    whole = DeltaHeader(target_version=Version(1), fingerprint_key=KEY, block_elements=400, shard_count=2)
-    frames = list(ranks.encode(None, new, whole, table))
+    group = dist.new_group(backend="gloo")
     if rank == 0:
-        (folder / "keyframe.bin").write_bytes(b"".join(frames))
+        lead(ShardLeader(group), old, new, folder)
+    else:
+        held = HeldVersions()
+        held.keep(Version(0), old)
+        held.keep(Version(1), new)
+        ShardFollower(group, held).serve()
+        assert held.versions == [1], "what is forgotten on the first rank is forgotten here"
     columns = {"w": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])}
     with pytest.raises(DeltaFormatError, match="tensor w: expected elements .* of dimension 0"):
         section_fingerprint(columns, sharded_table(columns), rank, 2, KEY)
@@ -178,6 +183,7 @@ def test_a_sharded_learner_encodes_where_its_weights_lie(tmp_path: Path) -> None
     assert [process.exitcode for process in ranks] == [0, 0]
     old, new = snapshots(3)
     host = HostWeights.from_tensors(old, Version(0), KEY)
+    assert int((tmp_path / "fingerprint").read_text()) == host.fingerprint()
     for setting in Setting:
         data = (tmp_path / f"{setting.name}.bin").read_bytes()
         header = delta_header(host, 1, block_elements=400, shard_count=2, setting=setting)
