@@ -148,7 +148,6 @@ def test_workers_behind_two_nats_punch_a_hole_and_pass_chunks_through_it(tmp_pat
         assert run.link("left", "right").startswith("hole-punched: "), "the relay has no part in it any more"
 
 
-@pytest.mark.soak  # half a minute of waiting
 def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(tmp_path: Path) -> None:
     with running(tmp_path, is_symmetric=True) as run:
         run.wait("a relayed link", lambda: run.link("left", "right").startswith("relayed: "))

@@ -330,7 +330,6 @@ def test_its_rate_is_declared_before_it_asks_for_work_and_its_clock_is_compared(
     asyncio.run(scene())
 
 
-@pytest.mark.soak  # it waits out the back-off
 def test_a_coordinator_that_moved_is_found_through_the_link(tmp_path: Path) -> None:
     async def scene() -> None:
         async with SmallRun(tmp_path / "run") as run:
