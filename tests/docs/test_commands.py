@@ -82,7 +82,7 @@ ONLY_READ = (
     (r"python -m tests\.soak.*", "half an hour of storms"),
     (r"python docs/record\.py.*", "needs npm, Chromium and two minutes; makes pictures"),
     (r"echo2 demo .*--engine vllm.*", "needs vLLM's environment; make test-vllm runs the engine in it"),
-    (r"python -m pip_audit.*", "asks an advisory service on the Internet"),
+    (r"python -m tests\.security\.dependency_audit", "asks an advisory service on the Internet; its verdicts have tests"),
     (r"(python -m )?pip install .*|git clone .*|export PIP_INDEX_URL=.*|apt install .*", "need a package index"),
     (r"docker .*|kubectl .*|sky .*|systemctl .*", "need a container engine, a cluster, a cloud or an init system"),
     (r"echo2 sim|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),
