@@ -42,7 +42,7 @@ from benchmarks.broadcast_scene import IP_OVERHEAD, Fault, Scene, fluid_s, make_
 from benchmarks.wan.lab import missing
 from echo2.broadcast.trees import plan
 from echo2.sim.broadcast_scenarios import Outcome as Simulated
-from echo2.sim.broadcast_scenarios import broadcast, wan_fleet
+from echo2.sim.broadcast_scenarios import broadcast, partly_needed_fleet, wan_fleet, weighted_and_alike
 
 RESULTS = Path(__file__).parent / "results" / "broadcast.json"
 CPU_S_PER_BYTE = 4e-8  # of a relayed byte, both ends and the emulator, and more with every neighbour: to choose a scale
@@ -52,6 +52,7 @@ SATURATED_SHARE, LATE_SHARE = 0.85, 0.02
 SHORT_MIB = 16
 SEED_TARGET = 1.15
 SIM_TARGET, PLAN_TARGET_MS, CONNECTIONS_TARGET = 1.15, 200.0, 32
+WEIGHTED_WORKERS, WEIGHTED_STANDBY, WEIGHTED_SHARE, WEIGHTED_MIB, WEIGHTED_TARGET = 16, 4, 0.9, 64, 1.0
 SIM_MIB = {64: 64, 256: 64, 1000: 128}  # larger fleets have longer paths: short artifacts are not limited by rates
 START_AND_END_S = 8.0  # of a cell's processes, beside the broadcast
 HEADER = (
@@ -207,6 +208,24 @@ def simulated(fleets: list[tuple[str, int]]) -> Iterator[list[dict[str, Any]]]:
             ]  # fmt: skip
 
 
+def weighted() -> list[dict[str, Any]]:
+    """When the needed part of a pool holds a version, by the plan that weighs workers and by the one that does not: the
+    real session cores on a virtual clock."""
+    nodes, needs = partly_needed_fleet(WEIGHTED_WORKERS, WEIGHTED_STANDBY, WEIGHTED_SHARE)
+    ours, alike = weighted_and_alike(nodes, needs, WEIGHTED_MIB << 20, 256 << 10)
+    where = f"weighted, simulated/{WEIGHTED_WORKERS}"
+    part = f"{needs.share:.0%} of the rate; {WEIGHTED_STANDBY} slow on standby, {WEIGHTED_MIB} MiB"
+    print(
+        f"{where}: needed part after {ours.needed_s:.2f} s (predicted {ours.predicted_needed_s:.2f}), all after "
+        f"{ours.all_s:.2f} s; with all alike {alike.needed_s:.2f} s and {alike.all_s:.2f} s", flush=True,
+    )  # fmt: skip
+    return [
+        row(f"{where}/needed part", ours.needed_s / alike.needed_s, f"x plan with all alike ({part})", WEIGHTED_TARGET),
+        row(f"{where}/all", ours.all_s / alike.all_s, f"x plan with all alike ({part})", None),
+        row(f"{where}/prediction", ours.needed_s / ours.predicted_needed_s, "x predicted, of the needed part", None),
+    ]
+
+
 def plan_time() -> list[dict[str, Any]]:
     """CPU time of one plan; the least of three."""
     rows = []
@@ -277,6 +296,7 @@ class Part:
 
 def parts_of(options: argparse.Namespace, in_lab: bool) -> list[Part]:
     found = [Part("loopback", 30, lambda: [loopback_cost()]), Part("plan", 1, lambda: [plan_time()])]
+    found.append(Part("weighted", 8, lambda: [weighted()]))
     for cell in cells_of(options, in_lab):
         copies = 5 if cell.method == "star" else 1.2
         about_s = options.repeat * (START_AND_END_S + copies * cell.scene().bound_s(IP_OVERHEAD))

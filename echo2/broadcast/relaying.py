@@ -39,7 +39,7 @@ class Relaying:
         mine = plan.index_of(self._me) if plan is not None else None
         found: tuple[tuple[PeerId, bool], ...] = ()
         if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
-            children = plan.trees[route.tree].children()
+            children = plan.pushed_to(route.tree)
             found = tuple((plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
             self._children[route] = found
         return found

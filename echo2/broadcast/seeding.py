@@ -54,7 +54,7 @@ class Seeding:
         if plan.seed is None or plan.seed.peer_id != me:
             return
         for number, planned in enumerate(plan.trees):
-            children = planned.children()
+            children = plan.pushed_to(number)
             mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
             relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
             window = RelayWindow(self._config.relay_slack_s, self._first_window(plan, number))
@@ -63,9 +63,9 @@ class Seeding:
     def _first_window(self, plan: BroadcastPlan, number: int) -> float:
         """Bytes that keep a tree busy from the start, by the plan: its rate times a lap and the slack."""
         tree, seed = plan.trees[number], plan.nodes[0]
-        children = tree.children().get(0, ())
+        children = plan.pushed_to(number).get(0, ())
         lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children), default=0.0)
-        return tree.weight * fluid_bound(plan.nodes).rate_bytes_per_s * (lap_s + self._config.relay_slack_s)
+        return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + self._config.relay_slack_s)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))

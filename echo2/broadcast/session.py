@@ -52,7 +52,7 @@ from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import Pacer, SessionConfig
 from echo2.broadcast.relaying import Relaying
 from echo2.broadcast.seeding import Seeding
-from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref
+from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.topology import BroadcastPlan
 
 HOUSEKEEPING_S = 0.05  # the flood of chunk events does not look at every peer each time
@@ -66,6 +66,7 @@ class Session:
         self.peers: dict[PeerId, Peer] = {}
         self.artifacts: dict[ArtifactKey, Artifact] = {}
         self.plan: BroadcastPlan | None = None
+        self._late: frozenset[PeerId] = frozenset()
         self.duplicates_bytes = 0
         self.pulled_chunks = 0
         self.governor = UplinkGovernor(config.uplink_bytes_per_s)
@@ -107,7 +108,7 @@ class Session:
             case PlanSet():
                 self._plan_set(event.plan)
             case PeerUp():
-                self.peers[event.peer] = Peer(event.peer)
+                self.peers[event.peer] = Peer(event.peer, is_late=event.peer in self._late)
                 self._seeding.returned(event.peer)
                 self._greet(self.peers[event.peer])
             case PeerDown():
@@ -149,7 +150,9 @@ class Session:
     # ---- events
 
     def _plan_set(self, plan: BroadcastPlan) -> None:
-        self.plan = plan
+        self.plan, self._late = plan, plan.late
+        for peer in self.peers.values():
+            peer.is_late = peer.peer_id in self._late
         self._relaying.set_plan(plan)
         self._seeding.set_plan(plan, self.config.me)
 
@@ -410,7 +413,7 @@ class Session:
     def _assign_fresh(self, now: float) -> None:
         """Gives fresh chunks to trees while relays have room; to all directly when nothing else is to be sent."""
         while self._seeding.fresh:
-            queued = sum(peer.queued for peer in self.peers.values())
+            queued = sum(peer.queued for peer in self.peers.values() if not peer.is_late)
             waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
             if waiting_relays > len(self.peers) or not self.peers:
                 return
@@ -429,19 +432,12 @@ class Session:
                 (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
 
     def _next_outgoing(self, now: float) -> tuple[Peer, Outgoing] | None:
-        """Chunks that others will pass on first, then what was asked for, then the rest; the longest unserved peer."""
-        free = sorted(
-            (p for p in self.peers.values() if p.in_transport < self.config.slots_per_peer and p.queued),
-            key=lambda p: p.served_at,
-        )
-        for rank in range(3):
-            for peer in free:
-                queue = (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]
-                while queue:
-                    outgoing = queue.popleft()
-                    if self._is_still_due(peer, outgoing, now):
-                        return peer, outgoing
-                    self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
+        for peer, queue in service_order(self.peers.values(), self.config.slots_per_peer):
+            while queue:
+                outgoing = queue.popleft()
+                if self._is_still_due(peer, outgoing, now):
+                    return peer, outgoing
+                self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
         return None
 
     def _is_still_due(self, peer: Peer, outgoing: Outgoing, now: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
@@ -76,6 +76,7 @@ class Request:
 @dataclass(slots=True)
 class Peer:
     peer_id: PeerId
+    is_late: bool = False  # by the plan: served when nothing waits for others
     haves: dict[ArtifactKey, int] = field(default_factory=dict)
     sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
     knows: set[ArtifactKey] = field(default_factory=set)  # it knows the header
@@ -116,6 +117,17 @@ class Peer:
     @property
     def queued(self) -> int:
         return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
+
+
+def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deque[Outgoing]]]:
+    """Queues of peers with a free slot: chunks that others will pass on first, then what was asked for, then the rest;
+    of each kind the longest unserved peer. Late peers have one slot, and that while nothing waits for others."""
+    waiting = sorted((peer for peer in peers if peer.queued), key=lambda peer: peer.served_at)
+    needed = [peer for peer in waiting if not peer.is_late]
+    free = [peer for peer in needed or waiting if peer.in_transport < (1 if peer.is_late else slots)]
+    for rank in range(3):
+        for peer in free:
+            yield peer, (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ UNKNOWN_DOWNLINK_BYTES_PER_S = 50e6
 @dataclass(frozen=True, slots=True)
 class NodeLink:
     """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others), and
-    `access` says how other such nodes meet it.
+    `access` says how other such nodes meet it. Late: trees push it nothing and only tell it whom to pull from, which
+    its neighbours answer when nothing else waits (weighting.py).
     """
 
     peer_id: PeerId
@@ -32,6 +33,7 @@ class NodeLink:
     downlink_bytes_per_s: float = 0.0
     rtt_s: float = 0.0
     access: Access = field(default_factory=Access)
+    is_late: bool = False
 
     @property
     def whole_access(self) -> Access:
@@ -108,6 +110,29 @@ class BroadcastPlan:
         """When the last worker is expected to hold an artifact of `predicted_bytes`."""
         return max(self.predicted_s, default=0.0)
 
+    @property
+    def predicted_needed_s(self) -> float:
+        """When the last that is not late is."""
+        workers = zip(self.nodes[1:], self.predicted_s, strict=True) if self.predicted_s else ()
+        return max((time_s for node, time_s in workers if not node.is_late), default=0.0)
+
+    @property
+    def late(self) -> frozenset[PeerId]:
+        return frozenset(node.peer_id for node in self.nodes if node.is_late)
+
+    @property
+    def needed_nodes(self) -> tuple[NodeLink, ...]:
+        """The seed and all that are not late."""
+        return tuple(node for node in self.nodes if not node.is_late)
+
+    def pushed_to(self, tree: int) -> dict[int, tuple[int, ...]]:
+        """By parent: the children in a tree that are sent its chunks unasked."""
+        found = {
+            parent: tuple(child for child in children if not self.nodes[child].is_late)
+            for parent, children in self.trees[tree].children().items()
+        }
+        return {parent: children for parent, children in found.items() if children}
+
     def neighbours(self, peer_id: PeerId) -> tuple[PeerId, ...]:
         """Whom a node keeps connections to: all that it can while that is within the limit, else its tree edges."""
         mine = self.index_of(peer_id)
@@ -161,7 +186,9 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int) -> int:
 
 def suitable_chunk_bytes(nodes: Sequence[NodeLink], trees: Sequence[Tree], most: int) -> int:
     """`chunk_bytes_for` of trees that are not a plan yet."""
-    forwarding = {parent for tree in trees for parent in tree.parents}
+    forwarding = {
+        parent for tree in trees for node, parent in zip(nodes[1:], tree.parents, strict=True) if not node.is_late
+    }
     slowest = min((nodes[number].up for number in forwarding), default=0.0)
     size = CHUNK_BYTES_MIN
     while 2 * size <= slowest * CHUNK_S:

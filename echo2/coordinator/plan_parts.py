@@ -27,6 +27,7 @@ class PlanParts:
     def __init__(self, plan: BroadcastPlan) -> None:
         self.plan = plan
         self._children = [tree.children() for tree in plan.trees]
+        self._pushed = [plan.pushed_to(number) for number in range(len(plan.trees))]
 
     def part_of(self, peer_id: PeerId) -> BroadcastPlan:
         """What this node needs to be told; the plan itself where it is small."""
@@ -47,11 +48,11 @@ class PlanParts:
     def _kept(self, mine: int) -> list[int]:
         """The seed, the node, its neighbours, one child of each relay among them; then others up to the least size."""
         found = dict.fromkeys((0, mine))
-        for tree, children in zip(self.plan.trees, self._children, strict=True):
+        for tree, children, pushed in zip(self.plan.trees, self._children, self._pushed, strict=True):
             found[tree.parents[mine - 1]] = None
             for child in children.get(mine, ()):
                 found[child] = None
-                found.update(dict.fromkeys(children.get(child, ())[:1]))
+                found.update(dict.fromkeys(pushed.get(child, ())[:1]))
         filler = (index for index in range(1, len(self.plan.nodes)) if index not in found)
         return [*found, *islice(filler, max(0, PART_NODES_MIN - len(found)))]
 

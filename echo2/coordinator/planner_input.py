@@ -15,12 +15,14 @@ from statistics import median
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import Access, LinkKind
 from echo2.broadcast.topology import UNKNOWN_DOWNLINK_BYTES_PER_S, UNKNOWN_UPLINK_BYTES_PER_S, NodeLink
+from echo2.broadcast.weighting import Needs
 from echo2.coordinator.accounts import usd_spent
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.membership import Activation, Liveness, Member, Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LearnerHello, LinkReport
 from echo2.cost_model.catalogue import Gpu
+from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
     Hysteresis,
@@ -35,6 +37,7 @@ SPOT_HAZARD_PER_HOUR = 0.05
 DWELL_HEARTBEATS = 30
 RATE_MIN = 1e-9
 OVERDUE, OVERDUE_S_MIN = 3.0, 10.0
+RATE_MARGIN = 1.1  # of the needed rate that has a version first: measured rates waver, and swaps take some of them
 
 
 def plan_config(options: CoordinatorOptions, board: LearnerBoard) -> PlanConfig:
@@ -223,22 +226,29 @@ def fleet_snapshot(
 
 
 def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[NodeLink]:
-    """The seed and all connected workers. A standby worker is served too while its link does not slow the pool's."""
+    """The seed and all connected workers; whose link would slow the pool is late if it is not needed (`needs_of`)."""
     hello, seed = board.hello, board.peer_id
     if hello is None or seed is None:
         return []
     there = [m for m in members if m.cut_at is None and m.last_liveness is not Liveness.GONE]
     there = [m for m in there if m.setting is not Setting.BANNED]
-    active = [m for m in there if m.last_activation is Activation.ACTIVE]
-    slowest = min((_link(m.link).downlink_bytes_per_s for m in active), default=0.0)
-    served = [
-        m for m in there
-        if m.last_activation is Activation.ACTIVE or _link(m.link).downlink_bytes_per_s >= slowest
-    ]  # fmt: skip
-    hidden = {m.peer_id for m in served if not m.access.addresses}
+    hidden = {m.peer_id for m in there if not m.access.addresses}
     return [_node(seed, "learner", Access(addresses=(hello.address,)), hello.link)] + [
-        _node(m.peer_id, m.name, _access(m, hidden), m.link) for m in sorted(served, key=lambda m: m.peer_id)
+        _node(m.peer_id, m.name, _access(m, hidden), m.link) for m in sorted(there, key=lambda m: m.peer_id)
     ]
+
+
+def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: Plan | None) -> Needs:
+    """Active workers weigh what they were measured to give, before that as much as the others; the rest nothing. As much
+    of it is needed as the plan's relation of throughput asks for, and a little more; without a plan all."""
+    active = [m for node in nodes[1:] if (m := members[node.peer_id]).last_activation is Activation.ACTIVE]
+    rates = {m.peer_id: m.measures.value("rollouts_per_s") for m in active if is_measured(m)}
+    usual = median(rates.values()) if rates else 1.0
+    rates = {m.peer_id: rates.get(m.peer_id, usual) for m in active}
+    needed = next((term.limit for term in plan.terms if term.limit_kind is Limit.THROUGHPUT), None) if plan else None
+    total = sum(rates.values())
+    share = 1.0 if needed is None or total <= 0 else min(1.0, RATE_MARGIN * needed / total)
+    return Needs(tuple(rates.get(node.peer_id, 0.0) for node in nodes[1:]), share)
 
 
 def _access(member: Member, hidden: set[PeerId]) -> Access:

@@ -6,16 +6,19 @@ Same seed, same table: two versions of the code can be compared line by line.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.topology import NodeLink, chunk_bytes_for, degree_of, fluid_bound
+from echo2.broadcast.topology import BroadcastPlan, NodeLink, chunk_bytes_for, degree_of, fluid_bound
 from echo2.broadcast.trees import plan
+from echo2.broadcast.weighting import Needs, weighted_plan
 from echo2.sim.broadcast_network import BroadcastNetwork
 
 MBIT = 125_000.0
 HETEROGENEOUS = ((50, 150), (200, 400), (75, 200), (100, 200), (150, 300), (50, 200), (100, 400), (75, 150))
 RTTS_S = (0.02, 0.06, 0.08)
+STANDBY_MBIT = (10, 30)
 
 
 def wan_fleet(kind: str, workers: int) -> list[NodeLink]:
@@ -25,6 +28,50 @@ def wan_fleet(kind: str, workers: int) -> list[NodeLink]:
         up, down = (100, 200) if kind == "homogeneous" else HETEROGENEOUS[i % len(HETEROGENEOUS)]
         nodes.append(NodeLink(PeerId(f"w{i}"), f"w{i}", (f"w{i}:1",), up * MBIT, down * MBIT, RTTS_S[i % 3]))
     return nodes
+
+
+def partly_needed_fleet(workers: int, standby: int, share: float) -> tuple[list[NodeLink], Needs]:
+    """The heterogeneous mix at work, as fast as their place in it, and standby workers on slow links among them."""
+    nodes = wan_fleet("heterogeneous", workers)
+    weights = [1.0 + 0.1 * (number % 5) for number in range(workers)]
+    up, down = STANDBY_MBIT
+    for number in range(1, workers + 1, max(1, workers // max(1, standby)))[:standby]:
+        nodes[number] = replace(nodes[number], uplink_bytes_per_s=up * MBIT, downlink_bytes_per_s=down * MBIT)
+        weights[number - 1] = 0.0
+    return nodes, Needs(tuple(weights), share)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One artifact by one plan: when workers of the needed share held it, when all did; and what was predicted."""
+
+    needed_s: float
+    all_s: float
+    predicted_needed_s: float
+    duplicate_bytes: int
+
+
+def spread(made: BroadcastPlan, needs: Needs, total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> Spread:
+    """One artifact by a plan for the nodes that `needs` is about, by the real session cores."""
+    net = BroadcastNetwork(made)
+    net.connect_all()
+    net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes))
+    net.run(limit_s)
+    times = [math.inf if time_s is None else time_s for time_s in net.worker_times().values()]
+    duplicates = sum(node.session.duplicates_bytes for node in net.nodes.values())
+    return Spread(needs.needed_s(times), max(times), needs.needed_s(made.predicted_s), duplicates)
+
+
+def weighted_and_alike(
+    nodes: list[NodeLink], needs: Needs, total_bytes: int, chunk_bytes: int
+) -> tuple[Spread, Spread]:
+    """The same artifact by the plan that weighs workers by what they give, and by the one for which all are alike."""
+    weighted = weighted_plan(nodes, needs, 1, total_bytes, chunk_bytes)
+    alike = plan(nodes, 1, total_bytes, chunk_bytes)
+    return (
+        spread(weighted, needs, total_bytes, chunk_bytes),
+        spread(alike, needs, total_bytes, chunk_bytes),
+    )
 
 
 @dataclass(frozen=True, slots=True)

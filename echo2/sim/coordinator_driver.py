@@ -13,14 +13,14 @@ from pathlib import Path
 from echo2.base.errors import EchoError
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.topology import BroadcastPlan
-from echo2.broadcast.trees import plan as broadcast_plan
+from echo2.broadcast.weighting import is_fit, weighted_plan
 from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
 from echo2.coordinator.membership import Activation, Change, Liveness, LivenessRule, Membership, Setting
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, plan_config
+from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, needs_of, plan_config
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.telemetry import Heartbeat, LearnerHello, PublishedVersion, WorkerHello
 from echo2.cost_model.plan import Plan
@@ -323,10 +323,11 @@ class CoordinatorDriver:
     def _plan_broadcast(self) -> None:
         self._is_spreading = False
         nodes = broadcast_nodes(self.board, list(self.membership.members.values()))
-        if len(nodes) < 2 or (self._broadcast is not None and list(self._broadcast.nodes) == nodes):
+        needs = needs_of(nodes, self.membership.members, self.plan)
+        if len(nodes) < 2 or (self._broadcast is not None and is_fit(self._broadcast, nodes, needs)):
             return
         self.machine.epoch += 1
-        self._broadcast = broadcast_plan(nodes, self.machine.epoch, BROADCAST_BYTES)
+        self._broadcast = weighted_plan(nodes, needs, self.machine.epoch, BROADCAST_BYTES)
         if self.learner is not None:
             self.learner.send(self._broadcast)
         for end in list(self.workers.values()):

@@ -173,7 +173,7 @@ def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
         pb.PlanNode(
             peer_id=node.peer_id, name=node.name, addresses=node.addresses,
             uplink_bytes_per_s=node.uplink_bytes_per_s, downlink_bytes_per_s=node.downlink_bytes_per_s,
-            rtt_s=node.rtt_s, access=access_to_message(node.access),
+            rtt_s=node.rtt_s, access=access_to_message(node.access), is_late=node.is_late,
         )
         for node in plan.nodes
     ]  # fmt: skip
@@ -195,6 +195,7 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
         NodeLink(
             PeerId(node.peer_id), node.name, tuple(node.addresses[:ADDRESSES_MAX]), _rate(node.uplink_bytes_per_s),
             _rate(node.downlink_bytes_per_s), _rate(node.rtt_s), access_from_message(node.access),
+            node.is_late,
         )
         for node in message.nodes
     )  # fmt: skip

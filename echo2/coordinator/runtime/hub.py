@@ -397,18 +397,19 @@ class Hub:
         self._handle(event)
 
     def published(self, version: PublishedVersion) -> None:
-        pool = [member.peer_id for member in self.membership.pool()]
+        late = self.broadcast_plan.late if self.broadcast_plan is not None else frozenset()
+        pool = [member.peer_id for member in self.membership.pool() if member.peer_id not in late]
         self.board.published(version, self.predicted_broadcast_s(version.artifact_bytes), pool, self.clock.now())
         self.keeper.meta("totals", json.dumps(asdict(self.board.totals)))
         self.flush_soon()
 
     def predicted_broadcast_s(self, artifact_bytes: int) -> float:
-        """By the broadcast plan, and the slowest apply among the pool's workers."""
+        """Until all that are not late have it, by the broadcast plan, and the slowest apply among the pool's workers."""
         plan = self.broadcast_plan
         if plan is None or not plan.predicted_bytes:
             return 0.0
         apply_s = max((member.heartbeat.apply_s for member in self.membership.pool()), default=0.0)
-        return plan.predicted_all_s * artifact_bytes / plan.predicted_bytes + apply_s
+        return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
 
     def learner_leaving(self, reason: str) -> None:
         self.note("learner", f"leaves: {reason or 'no reason given'}")

@@ -13,10 +13,10 @@ import logging
 import time
 
 from echo2.base.errors import EchoError
-from echo2.broadcast.topology import BroadcastPlan, NodeLink
+from echo2.broadcast.weighting import is_fit, weighted_plan
 from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
-from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, plan_config
+from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, needs_of, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
@@ -89,20 +89,26 @@ class Planning:
         budget = hub.options.usd_budget
         is_spent = budget > 0 and hub.money.sums().usd_spent >= budget
         hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
+        hub.broadcast_needed.set()  # another share of the pool may be needed now
 
     async def _run_broadcast(self) -> None:
         while True:
             await self._hub.broadcast_needed.wait()
             await self._settle()
             self._hub.broadcast_needed.clear()
-            board = self._hub.board
-            nodes = broadcast_nodes(board, list(self._hub.membership.members.values()))
+            board, members = self._hub.board, self._hub.membership.members
+            nodes = broadcast_nodes(board, list(members.values()))
             known = self._hub.broadcast_plan
-            if len(nodes) < 2 or (known is not None and list(known.nodes) == nodes):
+            if len(nodes) < 2:
+                continue
+            needs = needs_of(nodes, members, self._hub.plan)
+            if known is not None and await asyncio.to_thread(is_fit, known, nodes, needs):
                 continue
             size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
             self._epoch = max(self._epoch + 1, int(time.time() * 1000))
-            plan = await asyncio.to_thread(_broadcast_plan, nodes, self._epoch, max(1, size))
+            plan = await asyncio.to_thread(weighted_plan, nodes, needs, self._epoch, max(1, size))
+            if known is not None and (known.nodes, known.trees) == (plan.nodes, plan.trees):
+                continue
             for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):
                 self._hub.send_broadcast_plan(session)
                 if index % SENDS_AT_ONCE == SENDS_AT_ONCE - 1:
@@ -113,9 +119,3 @@ def _missing(hub: Hub) -> str:
     if hub.board.hello is None:
         return "the learner"
     return "the learner's first step" if hub.board.train_s <= 0 else "a first measured worker"
-
-
-def _broadcast_plan(nodes: list[NodeLink], epoch: int, artifact_bytes: int) -> BroadcastPlan:
-    from echo2.broadcast.trees import plan
-
-    return plan(nodes, epoch, artifact_bytes)

@@ -101,7 +101,8 @@ class SeedNode:
         uplink = min(known, limit) if known and limit else known or limit
         if not uplink or plan is None or len(plan.nodes) < 2:
             return uplink
-        return fluid_bound([replace(plan.nodes[0], uplink_bytes_per_s=uplink), *plan.nodes[1:]]).rate_bytes_per_s
+        seed, *workers = plan.needed_nodes
+        return fluid_bound([replace(seed, uplink_bytes_per_s=uplink), *workers]).rate_bytes_per_s
 
     def is_needed(self) -> bool:
         """Whether a worker that is connected fetches something, or has not got the newest version whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.events import Route
 from echo2.broadcast.topology import DEGREE_MAX, BroadcastPlan, NodeLink, Tree
 from echo2.broadcast.trees import plan
+from echo2.broadcast.weighting import Needs, weighted_plan
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.wire.broadcast import plan_from_message, plan_to_message
 
@@ -27,15 +29,29 @@ def children_of(of: BroadcastPlan, peer_id: PeerId) -> list[list[tuple[PeerId, b
     """As a node's session works them out: its children in each tree, and whether each passes chunks on."""
     mine = of.index_of(peer_id)
     found = []
-    for tree in of.trees:
-        children = tree.children()
+    for number in range(len(of.trees)):
+        children = of.pushed_to(number)
         found.append(sorted((of.nodes[c].peer_id, c in children) for c in children.get(mine if mine else -1, ())))
     return found
 
 
+def of_a_fleet_partly_needed(count: int, seed: int) -> BroadcastPlan:
+    """Every fourth worker has a slow link and is on standby."""
+    nodes = fleet(count, seed)
+    is_idle = [number % 4 == 3 for number in range(1, count)]
+    slow = [
+        replace(node, uplink_bytes_per_s=5e5, downlink_bytes_per_s=1e6) if idle else node
+        for node, idle in zip(nodes[1:], is_idle, strict=True)
+    ]
+    made = weighted_plan([nodes[0], *slow], Needs(tuple(0.0 if idle else 1.0 for idle in is_idle)), 7, 10_000_000)
+    assert len(made.late) >= sum(is_idle)
+    return made
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(("count", "seed"), [(2, 0), (34, 1), (35, 2), (90, 3), (400, 4)])
-def test_a_part_tells_its_node_what_the_whole_plan_tells_it(count: int, seed: int) -> None:
-    whole = plan(fleet(count, seed), 7, 10_000_000)
+def test_a_part_tells_its_node_what_the_whole_plan_tells_it(count: int, seed: int, is_weighted: bool) -> None:
+    whole = of_a_fleet_partly_needed(count, seed) if is_weighted else plan(fleet(count, seed), 7, 10_000_000)
     parts = PlanParts(whole)
     for node in whole.nodes[1:]:
         part = plan_from_message(plan_to_message(parts.part_of(node.peer_id)))

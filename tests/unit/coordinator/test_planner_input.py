@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId, RunId, Step, Version
+from echo2.broadcast.weighting import Needs, is_fit, weighted_plan
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.measures import WorkerMeasures
 from echo2.coordinator.membership import LivenessRule, Member, Membership
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.planner_input import (
+    RATE_MARGIN,
     SnapshotMaker,
     Speed,
+    broadcast_nodes,
     fleet_snapshot,
     is_measured,
     measured_speed,
+    needs_of,
     plan_config,
     prior_speed,
 )
@@ -32,6 +36,7 @@ from echo2.coordinator.telemetry import (
     WorkerHello,
 )
 from echo2.coordinator.tree_predictor import NODES_MAX, TreeBroadcast
+from echo2.cost_model.plan import Limit
 from echo2.cost_model.prediction import Predicted
 from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
 from echo2.cost_model.transfer import FluidBroadcast
@@ -202,3 +207,53 @@ def test_trees_are_never_predicted_faster_than_the_fluid_and_large_pools_are_lef
         assert trees.predict(1e8, seed, links) >= fluid.predict(1e8, seed, links) * (1 - 1e-9)
     many = [slow] * (NODES_MAX + 1)
     assert trees.predict(1e8, seed, many) == fluid.predict(1e8, seed, many)
+
+
+def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_asks_for() -> None:
+    from echo2.cost_model.planner import plan
+
+    membership, made = fleet("A100", "A100", "A100", "A100"), board(10.0)
+    members = membership.members
+    for name, rate in (("w0", 2.0), ("w1", 6.0)):
+        members[PeerId(name)].measures.observe(replace(BEAT, rollouts_per_s=rate), 1.0)
+    members[PeerId("w3")].is_wanted = False
+    membership.change_of(members[PeerId("w3")], 2.0)
+    nodes = broadcast_nodes(made, list(members.values()))
+    assert [node.peer_id for node in nodes] == ["learner", "w0", "w1", "w2", "w3"]
+    assert needs_of(nodes, members, None) == Needs((2.0, 6.0, 4.0, 0.0))  # w2 was not measured: as much as is usual
+    snapshot = fleet_snapshot(made, list(members.values()), 3.0, {})
+    assert snapshot is not None
+    chosen = plan(snapshot, PlanConfig(4))
+    needed = next(term.limit for term in chosen.terms if term.limit_kind is Limit.THROUGHPUT)
+    assert 0 < needed < 12 / RATE_MARGIN
+    assert needs_of(nodes, members, chosen).share == pytest.approx(RATE_MARGIN * needed / 12)
+
+
+def test_who_is_on_standby_with_a_slow_link_is_served_late_and_its_return_makes_the_plan_unfit() -> None:
+    membership, made = fleet(*["A100"] * 5), board(10.0)
+    members = membership.members
+    idle = members[PeerId("w4")]
+    idle.hello = replace(idle.hello, link=LinkReport(1e5, 2e5, 0.05))
+    idle.is_wanted = False
+    membership.change_of(idle, 1.0)
+    nodes = broadcast_nodes(made, list(members.values()))
+    known = weighted_plan(nodes, needs_of(nodes, members, None), 1)
+    assert known.late == {idle.peer_id} and is_fit(known, nodes, needs_of(nodes, members, None))
+    assert known.predicted_needed_s < known.predicted_all_s
+    idle.is_wanted = True
+    membership.change_of(idle, 2.0)
+    assert not is_fit(known, nodes, needs_of(nodes, members, None))
+
+
+def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_beside_a_slow_standby_worker() -> None:
+    membership, made = fleet(*["A100"] * 6), board(10.0)
+    members = membership.members
+    idle = members[PeerId("w5")]
+    idle.hello = replace(idle.hello, link=LinkReport(1e5, 2e5, 0.05))
+    idle.is_wanted = False
+    membership.change_of(idle, 1.0)
+    nodes = broadcast_nodes(made, list(members.values()))
+    known = weighted_plan(nodes, needs_of(nodes, members, None), 1, 10**8)
+    seed, *pool = [LinkEstimate(node.up, node.down, node.rtt_s) for node in nodes[:-1]]
+    assert known.predicted_needed_s == pytest.approx(TreeBroadcast(1.0).predict(1e8, seed, pool), rel=0.02)
+    assert known.predicted_all_s > 5 * known.predicted_needed_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ PLAN = BroadcastPlan(
     64 << 20,
     "it is fastest",
 )  # fmt: skip
+PLAN_WITH_LATE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], is_late=True)), _index={})
 FRAMES: dict[str, bytes] = {
     "peer_hello": wire.hello(1, RunId("r")),
     "artifact_header": wire.header_to_bytes(HEADER),
@@ -49,8 +51,9 @@ FRAMES: dict[str, bytes] = {
     "chunk_cancel": wire.cancel_to_bytes(KEY, (9,)),
     "relay_ack": wire.relay_ack_to_bytes(KEY, 9, 2),
     "plan": wire.plan_to_message(PLAN).SerializeToString(deterministic=True),
+    "plan_with_late": wire.plan_to_message(PLAN_WITH_LATE).SerializeToString(deterministic=True),
 }
-PEER_FRAMES = sorted(set(FRAMES) - {"plan"})
+PEER_FRAMES = sorted(set(FRAMES) - {"plan", "plan_with_late"})
 
 
 def golden(name: str) -> bytes:
@@ -101,6 +104,7 @@ def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
     assert decode(golden("chunk_cancel")) == (KEY, (9,))
     assert decode(golden("relay_ack")) == (KEY, 9, 2)
     assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan"))) == PLAN
+    assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan_with_late"))) == PLAN_WITH_LATE
 
 
 @given(
