@@ -168,7 +168,8 @@ class BroadcastDriver:
             if not self.entries[key].is_complete
         }
         known = {key: len(self.entries[key].digests) for key in self._stalls.keys if key in self.entries}
-        if self._stalls.look(wanted, known, bool(self.links), self.host.now()):
+        is_late = self._plan is not None and self.me in self._plan.late
+        if self._stalls.look(wanted, known, bool(self.links) and not is_late, self.host.now()):
             for key in [key for key in wanted if key in self._stalls.keys]:
                 self.host.story.tell(self.host.name, f"{self.entries[key].header.artifact} has stopped coming")
                 self.act(be.Unwanted(key))
