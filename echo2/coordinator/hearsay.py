@@ -2,12 +2,13 @@
 
 A worker cannot hold a group up by words: where the learner lacks a group, has been told of it by reminders for a while, and
 has got not a token more under the same lease, the lease is to be taken back. Its worker (malicious, or cut off from the
-learner alone) is then given nothing for a time that doubles with each such lease. Pure. Leaves to others: taking back
-(lease_book), what counts as certain guilt (learner/untruths).
+learner alone) is then given nothing for a time that doubles each time, and the pool is planned without it. Pure. Leaves to
+others: taking back (lease_book), what counts as certain guilt (learner/untruths).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
@@ -35,11 +36,16 @@ class Hearsay:
         return quiet_s if quiet_s >= UNHEARD_TIMEOUTS * self.lease_timeout_s else 0.0
 
     def shun(self, worker_id: PeerId, now: float) -> float:
-        """For how long the worker is given nothing from now on, in seconds."""
-        times = self.shunned.get(worker_id, (0, 0.0))[0] + 1
+        """For how long the worker is given nothing from now on, in seconds; several leases at once count as one."""
+        times = self.shunned.get(worker_id, (0, 0.0))[0] + (not self.is_shunned(worker_id, now))
         shun_s = min(SHUN_S_MAX, self.lease_timeout_s * 2.0 ** min(times, 20))
         self.shunned[worker_id] = (times, now + shun_s)
         return shun_s
+
+    def shunned_of(self, workers: Collection[PeerId], now: float) -> set[PeerId]:
+        """Whom a pool is not to be planned with; nobody where nobody else is left."""
+        found = {worker_id for worker_id in workers if self.is_shunned(worker_id, now)}
+        return found if len(found) < len(workers) else set()
 
     def is_shunned(self, worker_id: PeerId, now: float) -> bool:
         return worker_id in self.shunned and now < self.shunned[worker_id][1]

@@ -81,6 +81,7 @@ class Member:
     setting_reason: str = ""
     is_wanted: bool = True
     wanted_reason: str = ""
+    is_shunned: bool = False  # told of progress that never came (hearsay); as of the last plan
     activation_since: float = 0.0
     usd_spent: float = 0.0
     metered_until: float = 0.0

@@ -71,6 +71,8 @@ def is_measured(member: Member) -> bool:
 def _state(member: Member) -> WorkerState:
     if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.setting is Setting.STANDBY:
         return WorkerState.UNAVAILABLE
+    if member.is_shunned:
+        return WorkerState.UNAVAILABLE
     if member.setting is Setting.DRAINING:
         return WorkerState.DRAINING
     return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY

@@ -299,8 +299,11 @@ class CoordinatorDriver:
 
     def _plan_pool(self) -> None:
         members = list(self.membership.members.values())
-        snapshot = fleet_snapshot(self.board, members, self.now(), {})
         choosable = [member for member in members if member.last_liveness is Liveness.ALIVE]
+        shunned = self.book.hearsay.shunned_of([member.peer_id for member in choosable], self.now())
+        for member in members:
+            member.is_shunned = member.peer_id in shunned
+        snapshot = fleet_snapshot(self.board, members, self.now(), {})
         if snapshot is None or not choosable:
             return
         try:

@@ -79,8 +79,11 @@ class Planning:
     async def _plan_pool(self) -> None:
         hub = self._hub
         members = list(hub.membership.members.values())
-        snapshot = await snapshot_of(hub)
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
+        shunned = hub.book.hearsay.shunned_of(choosable, hub.clock.now())
+        for member in members:
+            member.is_shunned = member.peer_id in shunned
+        snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
             return

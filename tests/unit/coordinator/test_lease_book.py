@@ -83,7 +83,10 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     one.handle(le.GroupsOffered((spec("h"),)), now + 2)
     assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 3))] == []
     assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 2 * TIMEOUT_S))] == [WORKERS[0]]
-    assert one.hearsay.shun(WORKERS[0], 0.0) == 4 * TIMEOUT_S
+    later = now + 10 * TIMEOUT_S
+    assert one.hearsay.shun(WORKERS[0], later) == 4 * TIMEOUT_S == one.hearsay.shun(WORKERS[0], later + 1)
+    assert one.hearsay.shunned_of(WORKERS, later) == {WORKERS[0]}
+    assert one.hearsay.shunned_of([WORKERS[0]], later) == set(), "there is nobody else"
 
 
 def test_an_end_that_the_learner_knows_nothing_of_sends_the_group_to_another() -> None:
