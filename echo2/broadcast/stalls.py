@@ -35,13 +35,14 @@ class Stalls:
     ) -> bool:
         """Whether `keys` changed. `wanted`: what is on the way and not whole, with the chunks held of it; `known`: the
         chunks held of whatever counts as stalled and is still heard of. To be called every second or so."""
-        before = self.keys
+        before, stalled = self.keys, self._since
         self._since = {
             key: since for key, since in self._since.items()
             if key in known and known[key] <= self._held[key] and now - since < FORGOTTEN_S
         }  # fmt: skip
         waiting = {key: held for key, held in wanted.items() if key not in self._since}
-        if not (is_connected and waiting and waiting.items() <= self._held.items()):
+        is_tried_again = len(self._since) < len(stalled)  # it is given the whole time once more
+        if is_tried_again or not (is_connected and waiting and waiting.items() <= self._held.items()):
             self._quiet_since = now
         elif now - self._quiet_since >= STALL_S:
             self._since.update(dict.fromkeys(waiting, now))

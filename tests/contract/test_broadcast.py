@@ -144,11 +144,12 @@ def test_shaped_uplink_takes_the_time_that_its_rate_gives(tmp_path: Path) -> Non
 def test_a_worker_that_lags_asks_for_the_merged_delta(tmp_path: Path) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
-            learner = f.members[0].node
+            learner, first = (m.node for m in f.members)
             await learner.publish(KEYFRAME, iter(_blocks(2, 200_000)), lambda: "0", 200_000)
             for v in range(1, 9):
                 delta = ArtifactId(Version(v), Version(v - 1))
                 await learner.publish(delta, iter(_blocks(v, 400_000)), lambda: "d", 200_000)
+            assert await blocks_of(first, delta) == _blocks(8, 400_000), "before there is another way"
             merged = ArtifactId(Version(8), Version(0))
             await learner.publish(merged, iter(_blocks(9, 600_000)), lambda: "d", 200_000, is_pushed=False)
             late = await f.add()
@@ -156,6 +157,6 @@ def test_a_worker_that_lags_asks_for_the_merged_delta(tmp_path: Path) -> None:
             assert await blocks_of(late.node, merged) == _blocks(9, 600_000)
             assert late.node.stats().way.startswith("merged: from version 0 to 8")
             assert late.node.stats().received_chunk_bytes < 2_000_000, "the chain is 3.2 MB"
-            assert merged not in f.members[1].node.stats().received_by_artifact, "nobody asked for it there"
+            assert merged not in first.stats().received_by_artifact, "nobody asked for it there"
 
     asyncio.run(scene())

@@ -46,14 +46,15 @@ class Following:
         self._way = way
         return way
 
-    def look(self, version: Version | None, is_connected: bool, now: float) -> list[ArtifactKey]:
-        """What on the way from `version` has just stopped coming: it is to be asked for no more, and gone around."""
+    def look(self, version: Version | None, is_connected: bool, now: float) -> list[ArtifactKey] | None:
+        """None while the way stays as it is. Else it is to be chosen anew: these on it have just stopped coming and are to
+        be asked for no more; none of them where something is tried again."""
         entries, before = self._library.entries, self._library.stalled
         wanted = {key: len(entries[key].digests) for key in self._library.path(version) if not entries[key].is_complete}
         known = {key: len(entries[key].digests) for key in before if key in entries}
         is_late = self.plan is not None and self._me in self.plan.late  # it is served when nothing waits for others
         if not self._stalls.look(wanted, known, is_connected and not is_late, now):
-            return []
+            return None
         self._library.set_stalled(self._stalls.keys)
         found = [key for key in wanted if key in self._stalls.keys]
         for key in found:

@@ -128,7 +128,7 @@ class BroadcastNode:
 
     async def start(self) -> None:
         """Takes over the chunks of an earlier run and begins to connect."""
-        for event in self._inbox.restored(self.peer_id):
+        for event in self._inbox.restored():
             self._act(event)
         if self.library.unsound_files and self._inbox.publisher == self.peer_id:
             self.on_lost("a chunk file")
@@ -217,8 +217,10 @@ class BroadcastNode:
                 self.on_lost(str(artifact))
             else:
                 self._fetch_anew(key)
-        for key in self.following.look(self._reader.version, bool(self._links), self._now()):
+        stalled = self.following.look(self._reader.version, bool(self._links), self._now())
+        for key in stalled or ():
             self._act(Unwanted(key))
+        if stalled is not None:
             self._update_wants()
 
     # ---- publishing
