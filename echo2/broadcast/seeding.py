@@ -8,7 +8,7 @@ another tree. Leaves to others: queues and sending (session).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
@@ -57,14 +57,13 @@ class Seeding:
             children = plan.pushed_to(number)
             mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
             relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
-            window = RelayWindow(self._config.relay_slack_s, self._first_window(plan, number))
+            window = RelayWindow(self._config.relay_slack_s, self._first_window(plan, number, children))
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
 
-    def _first_window(self, plan: BroadcastPlan, number: int) -> float:
+    def _first_window(self, plan: BroadcastPlan, number: int, children: Mapping[int, Sequence[int]]) -> float:
         """Bytes that keep a tree busy from the start, by the plan: its rate times a lap and the slack."""
         tree, seed = plan.trees[number], plan.nodes[0]
-        children = plan.pushed_to(number).get(0, ())
-        lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children), default=0.0)
+        lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
         return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + self._config.relay_slack_s)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:

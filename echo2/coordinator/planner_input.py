@@ -18,6 +18,7 @@ from echo2.broadcast.topology import UNKNOWN_DOWNLINK_BYTES_PER_S, UNKNOWN_UPLIN
 from echo2.broadcast.weighting import Needs
 from echo2.coordinator.accounts import usd_spent
 from echo2.coordinator.board import LearnerBoard
+from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.membership import Activation, Liveness, Member, Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LearnerHello, LinkReport
@@ -69,13 +70,22 @@ def is_measured(member: Member) -> bool:
 
 
 def _state(member: Member) -> WorkerState:
-    if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.setting is Setting.STANDBY:
+    if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.is_shunned:
         return WorkerState.UNAVAILABLE
-    if member.is_shunned:
+    if member.setting is Setting.STANDBY:
         return WorkerState.UNAVAILABLE
     if member.setting is Setting.DRAINING:
         return WorkerState.DRAINING
     return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
+
+
+def mark_shunned(members: Iterable[Member], hearsay: Hearsay, now: float) -> None:
+    """Whom the next plan of the pool is made without, as long as anybody else is alive."""
+    members = list(members)
+    alive = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
+    shunned = hearsay.shunned_of(alive, now)
+    for member in members:
+        member.is_shunned = member.peer_id in shunned
 
 
 @dataclass(frozen=True, slots=True)

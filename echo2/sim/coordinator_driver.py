@@ -20,7 +20,7 @@ from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
 from echo2.coordinator.membership import Activation, Change, Liveness, LivenessRule, Membership, Setting
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, needs_of, plan_config
+from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, mark_shunned, needs_of, plan_config
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.telemetry import Heartbeat, LearnerHello, PublishedVersion, WorkerHello
 from echo2.cost_model.plan import Plan
@@ -300,9 +300,7 @@ class CoordinatorDriver:
     def _plan_pool(self) -> None:
         members = list(self.membership.members.values())
         choosable = [member for member in members if member.last_liveness is Liveness.ALIVE]
-        shunned = self.book.hearsay.shunned_of([member.peer_id for member in choosable], self.now())
-        for member in members:
-            member.is_shunned = member.peer_id in shunned
+        mark_shunned(members, self.book.hearsay, self.now())
         snapshot = fleet_snapshot(self.board, members, self.now(), {})
         if snapshot is None or not choosable:
             return

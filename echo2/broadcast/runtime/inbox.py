@@ -56,11 +56,11 @@ class Inbox:
         held, self._held = self._held, []
         return held
 
-    def restored(self, me: PeerId) -> Iterator[Event]:
+    def restored(self) -> Iterator[Event]:
         """What an earlier run left, taken over. An artifact of our own that was cut off is dropped: it is published anew."""
         for key in list(self._library.restore()):
             entry = self._library.entries[key]
-            if entry.header.publisher == me and entry.seal is None:
+            if entry.header.publisher == self._me and entry.seal is None:
                 self._library.drop(key)
                 continue
             yield HeaderSeen(None, key, is_wanted=False)

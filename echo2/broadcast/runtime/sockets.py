@@ -7,10 +7,12 @@ uplink to protect. A descriptor may be closed by its owner at any moment; then i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,49 +102,49 @@ class SocketWatch:
     def _apply(self) -> None:
         for fd in self._last:
             if self._unsent_bytes:
-                _set(fd, socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, struct.pack("=I", self._unsent_bytes))
+                _set(fd, _TCP_NOTSENT_LOWAT, struct.pack("=I", self._unsent_bytes))
             if self._control is Control.FAST and self.is_fast_offered and fd not in self._usual:
                 self._make_fast(fd)
             elif self._control is Control.USUAL and fd in self._usual:
-                _set(fd, socket.IPPROTO_TCP, _TCP_CONGESTION, self._usual.pop(fd))
+                _set(fd, _TCP_CONGESTION, self._usual.pop(fd))
 
     def _make_fast(self, fd: int) -> None:
         usual = _control_of(fd)
         if usual is None:
             return
-        if _set(fd, socket.IPPROTO_TCP, _TCP_CONGESTION, Control.FAST.value.encode()):
+        if _set(fd, _TCP_CONGESTION, Control.FAST.value.encode()):
             self._usual[fd] = usual
         elif _control_of(fd) is not None:  # the connection is still there, so it was the kernel that refused
             self.is_fast_offered = False
 
 
+@contextlib.contextmanager
+def _view(fd: int) -> Iterator[socket.socket]:
+    """A descriptor as a socket, which stays its owner's. OSError where it is none, or none any more."""
+    view = socket.socket(fileno=fd)
+    try:
+        yield view
+    finally:
+        view.detach()
+
+
 def _control_of(fd: int) -> bytes | None:
     """The name of a connection's congestion control; None where it is gone."""
     try:
-        view = socket.socket(fileno=fd)
+        with _view(fd) as view:
+            return view.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
     except OSError:
         return None
-    try:
-        return view.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
-    except OSError:
-        return None
-    finally:
-        view.detach()
 
 
-def _set(fd: int, level: int, option: int, value: bytes) -> bool:
+def _set(fd: int, option: int, value: bytes) -> bool:
+    """An option of TCP; whether the kernel took it."""
     try:
-        view = socket.socket(fileno=fd)
+        with _view(fd) as view:
+            view.setsockopt(socket.IPPROTO_TCP, option, value)
     except OSError:
         return False
-    try:
-        view.setsockopt(level, option, value)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        view.detach()
+    return True
 
 
 def _descriptors() -> list[int]:
@@ -158,17 +160,12 @@ def local_end(remote_port: int) -> tuple[str, int] | None:
     """This end of a connection of this process to `remote_port` of whatever machine; None where it cannot be told."""
     for fd in _descriptors():
         try:
-            view = socket.socket(fileno=fd)
+            with _view(fd) as view:
+                if view.family in (socket.AF_INET, socket.AF_INET6) and view.getpeername()[1] == remote_port:
+                    host, port = view.getsockname()[:2]
+                    return str(host).removeprefix("::ffff:"), int(port)
         except OSError:
             continue
-        try:
-            if view.family in (socket.AF_INET, socket.AF_INET6) and view.getpeername()[1] == remote_port:
-                host, port = view.getsockname()[:2]
-                return str(host).removeprefix("::ffff:"), int(port)
-        except OSError:
-            continue
-        finally:
-            view.detach()
     return None
 
 
@@ -179,19 +176,14 @@ def is_loopback(host: str) -> bool:
 def _tcp_info(fd: int) -> _TcpInfo | None:
     """Of an established connection to another machine."""
     try:
-        view = socket.socket(fileno=fd)
+        with _view(fd) as view:
+            if view.family not in (socket.AF_INET, socket.AF_INET6) or view.type != socket.SOCK_STREAM:
+                return None
+            if is_loopback(view.getpeername()[0]):
+                return None
+            info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
     except OSError:
         return None
-    try:
-        if view.family not in (socket.AF_INET, socket.AF_INET6) or view.type != socket.SOCK_STREAM:
-            return None
-        if is_loopback(view.getpeername()[0]):
-            return None
-        info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
-    except OSError:
-        return None
-    finally:
-        view.detach()
     if len(info) < _INFO_BYTES:
         return None
     rtt_us = struct.unpack_from("=I", info, _RTT_AT)[0]

@@ -16,7 +16,7 @@ from echo2.base.errors import EchoError
 from echo2.broadcast.weighting import is_fit, weighted_plan
 from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
-from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, needs_of, plan_config
+from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, mark_shunned, needs_of, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
@@ -80,9 +80,7 @@ class Planning:
         hub = self._hub
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
-        shunned = hub.book.hearsay.shunned_of(choosable, hub.clock.now())
-        for member in members:
-            member.is_shunned = member.peer_id in shunned
+        mark_shunned(members, hub.book.hearsay, hub.clock.now())
         snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""

@@ -82,7 +82,7 @@ def test_a_kernel_without_the_fast_control_is_asked_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
     asked: list[int] = []
 
-    def refuse(fd: int, level: int, option: int, value: bytes) -> bool:
+    def refuse(fd: int, option: int, value: bytes) -> bool:
         asked.append(fd)
         return False
 

@@ -229,13 +229,18 @@ def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_
     assert needs_of(nodes, members, chosen).share == pytest.approx(RATE_MARGIN * needed / 12)
 
 
-def test_who_is_on_standby_with_a_slow_link_is_served_late_and_its_return_makes_the_plan_unfit() -> None:
-    membership, made = fleet(*["A100"] * 5), board(10.0)
-    members = membership.members
-    idle = members[PeerId("w4")]
+def set_idle_behind_a_slow_link(membership: Membership, name: str) -> Member:
+    idle = membership.members[PeerId(name)]
     idle.hello = replace(idle.hello, link=LinkReport(1e5, 2e5, 0.05))
     idle.is_wanted = False
     membership.change_of(idle, 1.0)
+    return idle
+
+
+def test_who_is_on_standby_with_a_slow_link_is_served_late_and_its_return_makes_the_plan_unfit() -> None:
+    membership, made = fleet(*["A100"] * 5), board(10.0)
+    members = membership.members
+    idle = set_idle_behind_a_slow_link(membership, "w4")
     nodes = broadcast_nodes(made, list(members.values()))
     known = weighted_plan(nodes, needs_of(nodes, members, None), 1)
     assert known.late == {idle.peer_id} and is_fit(known, nodes, needs_of(nodes, members, None))
@@ -248,10 +253,7 @@ def test_who_is_on_standby_with_a_slow_link_is_served_late_and_its_return_makes_
 def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_beside_a_slow_standby_worker() -> None:
     membership, made = fleet(*["A100"] * 6), board(10.0)
     members = membership.members
-    idle = members[PeerId("w5")]
-    idle.hello = replace(idle.hello, link=LinkReport(1e5, 2e5, 0.05))
-    idle.is_wanted = False
-    membership.change_of(idle, 1.0)
+    set_idle_behind_a_slow_link(membership, "w5")
     nodes = broadcast_nodes(made, list(members.values()))
     known = weighted_plan(nodes, needs_of(nodes, members, None), 1, 10**8)
     seed, *pool = [LinkEstimate(node.up, node.down, node.rtt_s) for node in nodes[:-1]]

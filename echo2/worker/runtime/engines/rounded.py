@@ -18,6 +18,13 @@ BLOCK_ELEMENTS = 1 << 18
 """So many are worked on at a time, so that they stay in the processor's cache."""
 
 
+def row_blocks(shape: torch.Size) -> Iterator[slice]:
+    """The rows of a matrix, so many at a time as have BLOCK_ELEMENTS."""
+    count = max(1, BLOCK_ELEMENTS // shape[1])
+    for begin in range(0, shape[0], count):
+        yield slice(begin, min(begin + count, shape[0]))
+
+
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """A matrix of which row r is `codes[r] * scales[r]`. Shapes: codes [R, C] of int8, scales [R]."""
@@ -34,11 +41,12 @@ class Rounded:
 
     def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """The matrix in float32, some rows at a time; each block is valid until the next is asked for."""
-        count = max(1, BLOCK_ELEMENTS // self.shape[1])
-        scratch = torch.empty(min(count, self.shape[0]), self.shape[1])
-        for begin in range(0, self.shape[0], count):
-            rows = slice(begin, min(begin + count, self.shape[0]))
-            block = scratch[: rows.stop - begin]
+        scratch: torch.Tensor | None = None
+        for rows in row_blocks(self.shape):
+            count = rows.stop - rows.start
+            if scratch is None:  # no later block has more rows than the first
+                scratch = torch.empty(count, self.shape[1])
+            block = scratch[:count]
             widen_rows(self.codes[rows].numpy(), self.scales[rows].numpy(), block.numpy())
             yield rows, block
 

@@ -17,7 +17,7 @@ import torch
 
 from echo2.broadcast.delta.fingerprint import MODULUS
 from echo2.broadcast.staged import StagedVersion
-from echo2.worker.runtime.engines.rounded import BLOCK_ELEMENTS, Matrix, Rounded, rounded_rows
+from echo2.worker.runtime.engines.rounded import Matrix, Rounded, rounded_rows, row_blocks
 from echo2.worker.runtime.engines.shape import ModelShape
 from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights, Scatter
 
@@ -53,9 +53,7 @@ class _Follower:
         )
 
     def _rounded(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        count = max(1, BLOCK_ELEMENTS // self.master.shape[1])
-        for begin in range(0, self.master.shape[0], count):
-            rows = slice(begin, begin + count)
+        for rows in row_blocks(self.master.shape):
             yield rows, *rounded_rows(self.master[rows])
 
 
