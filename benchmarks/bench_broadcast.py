@@ -74,13 +74,15 @@ class Cell:
     natted: int = 0
     loss: float = 0.0
     fault: Fault | None = None
+    is_bbr_offered: bool = True
 
     def scene(self) -> Scene:
         scale = self.scale or scale_for(self.kind, self.workers)
-        return make_scene(
+        made = make_scene(
             self.kind, self.workers, scale=scale, mib=self.mib, chunk_kib=self.chunk_kib, fault=self.fault,
             natted=self.natted, loss=self.loss,
         )  # fmt: skip
+        return replace(made, is_bbr_offered=self.is_bbr_offered)
 
     @property
     def name(self) -> str:
@@ -93,6 +95,7 @@ TABLE = (
     *(Cell(kind, 4) for kind in BOTH),
     Cell("homogeneous", 8, fault=Fault("dies")),
     Cell("homogeneous", 8, natted=2, loss=0.001),
+    Cell("homogeneous", 8, natted=2, loss=0.001, is_bbr_offered=False),
     *(Cell(kind, 8, "libtorrent tuned") for kind in BOTH),
     *(Cell(kind, 8, "libtorrent") for kind in BOTH),
     *(Cell(kind, 8, "star", mib=8) for kind in BOTH),  # its ratio does not depend on the size, its time does
@@ -316,7 +319,8 @@ def cells_of(options: argparse.Namespace, in_lab: bool) -> list[Cell]:
             print(f"left out: {cell.name} (needs namespaces and `pip install libtorrent`)")
             continue
         mib = options.mib or (min(cell.mib, SHORT_MIB) if options.short else cell.mib)
-        found.append(replace(cell, mib=mib, scale=options.scale or cell.scale))
+        is_bbr_offered = cell.is_bbr_offered and not options.without_bbr
+        found.append(replace(cell, mib=mib, scale=options.scale or cell.scale, is_bbr_offered=is_bbr_offered))
     return found
 
 
@@ -329,6 +333,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mib", type=float, default=0.0)
     parser.add_argument("--scale", type=float, default=0.0, help="of the rates; 0: chosen by the number of cores")
     parser.add_argument("--congestion-control", default="cubic")
+    parser.add_argument(
+        "--without-bbr", action="store_true", help="every cell as in a container that may not choose it"
+    )
     parser.add_argument("--limit-s", type=float, default=240.0, help="after which a cell counts as failed")
     parser.add_argument("--shaped", action="store_true", help="the transport's shaper even where namespaces are")
     parser.add_argument("--sim", type=int, nargs="*", default=list(SIM_MIB), help="fleets to simulate")
@@ -340,7 +347,7 @@ def main() -> int:
     options = options_of()
     lacking = "asked for" if options.shaped else missing()
     print(f"network: {'transport-level shaper (' + lacking + ')' if lacking else 'namespaces, real TCP, own emulator'}")
-    is_kept = not (options.short or options.mib or options.scale or options.shaped)
+    is_kept = not (options.short or options.mib or options.scale or options.shaped or options.without_bbr)
     parts = parts_of(options, not lacking)
     if options.list:
         for part in parts:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import priority
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime import sockets, tls
 from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactSealed, BlockArrived
 from echo2.broadcast.runtime.shaper import LinkShape
@@ -48,6 +48,8 @@ async def run(folder: Path, index: int) -> None:
     scene = json.loads((folder / "scene.json").read_text())
     if scene["is_lifted"]:
         priority.lift()
+    if not scene["is_bbr_offered"]:
+        refuse_bbr()
     mine = scene["nodes"][index]
     identity = tls.load_or_create_identity(folder / mine["name"])
     credentials = tls.load_credentials(folder / mine["name"], identity)
@@ -76,11 +78,18 @@ async def run(folder: Path, index: int) -> None:
     last = {
         "sent": stats.sent_chunk_bytes, "received": stats.received_chunk_bytes, "duplicates": stats.duplicate_bytes,
         "pulled": stats.pulled_chunks, "trouble": stats.trouble, "cpu_s": cpu_s() - cpu_before, "rss_mib": rss_mib(),
-        "connections": len(stats.links),
+        "connections": sum(link.connections for link in stats.links),
     }  # fmt: skip
     print(json.dumps(last), flush=True)
     await node.stop()
     await server.stop(0)
+
+
+def refuse_bbr() -> None:
+    """This process is answered as by a kernel that lets it choose no congestion control. The option belongs to the machine,
+    not to a namespace, so it is not the kernel that is asked to refuse."""
+    set_option = sockets._set
+    sockets._set = lambda fd, option, value: option != sockets._TCP_CONGESTION and set_option(fd, option, value)
 
 
 async def line() -> None:

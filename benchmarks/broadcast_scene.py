@@ -23,6 +23,7 @@ TARGETS = {
     ("homogeneous", 4): 1.08, ("homogeneous", 8): 1.10, ("homogeneous", 16): 1.15,
     ("heterogeneous", 4): 1.08, ("heterogeneous", 8): 1.12, ("heterogeneous", 16): 1.15,
     ("homogeneous, one dies at 0.5 of the time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
+    ("homogeneous, 2 behind NAT, 0.1 % loss, without BBR", 8): 1.20,
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`nodes[0]` is the seed."""
+    """`nodes[0]` is the seed. `is_bbr_offered` False: as in a container that may not choose it."""
 
     kind: str
     nodes: tuple[SceneNode, ...]
@@ -58,6 +59,7 @@ class Scene:
     chunk_bytes: int
     loss: float = 0.0
     fault: Fault | None = None
+    is_bbr_offered: bool = True
 
     @property
     def workers(self) -> int:
@@ -70,6 +72,8 @@ class Scene:
             kind += f", {'one' if self.fault.node else 'the seed'} {self.fault.kind} at {self.fault.at:g} of the time"
         if any(node.is_natted for node in self.nodes):
             kind += f", {sum(node.is_natted for node in self.nodes)} behind NAT, {100 * self.loss:.1f} % loss"
+        if not self.is_bbr_offered:
+            kind += ", without BBR"
         return kind
 
     @property

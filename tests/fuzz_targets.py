@@ -112,6 +112,8 @@ def _peer_message(data: bytes) -> None:
             bw.indices_from(message.cancel)
         case "relay_ack":
             bw.relay_ack_from(message.relay_ack)
+        case "width_wish":
+            bw.width_wish_from(message.width_wish)
         case _:
             pass
 
@@ -354,6 +356,7 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
         bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, bw.addressed(frame, Route(3, 1), True),
         bw.seal_to_bytes(seal), bw.have_to_bytes(header.key, 0b1011, True), bw.request_to_bytes(header.key, (0, 3)),
         bw.cancel_to_bytes(header.key, (1,)), bw.relay_ack_to_bytes(header.key, 0, 2),
+        bw.width_wish_to_bytes(4),
     ]  # fmt: skip
     nodes = [
         NodeLink(Identity.from_private_bytes(bytes([i]) * 32).peer_id, f"n{i}", (f"h{i}:1",), 1e6, 2e6, 0.05)

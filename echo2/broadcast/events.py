@@ -36,6 +36,22 @@ class PeerDown:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkWidened:
+    """The link to the peer is made of so many connections now."""
+
+    peer: PeerId
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class WidthWished:
+    """The peer would like the link to be made of so many."""
+
+    peer: PeerId
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeaderSeen:
     """A verified header; `peer` None: it is our own or was kept on disk."""
 
@@ -148,8 +164,8 @@ class Woken:
 
 
 Event = (
-    PlanSet | PeerUp | PeerDown | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen | CancelSeen
-    | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Unwanted | Forgotten | Emptied | Woken
+    PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen
+    | CancelSeen | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Unwanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions

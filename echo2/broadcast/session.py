@@ -27,6 +27,7 @@ from echo2.broadcast.events import (
     Forgotten,
     HaveSeen,
     HeaderSeen,
+    LinkWidened,
     PeerDown,
     PeerUp,
     PlanSet,
@@ -45,6 +46,7 @@ from echo2.broadcast.events import (
     UplinkSeen,
     Wake,
     Wanted,
+    WidthWished,
     Woken,
 )
 from echo2.broadcast.governor import UplinkGovernor, UplinkSample
@@ -113,6 +115,9 @@ class Session:
                 self._greet(self.peers[event.peer])
             case PeerDown():
                 self._peer_down(event.peer, now)
+            case LinkWidened() | WidthWished():
+                if event.peer in self.peers:
+                    self.peers[event.peer].note_width(event)
             case HeaderSeen():
                 self._header_seen(event, now)
             case ChunkSeen():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.chunks import all_of, indices_of
-from echo2.broadcast.events import Route
+from echo2.broadcast.events import LinkWidened, Route, WidthWished
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import RateEstimate
 
@@ -84,6 +84,8 @@ class Peer:
     relay_queue: deque[Outgoing] = field(default_factory=deque)
     pull_queue: deque[Outgoing] = field(default_factory=deque)
     leaf_queue: deque[Outgoing] = field(default_factory=deque)
+    connections: int = 1  # that the link to it is made of
+    wished_connections: int = 1  # that it would like
     in_transport: int = 0
     taken_at: float = 0.0  # when the transport last took a chunk, or was first handed one
     send_s: float = 0.0  # smoothed time in which it takes one
@@ -114,6 +116,20 @@ class Peer:
         if len(self.sent) > SENT_REMEMBERED_MAX:
             del self.sent[next(iter(self.sent))]
 
+    def note_width(self, event: LinkWidened | WidthWished) -> None:
+        if isinstance(event, LinkWidened):
+            self.connections = event.connections
+        else:
+            self.wished_connections = event.connections
+
+    def slots(self, per_connection: int) -> int:
+        """How many chunks to it may be in the transport at once."""
+        return 1 if self.is_late else per_connection * self.connections
+
+    def is_held_back(self, slots_per_connection: int) -> bool:
+        """Whether chunks for it wait because the transport holds all that it may."""
+        return not self.is_late and self.queued > 0 and self.in_transport >= self.slots(slots_per_connection)
+
     @property
     def queued(self) -> int:
         return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
@@ -124,7 +140,7 @@ def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deq
     of each kind the longest unserved peer. Late peers have one slot, and that while nothing waits for others."""
     waiting = sorted((peer for peer in peers if peer.queued), key=lambda peer: peer.served_at)
     needed = [peer for peer in waiting if not peer.is_late]
-    free = [peer for peer in needed or waiting if peer.in_transport < (1 if peer.is_late else slots)]
+    free = [peer for peer in needed or waiting if peer.in_transport < peer.slots(slots)]
     for rank in range(3):
         for peer in free:
             yield peer, (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]

@@ -16,6 +16,7 @@ from echo2.broadcast.chunks import bitmap_from_bytes, bitmap_to_bytes
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import CHUNKS_MAX, KEY_BYTES, ArtifactId, ArtifactKey, Chunk, Header, Seal
 from echo2.broadcast.reachability import Access
+from echo2.broadcast.striping import LINK_CONNECTIONS
 from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
@@ -39,8 +40,9 @@ def parse(data: bytes, whose: str) -> pb.PeerMessage:
     return message
 
 
-def hello(protocol_version: int, run_id: RunId) -> bytes:
-    return pb.PeerMessage(hello=pb.PeerHello(protocol_version=protocol_version, run_id=run_id)).SerializeToString()
+def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False) -> bytes:
+    made = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
+    return pb.PeerMessage(hello=made).SerializeToString()
 
 
 def header_to_bytes(header: Header) -> bytes:
@@ -160,6 +162,16 @@ def relay_ack_to_bytes(key: ArtifactKey, index: int, backlog: int) -> bytes:
 
 def relay_ack_from(message: pb.RelayAck) -> tuple[ArtifactKey, int, int]:
     return _key(message.key), message.index, message.backlog
+
+
+def width_wish_to_bytes(connections: int) -> bytes:
+    return pb.PeerMessage(width_wish=pb.WidthWish(connections=connections)).SerializeToString()
+
+
+def width_wish_from(message: pb.WidthWish) -> int:
+    if not 1 <= message.connections <= LINK_CONNECTIONS:
+        raise MalformedMessage(f"width: expected 1 to {LINK_CONNECTIONS} connections, got {message.connections}")
+    return message.connections
 
 
 def _key(data: bytes) -> ArtifactKey:

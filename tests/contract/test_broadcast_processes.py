@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_worker_whose_disk_is_full_says_so_and_gets_the_version() -> None:
 def test_workers_that_accept_no_connections_are_served_and_relay_over_their_own() -> None:
     got = broadcast(None, in_lab=True, natted=2)
     assert set(got.times) == {"w0", "w1", "w2"}
+
+
+@pytest.mark.network_namespaces
+@needs_root
+def test_links_grow_over_paths_with_losses_where_bbr_is_refused_also_from_behind_a_nat() -> None:
+    scene = make_scene("homogeneous", 2, scale=0.1, mib=8, chunk_kib=16, natted=1, loss=0.01)
+    got = run(replace(scene, is_bbr_offered=False), "echo2", in_lab=True)
+    assert set(got.times) == {"w0", "w1"}
+    assert got.connections > 2, "one to each of the two others"
 
 
 def test_a_cell_that_fails_is_a_row_that_says_so_and_the_rows_so_far_are_on_disk(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from echo2.broadcast.events import (
     RelayAckSeen,
     RequestSeen,
     SealSeen,
+    WidthWished,
 )
 from echo2.broadcast.manifest import Header
 from echo2.broadcast.runtime.library import Library
@@ -41,8 +42,8 @@ class Inbox:
         self._meter = meter
         self._held: list[tuple[PeerId, Header]] = []
 
-    def check_hello(self, peer: PeerId, frame: bytes) -> None:
-        """The first frame of a connection."""
+    def check_hello(self, peer: PeerId, frame: bytes) -> bool:
+        """The first frame of a connection; whether it is one more of a link that is there."""
         message = wire.parse(frame, f"peer {peer}")
         if message.WhichOneof("kind") != "hello":
             raise MalformedMessage(f"peer {peer}: expected a hello first, got {message.WhichOneof('kind')}")
@@ -51,6 +52,7 @@ class Inbox:
                 f"peer {peer}: expected protocol {PROTOCOL_VERSION} of run {self._library.run_id}, got "
                 f"protocol {message.hello.protocol_version} of run {message.hello.run_id}"
             )
+        return message.hello.is_further
 
     def take_held_headers(self) -> list[tuple[PeerId, Header]]:
         held, self._held = self._held, []
@@ -87,6 +89,8 @@ class Inbox:
                 return [CancelSeen(peer, *wire.indices_from(message.cancel))]
             case "relay_ack":
                 return [RelayAckSeen(peer, *wire.relay_ack_from(message.relay_ack))]
+            case "width_wish":
+                return [WidthWished(peer, wire.width_wish_from(message.width_wish))]
             case kind:
                 raise MalformedMessage(f"peer {peer}: expected one hello at the start, got {kind} again")
 

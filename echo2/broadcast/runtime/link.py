@@ -1,7 +1,12 @@
-"""One connection at work: a writer that sends control frames before chunks, and a reader that hands frames on.
+"""A link at work: a writer that sends control frames before chunks, and a reader that hands frames on.
 
-Waits for: frames to send, frames that arrive, the transport's back-pressure. Guarantees: control frames keep their
-order and go first; at most CONTROL_FRAMES_MAX wait, beyond that the peer is too slow and the link ends.
+A link is one connection, or several: all control frames go over the first, chunks over whichever is free, so they come in
+any order. On a further connection an artifact's header goes before its first chunk: nothing there waits for what travels on
+another. A further connection that ends makes the link thinner, no more; when the first ends, all do.
+
+Waits for: frames to send, frames that arrive, the transport's back-pressure; FINISH_S for a connection that is given up.
+Guarantees: control frames keep their order and go first; at most CONTROL_FRAMES_MAX wait, beyond that the peer is too
+slow and the link ends. A chunk that a further connection did not take goes over another one.
 """
 
 from __future__ import annotations
@@ -13,23 +18,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo2.base.errors import LimitExceeded, Unreachable
-from echo2.base.ids import RunId
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.events import SendChunk
 from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.runtime.sockets import Remote
 from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
-from echo2.broadcast.runtime.transport import Connection
+from echo2.broadcast.runtime.transport import Connection, Widenable
 from echo2.wire import broadcast as wire
 
 CONTROL_FRAMES_MAX = 8192
 HELLO_TIMEOUT_S = 10.0
+FINISH_S = 10.0
+HEADERS_REMEMBERED_MAX = 256
 
 
-async def hello_of(connection: Connection, run_id: RunId) -> bytes:
+async def hello_of(connection: Connection, run_id: RunId, *, is_further: bool = False) -> bytes:
     """Says who we are; the peer's first frame. Unreachable when none comes."""
     peer = connection.peer.peer_id
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            await connection.send(wire.hello(PROTOCOL_VERSION, run_id))
+            await connection.send(wire.hello(PROTOCOL_VERSION, run_id, is_further=is_further))
             frame = await connection.receive()
     except TimeoutError:
         raise Unreachable(f"peer {peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
@@ -43,20 +51,50 @@ class LinkCalls:
     """What a link asks of its node."""
 
     frame: Callable[[ArtifactKey, int], bytes | None]
+    header: Callable[[ArtifactKey], bytes | None]
     sent: Callable[[SendChunk, int | None], None]  # bytes on the wire; None: the store no longer had it
-    received: Callable[[bytes], None]
+    received: Callable[[PeerId, bytes], None]
+    widened: Callable[[PeerId], None]  # another number of connections is there now
+
+
+class _Further:
+    """One more connection of a link."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.is_ending = False
+        self.told: set[ArtifactKey] = set()  # whose headers went over it
 
 
 class PeerLink:
-    def __init__(self, connection: Connection, calls: LinkCalls) -> None:
+    """`address`: where the peer was dialled; empty where it dialled us."""
+
+    def __init__(self, connection: Connection, calls: LinkCalls, address: str = "") -> None:
         self.connection = connection
+        self.address = address
         self.peer_id = connection.peer.peer_id
         self.sent_bytes = 0
         self.received_bytes = 0
         self._calls = calls
         self._control: deque[bytes] = deque()
         self._chunks: deque[SendChunk] = deque()
+        self._further: list[_Further] = []
         self._changed = asyncio.Event()
+
+    @property
+    def remotes(self) -> frozenset[Remote]:
+        """The other ends of its connections, where the kernel knows them."""
+        connections = (self.connection, *(further.connection for further in self._further))
+        return frozenset(remote for one in connections if isinstance(one, Widenable) for remote in one.remotes)
+
+    @property
+    def width(self) -> int:
+        """The connections that take chunks."""
+        return 1 + sum(not further.is_ending for further in self._further)
+
+    async def close(self) -> None:
+        for connection in (*(further.connection for further in self._further), self.connection):
+            await connection.close()
 
     def send_control(self, frame: bytes) -> None:
         if len(self._control) >= CONTROL_FRAMES_MAX:
@@ -71,7 +109,7 @@ class PeerLink:
     async def run(self) -> None:
         """Until the connection ends; errors of what the peer sent come out of here."""
         writer = asyncio.create_task(self._write())
-        reader = asyncio.create_task(self._read())
+        reader = asyncio.create_task(self._read(self.connection))
         try:
             done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -80,31 +118,91 @@ class PeerLink:
             for task in (writer, reader):
                 with contextlib.suppress(asyncio.CancelledError, Unreachable, Exception):  # told below
                     await task
+            await self.close()
         for task in done:
             if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Unreachable):
                 raise error
 
-    async def _read(self) -> None:
-        while (frame := await self.connection.receive()) is not None:
+    async def carry(self, connection: Connection) -> None:
+        """Widens the link by a connection until that ends; errors of what the peer sent over it come out of here."""
+        further = _Further(connection)
+        self._further.append(further)
+        self._calls.widened(self.peer_id)
+        writer = asyncio.create_task(self._write_chunks(further))
+        reader = asyncio.create_task(self._read(connection))
+        try:
+            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+            self._end(further)
+            await asyncio.wait({writer, reader}, timeout=FINISH_S)
+        finally:
+            self._further.remove(further)
+            self._calls.widened(self.peer_id)
+            for task in (writer, reader):
+                task.cancel()
+            ended = await asyncio.gather(writer, reader, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception) and not isinstance(error, Unreachable):
+                raise error
+
+    def narrow(self) -> None:
+        """Gives up the last of the further connections, once what it has taken is through."""
+        taking = [further for further in self._further if not further.is_ending]
+        if taking:
+            self._end(taking[-1])
+
+    def _end(self, further: _Further) -> None:
+        if not further.is_ending:
+            further.is_ending = True
+            self._calls.widened(self.peer_id)
+        self._changed.set()
+
+    async def _write_chunks(self, further: _Further) -> None:
+        """Until the connection is to end."""
+        while not further.is_ending:
+            if not self._chunks:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            action = self._chunks.popleft()
+            try:
+                await self._send_further(further, action)
+            except (Unreachable, asyncio.CancelledError):
+                self._chunks.appendleft(action)
+                self._changed.set()
+                raise
+        if isinstance(further.connection, Widenable):
+            await further.connection.finish()
+
+    async def _send_further(self, further: _Further, action: SendChunk) -> None:
+        frame = self._calls.frame(action.key, action.index)
+        if frame is not None:
+            if action.key not in further.told and (header := self._calls.header(action.key)) is not None:
+                await self._send(header, further.connection)
+                further.told = {action.key, *list(further.told)[: HEADERS_REMEMBERED_MAX - 1]}
+            await self._send(wire.addressed(frame, action.route, action.is_answer), further.connection)
+        self._calls.sent(action, None if frame is None else len(frame))
+
+    async def _read(self, connection: Connection) -> None:
+        while (frame := await connection.receive()) is not None:
             self.received_bytes += len(frame)
-            self._calls.received(frame)
+            self._calls.received(self.peer_id, frame)
 
     async def _write(self) -> None:
         while True:
             if self._control:
-                await self._send(self._control.popleft())
+                await self._send(self._control.popleft(), self.connection)
             elif self._chunks:
                 action = self._chunks.popleft()
                 frame = self._calls.frame(action.key, action.index)
                 if frame is None:
                     self._calls.sent(action, None)
                     continue
-                await self._send(wire.addressed(frame, action.route, action.is_answer))
+                await self._send(wire.addressed(frame, action.route, action.is_answer), self.connection)
                 self._calls.sent(action, len(frame))
             else:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _send(self, frame: bytes) -> None:
-        await self.connection.send(frame)
+    async def _send(self, frame: bytes, connection: Connection) -> None:
+        await connection.send(frame)
         self.sent_bytes += len(frame)

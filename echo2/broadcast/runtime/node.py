@@ -61,8 +61,9 @@ from echo2.broadcast.runtime.progress import (
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
+from echo2.broadcast.runtime.stripes import Stripes
 from echo2.broadcast.runtime.tls import Credentials
-from echo2.broadcast.runtime.transport import Connection, Transport, way_of
+from echo2.broadcast.runtime.transport import Connection, Transport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
@@ -96,8 +97,9 @@ class BroadcastNode:
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
         self.library = Library(store, credentials.run_id, options.limits)
-        rate = options.uplink_limit_bytes_per_s / WIRE_OVERHEAD
-        self.session = Session(SessionConfig(me=self.peer_id, uplink_bytes_per_s=rate), options.seed)
+        self.session = Session(
+            SessionConfig(self.peer_id, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD), options.seed
+        )
         self.meter = Meter()
         self.following = Following(self.peer_id, self.library, self.meter, options.shape)
         self._grpc = GrpcTransport(credentials)
@@ -105,8 +107,12 @@ class BroadcastNode:
         self._shaper = NodeShaper(options.shape)
         self._dialling = Dialling(self.peer_id)
         self._inbox = Inbox(self.peer_id, self.library, self.meter)
-        self._uplink = UplinkWatch(self.meter, self.session, self._act)
         self._links: dict[PeerId, PeerLink] = {}
+        self._stripes = Stripes(self.session, self._act, self._links, self._dial_further, self._spawn)
+        self._link_calls = LinkCalls(
+            self.library.frame, self.library.header_frame, self._chunk_sent, self._received, self._stripes.widened
+        )
+        self._uplink = UplinkWatch(self.meter, self.session, self._act, self._stripes.look)
         self._dialling_now: set[PeerId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._banned: dict[PeerId, str] = {}
@@ -144,8 +150,7 @@ class BroadcastNode:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in list(self._links.values()):
-            await link.connection.close()
+        await self.drop_connections()
         self._links.clear()
         await self._transport.close()
         self.library.store.close()
@@ -270,9 +275,7 @@ class BroadcastNode:
 
     def _keep(self, chunk: Chunk, digest: bytes, *, is_fresh: bool) -> None:
         if chunk.key not in self.library.entries:
-            raise StateError(
-                f"artifact {chunk.key.hex()}: dropped while it was being published; the store is too small"
-            )
+            raise StateError(f"artifact {chunk.key.hex()}: dropped while being published; the store is too small")
         for dropped in self.library.add_chunk(chunk, digest):
             self._act(Forgotten(dropped))
         self._act(ChunkSeen(None, chunk.key, chunk.index, len(chunk.payload), is_fresh=is_fresh))
@@ -344,6 +347,7 @@ class BroadcastNode:
         """Waits CONNECT_INTERVAL_S between looks; dials those that are due."""
         while True:
             self._look_after()
+            self._stripes.tend(self._now())
             for target, address in self._dialling.due(set(self._links) | self._dialling_now, self._now()):
                 if target.peer_id not in self._banned:
                     self._dialling_now.add(target.peer_id)
@@ -361,15 +365,21 @@ class BroadcastNode:
         finally:
             self._dialling_now.discard(target.peer_id)
         target.failures = 0
-        await self._serve(self._shaper.wrap(connection))
+        await self._serve(self._shaper.wrap(connection), address)
         self._dialling.failed(target, "the connection ended", self._now())
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _dial_further(self, link: PeerLink) -> None:
+        """One more connection of a link that we dialled, until it ends."""
+        await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
+
+    async def _serve(self, connection: Connection, address: str = "", *, is_further: bool = False) -> None:
         """One connection's life: hello both ways, then whatever comes."""
-        peer = connection.peer.peer_id
-        link = PeerLink(connection, LinkCalls(self.library.frame, self._chunk_sent, lambda f: self._received(peer, f)))
+        peer, link = connection.peer.peer_id, PeerLink(connection, self._link_calls, address)
         try:
-            self._inbox.check_hello(peer, await hello_of(connection, self.credentials.run_id))
+            told = await hello_of(connection, self.credentials.run_id, is_further=is_further)
+            if self._inbox.check_hello(peer, told) or is_further:
+                await self._stripes.carry(connection)
+                return
             await self._replace(link)
             if self._links.get(peer) is link:
                 self._act(PeerUp(peer))
@@ -392,7 +402,7 @@ class BroadcastNode:
                 return
             del self._links[link.peer_id]
             self._act(PeerDown(link.peer_id))
-            await old.connection.close()
+            await old.close()
         if len(self._links) >= CONNECTIONS_MAX:
             raise Unreachable(f"peer {link.peer_id}: {CONNECTIONS_MAX} connections are open, the most allowed")
         self._links[link.peer_id] = link
@@ -405,18 +415,18 @@ class BroadcastNode:
         link = self._links.pop(peer, None)
         if link is not None:
             self._act(PeerDown(peer))
-            self._spawn(link.connection.close())
+            self._spawn(link.close())
 
     async def drop_connections(self) -> None:
         """Closes all connections, as a cut link would; they are dialled again."""
-        await asyncio.gather(*(link.connection.close() for link in self._links.values()))
+        await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def stats(self) -> NodeStats:
         """A picture of now, for heartbeats and the operator."""
         newest = max(self.library.entries.values(), key=lambda entry: entry.rank, default=None)
         links = tuple(
             LinkStatus(
-                peer, way_of(link.connection), link.sent_bytes, link.received_bytes,
+                peer, self._stripes.way_of(link), link.width, link.sent_bytes, link.received_bytes,
                 self.session.peers[peer].rate.bytes_per_s if peer in self.session.peers else 0.0,
             )
             for peer, link in self._links.items()

@@ -66,10 +66,11 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """One live connection."""
+    """One live link; the reason in `way` also says why it is made of several connections."""
 
     peer_id: PeerId
     way: LinkWay
+    connections: int
     sent_bytes: int
     received_bytes: int
     received_bytes_per_s: float

@@ -12,11 +12,11 @@ import itertools
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from echo2.broadcast.congestion import Control
+from echo2.broadcast.congestion import SHORT_QUEUE_S, Control
 
 _TCP_INFO, _TCP_CONGESTION = getattr(socket, "TCP_INFO", 11), getattr(socket, "TCP_CONGESTION", 13)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -28,6 +28,21 @@ UNSENT_S, UNSENT_BYTES_MIN = 0.015, 32 << 10  # of the uplink, that the kernel m
 UNSENT_STEP = 0.2
 
 
+Remote = tuple[str, int]
+"""The other end of a connection: its address, in IPv4's own form where it is one, and its port."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathSent:
+    """Since the last look, to one other end."""
+
+    delivered_bytes: int = 0
+    lost: int = 0  # segments sent again by connections whose queue was short
+
+    def __add__(self, other: PathSent) -> PathSent:
+        return PathSent(self.delivered_bytes + other.delivered_bytes, self.lost + other.lost)
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     """Since the last look, over all connections that sent."""
@@ -35,6 +50,7 @@ class Sent:
     delivered_bytes: int
     queue_s: float  # of the connection with the least
     retransmitted: int = 0  # segments
+    paths: Mapping[Remote, PathSent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +59,14 @@ class _TcpInfo:
     least_rtt_us: int
     confirmed_bytes: int
     retransmitted: int
+    remote: Remote
+
+    @property
+    def queue_s(self) -> float:
+        return (self.rtt_us - self.least_rtt_us) / 1e6
 
 
-_UNSEEN = _TcpInfo(0, 0, 0, 0)
+_UNSEEN = _TcpInfo(0, 0, 0, 0, ("", 0))
 
 
 class SocketWatch:
@@ -73,17 +94,20 @@ class SocketWatch:
             self._usual = {fd: name for fd, name in self._usual.items() if fd in self._last}
             self._apply()
         self._looks += 1
-        delivered, queue_s, retransmitted = 0, float("inf"), 0
+        delivered, queue_s, retransmitted, paths = 0, float("inf"), 0, dict[Remote, PathSent]()
         for fd, before in self._last.items():
             found = _tcp_info(fd)
             if found is None:
                 continue
             self._last[fd] = found
             if found.confirmed_bytes > before.confirmed_bytes > 0:
-                delivered += found.confirmed_bytes - before.confirmed_bytes
-                queue_s = min(queue_s, (found.rtt_us - found.least_rtt_us) / 1e6)
-                retransmitted += max(0, found.retransmitted - before.retransmitted)
-        return Sent(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted)
+                came, again = found.confirmed_bytes - before.confirmed_bytes, found.retransmitted - before.retransmitted
+                delivered += came
+                queue_s = min(queue_s, found.queue_s)
+                retransmitted += max(0, again)
+                path = PathSent(came, max(0, again) if found.queue_s < SHORT_QUEUE_S else 0)
+                paths[found.remote] = paths.get(found.remote, PathSent()) + path
+        return Sent(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
 
     def use(self, control: Control) -> None:
         """All connections that are known, and those that will be."""
@@ -163,10 +187,15 @@ def local_end(remote_port: int) -> tuple[str, int] | None:
             with _view(fd) as view:
                 if view.family in (socket.AF_INET, socket.AF_INET6) and view.getpeername()[1] == remote_port:
                     host, port = view.getsockname()[:2]
-                    return str(host).removeprefix("::ffff:"), int(port)
+                    return as_ipv4(host), int(port)
         except OSError:
             continue
     return None
+
+
+def as_ipv4(host: str) -> str:
+    """An address without what a socket for both kinds of addresses puts before IPv4's."""
+    return host.removeprefix("::ffff:")
 
 
 def is_loopback(host: str) -> bool:
@@ -179,7 +208,8 @@ def _tcp_info(fd: int) -> _TcpInfo | None:
         with _view(fd) as view:
             if view.family not in (socket.AF_INET, socket.AF_INET6) or view.type != socket.SOCK_STREAM:
                 return None
-            if is_loopback(view.getpeername()[0]):
+            host, port = view.getpeername()[:2]
+            if is_loopback(host):
                 return None
             info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
     except OSError:
@@ -193,4 +223,5 @@ def _tcp_info(fd: int) -> _TcpInfo | None:
         least_us if 0 < least_us < 0xFFFFFFFF else rtt_us,
         struct.unpack_from("=Q", info, _ACKED_AT)[0],
         struct.unpack_from("=I", info, _RETRANSMITTED_AT)[0],
+        (as_ipv4(host), port),
     )

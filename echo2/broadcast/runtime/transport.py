@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from echo2.base.ids import PeerId
 from echo2.broadcast.identity import PeerIdentity
 from echo2.broadcast.reachability import LinkKind, LinkWay
+from echo2.broadcast.runtime.sockets import Remote
 
 
 class Connection(Protocol):
@@ -40,6 +41,20 @@ class Explained(Protocol):
 
     @property
     def way(self) -> LinkWay: ...
+
+
+@runtime_checkable
+class Widenable(Protocol):
+    """A connection over a TCP connection of its own, beside which further ones can be opened."""
+
+    @property
+    def remotes(self) -> frozenset[Remote]:
+        """The other end as the kernel's table of connections has it; several where a name stands for several."""
+        ...
+
+    async def finish(self) -> None:
+        """Nothing more will be sent; what was, still arrives."""
+        ...
 
 
 def way_of(connection: Connection) -> LinkWay:

@@ -7,6 +7,9 @@ Waits: `dial` at most DIAL_TIMEOUT_S; a peer that vanished is noticed by keepali
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import urllib.parse
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +19,7 @@ import grpc.aio
 from echo2.base.errors import TrustError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.identity import PeerIdentity, Role
+from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.tls import Credentials, open_channel, peer_of
 from echo2.broadcast.runtime.transport import Accept
 
@@ -37,8 +41,11 @@ class _DialledConnection:
 
     is_outgoing = True
 
-    def __init__(self, peer: PeerIdentity, channel: grpc.aio.Channel, call: Any) -> None:
+    def __init__(
+        self, peer: PeerIdentity, remotes: frozenset[Remote], channel: grpc.aio.Channel, call: Any
+    ) -> None:  # fmt: skip
         self.peer = peer
+        self.remotes = remotes
         self._channel = channel
         self._call = call
 
@@ -61,6 +68,10 @@ class _DialledConnection:
             raise
         return None if frame is _EOF else frame
 
+    async def finish(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended
+            await self._call.done_writing()
+
     async def close(self) -> None:
         self._call.cancel()
         await self._channel.close(None)
@@ -73,6 +84,7 @@ class _AcceptedConnection:
 
     def __init__(self, peer: PeerIdentity, context: Any) -> None:
         self.peer = peer
+        self.remotes = frozenset({_remote_of(context.peer())})
         self._context = context
         self.closed = asyncio.Event()
 
@@ -92,6 +104,9 @@ class _AcceptedConnection:
         except grpc.aio.BaseError:
             return None
         return None if frame is _EOF else frame
+
+    async def finish(self) -> None:
+        """The stream ends in order when whoever accepted it returns."""
 
     async def close(self) -> None:
         self.closed.set()
@@ -130,16 +145,33 @@ class GrpcTransport:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await _ready(channel, address, peer_id)
                 call = channel.stream_stream(METHOD, _as_is, _as_is)(_NO_ITERATOR)
+                remotes = await _remotes_at(address)
         except TimeoutError:
             await channel.close(None)
             raise Unreachable(f"peer {peer_id} at {address}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
         except BaseException:
             await channel.close(None)
             raise
-        return _DialledConnection(PeerIdentity(peer_id, Role.WORKER), channel, call)
+        return _DialledConnection(PeerIdentity(peer_id, Role.WORKER), remotes, channel, call)
 
     async def close(self) -> None:
         self._accept = None
+
+
+def _remote_of(told: str) -> Remote:
+    """What gRPC calls a caller: ipv4:10.0.0.1:4711 or ipv6:%5B2001:db8::1%5D:4711."""
+    host, _, port = urllib.parse.unquote(told).partition(":")[2].rpartition(":")
+    return as_ipv4(host.strip("[]")), int(port) if port.isdigit() else 0
+
+
+async def _remotes_at(address: str) -> frozenset[Remote]:
+    """Empty where a name cannot be resolved (any more)."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset((as_ipv4(str(at[0])), int(at[1])) for *_, at in found)
 
 
 async def _ready(channel: grpc.aio.Channel, address: str, peer_id: PeerId) -> None:

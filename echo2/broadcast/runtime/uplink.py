@@ -13,7 +13,7 @@ from collections.abc import Callable
 from echo2.broadcast.congestion import CongestionChooser
 from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.sockets import SocketWatch
+from echo2.broadcast.runtime.sockets import Sent, SocketWatch
 from echo2.broadcast.session import Session
 
 log = logging.getLogger("echo2.broadcast")
@@ -21,8 +21,12 @@ UPLINK_INTERVAL_S = 0.1
 
 
 class UplinkWatch:
-    def __init__(self, meter: Meter, session: Session, act: Callable[[UplinkSeen], None]) -> None:
-        self._meter, self._session, self._act = meter, session, act
+    def __init__(
+        self, meter: Meter, session: Session, act: Callable[[UplinkSeen], None],
+        hold_back: Callable[[Sent, float], None] = lambda sent, now: None,
+    ) -> None:  # fmt: skip
+        """`hold_back` hears of each look where every loss slows a connection, since BBR may not be chosen."""
+        self._meter, self._session, self._act, self._hold_back = meter, session, act, hold_back
         self._sockets = SocketWatch()
         self._chooser = CongestionChooser()
         self._is_new = True
@@ -51,6 +55,8 @@ class UplinkWatch:
                 self._act(UplinkSeen(seen.delivered_bytes, seen.queue_s))
             if is_sending:
                 self._chooser.sent(seen.retransmitted, seen.queue_s, now)
+                if not self._sockets.is_fast_offered:
+                    self._hold_back(seen, now)
         self._sockets.limit_unsent(self._session.governor.rate_bytes_per_s)
         was_offered = self._sockets.is_fast_offered
         self._sockets.use(self._chooser.control(now))

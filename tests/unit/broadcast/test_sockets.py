@@ -42,6 +42,7 @@ def test_bytes_that_the_peer_confirmed_and_the_round_trip_are_read(monkeypatch: 
             assert accepted.recv(1) == b"y"
             seen = watch.look()
             assert seen.delivered_bytes >= 50_000
+            assert seen.paths[server.getsockname()].delivered_bytes == seen.delivered_bytes
             assert 0 <= seen.queue_s < 1
 
 

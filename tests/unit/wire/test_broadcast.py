@@ -41,6 +41,7 @@ PLAN = BroadcastPlan(
 PLAN_WITH_LATE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], is_late=True)), _index={})
 FRAMES: dict[str, bytes] = {
     "peer_hello": wire.hello(1, RunId("r")),
+    "peer_hello_further": wire.hello(1, RunId("r"), is_further=True),
     "artifact_header": wire.header_to_bytes(HEADER),
     "chunk": wire.chunk_to_bytes(CHUNK),
     "chunk_routed": wire.addressed(wire.chunk_to_bytes(CHUNK), Route(3, 1), False),
@@ -50,6 +51,7 @@ FRAMES: dict[str, bytes] = {
     "chunk_request": wire.request_to_bytes(KEY, (0, 9, 300)),
     "chunk_cancel": wire.cancel_to_bytes(KEY, (9,)),
     "relay_ack": wire.relay_ack_to_bytes(KEY, 9, 2),
+    "width_wish": wire.width_wish_to_bytes(4),
     "plan": wire.plan_to_message(PLAN).SerializeToString(deterministic=True),
     "plan_with_late": wire.plan_to_message(PLAN_WITH_LATE).SerializeToString(deterministic=True),
 }
@@ -88,12 +90,16 @@ def decode(frame: bytes) -> object:
             return wire.indices_from(message.cancel)
         case "relay_ack":
             return wire.relay_ack_from(message.relay_ack)
+        case "width_wish":
+            return wire.width_wish_from(message.width_wish)
         case _:
-            return message.hello.protocol_version, message.hello.run_id
+            return message.hello.protocol_version, message.hello.run_id, message.hello.is_further
 
 
 def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
-    assert decode(golden("peer_hello")) == (1, "r")
+    assert decode(golden("peer_hello")) == (1, "r", False)
+    assert decode(golden("peer_hello_further")) == (1, "r", True)
+    assert decode(golden("width_wish")) == 4
     assert decode(golden("artifact_header")) == HEADER
     assert decode(golden("chunk")) == (CHUNK, None, False)
     assert decode(golden("chunk_routed")) == (CHUNK, Route(3, 1), False)

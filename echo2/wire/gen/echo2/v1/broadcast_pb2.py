@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/broadcast.proto\x12\x08\x65\x63ho2.v1\"\x89\x03\n\x0bPeerMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.echo2.v1.PeerHelloH\x00\x12*\n\x06header\x18\x02 \x01(\x0b\x32\x18.echo2.v1.ArtifactHeaderH\x00\x12%\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x14.echo2.v1.ChunkFrameH\x00\x12&\n\x04seal\x18\x04 \x01(\x0b\x32\x16.echo2.v1.ArtifactSealH\x00\x12!\n\x04have\x18\x05 \x01(\x0b\x32\x11.echo2.v1.HaveMapH\x00\x12)\n\x07request\x18\x06 \x01(\x0b\x32\x16.echo2.v1.ChunkRequestH\x00\x12\'\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x15.echo2.v1.ChunkCancelH\x00\x12\'\n\trelay_ack\x18\x08 \x01(\x0b\x32\x12.echo2.v1.RelayAckH\x00\x12\x1e\n\x05route\x18\t \x01(\x0b\x32\x0f.echo2.v1.Route\x12\x11\n\tis_answer\x18\n \x01(\x08\x42\x06\n\x04kind\"5\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"$\n\x05Route\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04tree\x18\x02 \x01(\r\"\xde\x01\n\x0e\x41rtifactHeader\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\x12\n\nhas_parent\x18\x03 \x01(\x08\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07lineage\x18\x05 \x01(\t\x12\x18\n\x10published_unix_s\x18\x06 \x01(\x01\x12\x1b\n\x13\x66ull_snapshot_bytes\x18\x07 \x01(\x04\x12\x11\n\tis_pushed\x18\x08 \x01(\x08\x12\x19\n\x11publisher_peer_id\x18\t \x01(\t\x12\x11\n\tsignature\x18\n \x01(\x0c\"`\n\nChunkFrame\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nends_block\x18\x03 \x01(\x08\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\"\x82\x01\n\x0c\x41rtifactSeal\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x13\n\x0broot_sha256\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"9\n\x07HaveMap\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62itmap\x18\x02 \x01(\x0c\x12\x11\n\tis_sealed\x18\x03 \x01(\x08\",\n\x0c\x43hunkRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"+\n\x0b\x43hunkCancel\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"7\n\x08RelayAck\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63klog\x18\x03 \x01(\r\"\xb4\x01\n\rBroadcastPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x05nodes\x18\x02 \x03(\x0b\x32\x12.echo2.v1.PlanNode\x12\x10\n\x08topology\x18\x03 \x01(\t\x12!\n\x05trees\x18\x04 \x03(\x0b\x32\x12.echo2.v1.PlanTree\x12\x13\n\x0bpredicted_s\x18\x05 \x03(\x01\x12\x17\n\x0fpredicted_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\xbc\x01\n\x08PlanNode\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x1a\n\x12uplink_bytes_per_s\x18\x04 \x01(\x01\x12\x1c\n\x14\x64ownlink_bytes_per_s\x18\x05 \x01(\x01\x12\r\n\x05rtt_s\x18\x06 \x01(\x01\x12$\n\x06\x61\x63\x63\x65ss\x18\x07 \x01(\x0b\x32\x14.echo2.v1.PeerAccess\x12\x0f\n\x07is_late\x18\x08 \x01(\x08\"U\n\nPeerAccess\x12\x15\n\rlan_addresses\x18\x01 \x03(\t\x12\x13\n\x0bpublic_host\x18\x02 \x01(\t\x12\x0e\n\x06relays\x18\x03 \x03(\t\x12\x0b\n\x03met\x18\x04 \x03(\t\"+\n\x08PlanTree\x12\x0e\n\x06weight\x18\x01 \x01(\x01\x12\x0f\n\x07parents\x18\x02 \x03(\r2I\n\tBroadcast\x12<\n\x08\x45xchange\x12\x15.echo2.v1.PeerMessage\x1a\x15.echo2.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/broadcast.proto\x12\x08\x65\x63ho2.v1\"\xb4\x03\n\x0bPeerMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.echo2.v1.PeerHelloH\x00\x12*\n\x06header\x18\x02 \x01(\x0b\x32\x18.echo2.v1.ArtifactHeaderH\x00\x12%\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x14.echo2.v1.ChunkFrameH\x00\x12&\n\x04seal\x18\x04 \x01(\x0b\x32\x16.echo2.v1.ArtifactSealH\x00\x12!\n\x04have\x18\x05 \x01(\x0b\x32\x11.echo2.v1.HaveMapH\x00\x12)\n\x07request\x18\x06 \x01(\x0b\x32\x16.echo2.v1.ChunkRequestH\x00\x12\'\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x15.echo2.v1.ChunkCancelH\x00\x12\'\n\trelay_ack\x18\x08 \x01(\x0b\x32\x12.echo2.v1.RelayAckH\x00\x12)\n\nwidth_wish\x18\x0b \x01(\x0b\x32\x13.echo2.v1.WidthWishH\x00\x12\x1e\n\x05route\x18\t \x01(\x0b\x32\x0f.echo2.v1.Route\x12\x11\n\tis_answer\x18\n \x01(\x08\x42\x06\n\x04kind\"I\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nis_further\x18\x03 \x01(\x08\"$\n\x05Route\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04tree\x18\x02 \x01(\r\"\xde\x01\n\x0e\x41rtifactHeader\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\x12\n\nhas_parent\x18\x03 \x01(\x08\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07lineage\x18\x05 \x01(\t\x12\x18\n\x10published_unix_s\x18\x06 \x01(\x01\x12\x1b\n\x13\x66ull_snapshot_bytes\x18\x07 \x01(\x04\x12\x11\n\tis_pushed\x18\x08 \x01(\x08\x12\x19\n\x11publisher_peer_id\x18\t \x01(\t\x12\x11\n\tsignature\x18\n \x01(\x0c\"`\n\nChunkFrame\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nends_block\x18\x03 \x01(\x08\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\"\x82\x01\n\x0c\x41rtifactSeal\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x13\n\x0broot_sha256\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"9\n\x07HaveMap\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62itmap\x18\x02 \x01(\x0c\x12\x11\n\tis_sealed\x18\x03 \x01(\x08\",\n\x0c\x43hunkRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"+\n\x0b\x43hunkCancel\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\r\"7\n\x08RelayAck\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63klog\x18\x03 \x01(\r\" \n\tWidthWish\x12\x13\n\x0b\x63onnections\x18\x01 \x01(\r\"\xb4\x01\n\rBroadcastPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x05nodes\x18\x02 \x03(\x0b\x32\x12.echo2.v1.PlanNode\x12\x10\n\x08topology\x18\x03 \x01(\t\x12!\n\x05trees\x18\x04 \x03(\x0b\x32\x12.echo2.v1.PlanTree\x12\x13\n\x0bpredicted_s\x18\x05 \x03(\x01\x12\x17\n\x0fpredicted_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\xbc\x01\n\x08PlanNode\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x1a\n\x12uplink_bytes_per_s\x18\x04 \x01(\x01\x12\x1c\n\x14\x64ownlink_bytes_per_s\x18\x05 \x01(\x01\x12\r\n\x05rtt_s\x18\x06 \x01(\x01\x12$\n\x06\x61\x63\x63\x65ss\x18\x07 \x01(\x0b\x32\x14.echo2.v1.PeerAccess\x12\x0f\n\x07is_late\x18\x08 \x01(\x08\"U\n\nPeerAccess\x12\x15\n\rlan_addresses\x18\x01 \x03(\t\x12\x13\n\x0bpublic_host\x18\x02 \x01(\t\x12\x0e\n\x06relays\x18\x03 \x03(\t\x12\x0b\n\x03met\x18\x04 \x03(\t\"+\n\x08PlanTree\x12\x0e\n\x06weight\x18\x01 \x01(\x01\x12\x0f\n\x07parents\x18\x02 \x03(\r2I\n\tBroadcast\x12<\n\x08\x45xchange\x12\x15.echo2.v1.PeerMessage\x1a\x15.echo2.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,33 +32,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.broadcast_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PEERMESSAGE']._serialized_start=39
-  _globals['_PEERMESSAGE']._serialized_end=432
-  _globals['_PEERHELLO']._serialized_start=434
-  _globals['_PEERHELLO']._serialized_end=487
-  _globals['_ROUTE']._serialized_start=489
-  _globals['_ROUTE']._serialized_end=525
-  _globals['_ARTIFACTHEADER']._serialized_start=528
-  _globals['_ARTIFACTHEADER']._serialized_end=750
-  _globals['_CHUNKFRAME']._serialized_start=752
-  _globals['_CHUNKFRAME']._serialized_end=848
-  _globals['_ARTIFACTSEAL']._serialized_start=851
-  _globals['_ARTIFACTSEAL']._serialized_end=981
-  _globals['_HAVEMAP']._serialized_start=983
-  _globals['_HAVEMAP']._serialized_end=1040
-  _globals['_CHUNKREQUEST']._serialized_start=1042
-  _globals['_CHUNKREQUEST']._serialized_end=1086
-  _globals['_CHUNKCANCEL']._serialized_start=1088
-  _globals['_CHUNKCANCEL']._serialized_end=1131
-  _globals['_RELAYACK']._serialized_start=1133
-  _globals['_RELAYACK']._serialized_end=1188
-  _globals['_BROADCASTPLAN']._serialized_start=1191
-  _globals['_BROADCASTPLAN']._serialized_end=1371
-  _globals['_PLANNODE']._serialized_start=1374
-  _globals['_PLANNODE']._serialized_end=1562
-  _globals['_PEERACCESS']._serialized_start=1564
-  _globals['_PEERACCESS']._serialized_end=1649
-  _globals['_PLANTREE']._serialized_start=1651
-  _globals['_PLANTREE']._serialized_end=1694
-  _globals['_BROADCAST']._serialized_start=1696
-  _globals['_BROADCAST']._serialized_end=1769
+  _globals['_PEERMESSAGE']._serialized_end=475
+  _globals['_PEERHELLO']._serialized_start=477
+  _globals['_PEERHELLO']._serialized_end=550
+  _globals['_ROUTE']._serialized_start=552
+  _globals['_ROUTE']._serialized_end=588
+  _globals['_ARTIFACTHEADER']._serialized_start=591
+  _globals['_ARTIFACTHEADER']._serialized_end=813
+  _globals['_CHUNKFRAME']._serialized_start=815
+  _globals['_CHUNKFRAME']._serialized_end=911
+  _globals['_ARTIFACTSEAL']._serialized_start=914
+  _globals['_ARTIFACTSEAL']._serialized_end=1044
+  _globals['_HAVEMAP']._serialized_start=1046
+  _globals['_HAVEMAP']._serialized_end=1103
+  _globals['_CHUNKREQUEST']._serialized_start=1105
+  _globals['_CHUNKREQUEST']._serialized_end=1149
+  _globals['_CHUNKCANCEL']._serialized_start=1151
+  _globals['_CHUNKCANCEL']._serialized_end=1194
+  _globals['_RELAYACK']._serialized_start=1196
+  _globals['_RELAYACK']._serialized_end=1251
+  _globals['_WIDTHWISH']._serialized_start=1253
+  _globals['_WIDTHWISH']._serialized_end=1285
+  _globals['_BROADCASTPLAN']._serialized_start=1288
+  _globals['_BROADCASTPLAN']._serialized_end=1468
+  _globals['_PLANNODE']._serialized_start=1471
+  _globals['_PLANNODE']._serialized_end=1659
+  _globals['_PEERACCESS']._serialized_start=1661
+  _globals['_PEERACCESS']._serialized_end=1746
+  _globals['_PLANTREE']._serialized_start=1748
+  _globals['_PLANTREE']._serialized_end=1791
+  _globals['_BROADCAST']._serialized_start=1793
+  _globals['_BROADCAST']._serialized_end=1866
 # @@protoc_insertion_point(module_scope)

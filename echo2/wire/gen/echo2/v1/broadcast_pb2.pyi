@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "header", "chunk", "seal", "have", "request", "cancel", "relay_ack", "route", "is_answer")
+    __slots__ = ("hello", "header", "chunk", "seal", "have", "request", "cancel", "relay_ack", "width_wish", "route", "is_answer")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class PeerMessage(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELAY_ACK_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_WISH_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     IS_ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
@@ -26,17 +27,20 @@ class PeerMessage(_message.Message):
     request: ChunkRequest
     cancel: ChunkCancel
     relay_ack: RelayAck
+    width_wish: WidthWish
     route: Route
     is_answer: bool
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., header: _Optional[_Union[ArtifactHeader, _Mapping]] = ..., chunk: _Optional[_Union[ChunkFrame, _Mapping]] = ..., seal: _Optional[_Union[ArtifactSeal, _Mapping]] = ..., have: _Optional[_Union[HaveMap, _Mapping]] = ..., request: _Optional[_Union[ChunkRequest, _Mapping]] = ..., cancel: _Optional[_Union[ChunkCancel, _Mapping]] = ..., relay_ack: _Optional[_Union[RelayAck, _Mapping]] = ..., route: _Optional[_Union[Route, _Mapping]] = ..., is_answer: _Optional[bool] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., header: _Optional[_Union[ArtifactHeader, _Mapping]] = ..., chunk: _Optional[_Union[ChunkFrame, _Mapping]] = ..., seal: _Optional[_Union[ArtifactSeal, _Mapping]] = ..., have: _Optional[_Union[HaveMap, _Mapping]] = ..., request: _Optional[_Union[ChunkRequest, _Mapping]] = ..., cancel: _Optional[_Union[ChunkCancel, _Mapping]] = ..., relay_ack: _Optional[_Union[RelayAck, _Mapping]] = ..., width_wish: _Optional[_Union[WidthWish, _Mapping]] = ..., route: _Optional[_Union[Route, _Mapping]] = ..., is_answer: _Optional[bool] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id")
+    __slots__ = ("protocol_version", "run_id", "is_further")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_FURTHER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    is_further: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., is_further: _Optional[bool] = ...) -> None: ...
 
 class Route(_message.Message):
     __slots__ = ("epoch", "tree")
@@ -135,6 +139,12 @@ class RelayAck(_message.Message):
     index: int
     backlog: int
     def __init__(self, key: _Optional[bytes] = ..., index: _Optional[int] = ..., backlog: _Optional[int] = ...) -> None: ...
+
+class WidthWish(_message.Message):
+    __slots__ = ("connections",)
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    connections: int
+    def __init__(self, connections: _Optional[int] = ...) -> None: ...
 
 class BroadcastPlan(_message.Message):
     __slots__ = ("epoch", "nodes", "topology", "trees", "predicted_s", "predicted_bytes", "reason")

@@ -1,0 +1,141 @@
+"""The further connections of a node's links: asked for by whoever is held back, opened by whoever dialled the link.
+
+Guarantees: only links over TCP connections of their own are widened; all connections of this node together stay within
+striping.connections_max; a further connection is taken only beside a link that is there, and from the very peer. Waits:
+RETRY_S, doubling to RETRY_MAX_S, after one could not be opened. Leaves to others: when more or fewer are better (striping),
+carrying chunks (link), proving who the peer is (transport).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+
+from echo2.base.errors import ResourceError, Unreachable
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import LinkWidened
+from echo2.broadcast.reachability import LinkWay
+from echo2.broadcast.runtime.link import PeerLink
+from echo2.broadcast.runtime.sockets import PathSent, Sent
+from echo2.broadcast.runtime.transport import Connection, Widenable, way_of
+from echo2.broadcast.session import Session
+from echo2.broadcast.striping import LinkLook, Striping, connections_max
+from echo2.wire import broadcast as wire
+
+RETRY_S, RETRY_MAX_S = 2.0, 60.0
+LASTING_S = 10.0  # a connection that ended sooner is a failure
+
+
+@dataclass(slots=True)
+class _Width:
+    """What is wanted of one link. `link` itself: state of a link that was replaced counts no more."""
+
+    link: PeerLink
+    striping: Striping = field(default_factory=Striping)
+    told: int = 1
+    running: int = 0  # further connections that we opened or are opening
+    failures: int = 0
+    next_try: float = float("-inf")
+
+
+class Stripes:
+    """`open_one` dials one more connection of a link and serves it until it ends; `spawn` lets it run."""
+
+    def __init__(
+        self,
+        session: Session,
+        act: Callable[[LinkWidened], None],
+        links: Mapping[PeerId, PeerLink],
+        open_one: Callable[[PeerLink], Coroutine[None, None, None]],
+        spawn: Callable[[Coroutine[None, None, None]], None],
+    ) -> None:
+        self._session, self._act, self._links = session, act, links
+        self._open_one, self._spawn = open_one, spawn
+        self._widths: dict[PeerId, _Width] = {}
+
+    @property
+    def _limit(self) -> int:
+        return connections_max(len(self._links))
+
+    def _width(self, link: PeerLink) -> _Width:
+        known = self._widths.get(link.peer_id)
+        if known is None or known.link is not link:
+            known = self._widths[link.peer_id] = _Width(link)
+        return known
+
+    def look(self, sent: Sent, now: float) -> None:
+        """How the links fare; see uplink.UplinkWatch."""
+        for peer_id, link in self._links.items():
+            peer = self._session.peers.get(peer_id)
+            if peer is None or not isinstance(link.connection, Widenable):
+                continue
+            paths = (sent.paths.get(remote, PathSent()) for remote in link.remotes)
+            path = functools.reduce(PathSent.__add__, paths, PathSent())
+            held_back = peer.is_held_back(self._session.config.slots_per_peer)
+            look = LinkLook(path.delivered_bytes, path.lost, held_back)
+            self._width(link).striping.look(look, link.width, self._limit, now)
+
+    def widened(self, peer_id: PeerId) -> None:
+        """A connection of the link to the peer was opened, given up or lost."""
+        if (link := self._links.get(peer_id)) is not None:
+            self._act(LinkWidened(peer_id, link.width))
+
+    def tend(self, now: float) -> None:
+        """Opens, gives up and asks for connections. To be called every half second or so."""
+        for gone in self._widths.keys() - self._links.keys():
+            del self._widths[gone]
+        for link in self._links.values():
+            if not isinstance(link.connection, Widenable):
+                continue
+            width, peer = self._width(link), self._session.peers.get(link.peer_id)
+            if not link.connection.is_outgoing:
+                self._ask(link, width)
+                continue
+            goal = min(self._limit, max(width.striping.count, peer.wished_connections if peer is not None else 1))
+            if goal < link.width:
+                link.narrow()
+            elif now >= width.next_try:
+                for _ in range(goal - 1 - width.running):
+                    self._spawn(self._open(link, width))
+
+    def _ask(self, link: PeerLink, width: _Width) -> None:
+        if width.striping.count != width.told:
+            with contextlib.suppress(ResourceError):  # it does not read: keepalive will end the link
+                link.send_control(wire.width_wish_to_bytes(width.striping.count))
+                width.told = width.striping.count
+
+    async def _open(self, link: PeerLink, width: _Width) -> None:
+        now = asyncio.get_running_loop().time
+        begun_at = now()
+        width.running += 1
+        try:
+            await self._open_one(link)
+        except Unreachable:
+            pass  # the link is there without it, and it is tried again
+        finally:
+            width.running -= 1
+            width.failures = width.failures + 1 if now() - begun_at < LASTING_S else 0
+            width.next_try = now() + min(RETRY_MAX_S, RETRY_S * 2 ** min(width.failures, 10))
+
+    async def carry(self, connection: Connection) -> None:
+        """Serves one more connection of the link to its peer until it ends. Unreachable where it is not welcome."""
+        peer = connection.peer.peer_id
+        link = self._links.get(peer)
+        if link is None or not isinstance(connection, Widenable):
+            raise Unreachable(f"peer {peer}: a further connection came, and no link is there that it could widen")
+        if link.width >= self._limit:
+            raise Unreachable(
+                f"peer {peer}: {link.width} connections are open, the most for one of {len(self._links)} links"
+            )
+        await link.carry(connection)
+
+    def way_of(self, link: PeerLink) -> LinkWay:
+        """The link's kind and reason, and of how many connections it is made and why."""
+        way, width = way_of(link.connection), self._widths.get(link.peer_id)
+        if link.width == 1 or width is None:
+            return way
+        why = width.striping.reason if width.striping.count > 1 else "the peer asked for them"
+        return LinkWay(way.kind, f"{way.reason}; {link.width} connections: {why}")

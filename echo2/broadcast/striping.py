@@ -1,0 +1,153 @@
+"""How many TCP connections one link is made of: more where losses hold one back, fewer where more do not help. Pure.
+
+Where the kernel lets us choose BBR, one connection fills a long path that loses packets. Where it does not, a control that
+takes each loss for a full queue gives one connection at most about 1.22 segments / (round trip * sqrt(loss)); k
+connections carry k times that. So a link whose own transport is what its chunks wait for, while segments are lost though
+its queue is short, is doubled; then it is seen whether that helped. If not (the peer reads slowly, its downlink is full),
+the link goes back to what it was and is left alone for a while that doubles.
+
+Guarantees: never more than `connections_max` for a link, so that all links of a node have NODE_CONNECTIONS connections
+at most. Leaves to others: looking (runtime/sockets), opening and closing (runtime/stripes).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+LINK_CONNECTIONS, NODE_CONNECTIONS = 8, 32
+SPAN_S = 2.0  # over which looks are judged
+SETTLE_S = 0.5  # in which new connections come up to speed
+PAUSE_S = 1.0  # without anything to send: what was seen before it counts no more
+HELD_BACK_SHARE = 0.2  # of looks: links wait for each other, so one that waits a fifth of the time holds up others
+LOSSES_SPAN_S = 6.0  # one loss in a few seconds is all that a slow connection shows of them
+BETTER_RATE, BETTER_HELD_BACK = 1.1, 0.6  # what a doubling must bring: one of them
+OPENING_S = 10.0
+LEFT_ALONE_S, LEFT_ALONE_MAX_S = 30.0, 600.0
+CLEAN_S = 120.0  # of sending without a loss: one connection fills the path
+
+
+def connections_max(link_count: int) -> int:
+    """Of one link, where a node has so many links."""
+    return max(1, min(LINK_CONNECTIONS, NODE_CONNECTIONS // max(1, link_count)))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLook:
+    """What became of a link since the last look: bytes that the peer confirmed, segments that were lost while its queue
+    was short, and whether chunks wait for its transport."""
+
+    delivered_bytes: int
+    lost: int
+    is_held_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    at: float
+    look: LinkLook
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A doubling that has yet to show what it brings."""
+
+    begun_at: float
+    count_before: int
+    rate_before: float
+    held_back_before: float
+
+
+class Striping:
+    """Of one link and of what this side sends over it. `count`: how many connections it should have; `reason` says why."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.reason = ""
+        self._seen: deque[_Seen] = deque()
+        self._losses: deque[float] = deque(maxlen=64)
+        self._active_at = float("-inf")
+        self._clean_since = float("-inf")
+        self._trial: _Trial | None = None
+        self._is_open = True
+        self._next_growth_at = float("-inf")
+        self._failures = 0
+
+    def look(self, seen: LinkLook, open_count: int, limit: int, now: float) -> None:
+        """Several times a second while the node sends. `open_count`: connections that the link has; `limit`: and may have."""
+        self.count = min(self.count, limit)
+        if not (seen.delivered_bytes or seen.is_held_back):
+            return
+        if now - self._active_at > PAUSE_S:
+            self._seen.clear()
+            self._clean_since = now
+            self._restart_trial(now)
+        self._active_at = now
+        self._seen.append(_Seen(now, seen))
+        if seen.lost:
+            self._losses.append(now)
+            self._clean_since = now
+        while now - self._seen[0].at > SPAN_S:
+            self._seen.popleft()
+        if self._trial is not None:
+            self._judge(self._trial, open_count, now)
+        if self._trial is None and self._seen and now - self._seen[0].at > 0.9 * SPAN_S:
+            self._choose(max(self.count, min(open_count, limit)), limit, now)
+
+    def _choose(self, present: int, limit: int, now: float) -> None:
+        held_back, losses = self._held_back, sum(now - at < LOSSES_SPAN_S for at in self._losses)
+        if held_back >= HELD_BACK_SHARE and losses and present < limit and now >= self._next_growth_at:
+            self._trial = _Trial(now, self.count, self._rate, held_back)
+            self._is_open = False
+            self.count = min(2 * present, limit)
+            self.reason = (
+                f"{losses} losses in {LOSSES_SPAN_S:.0f} s hold one connection back, and BBR may not be chosen here"
+            )
+        elif self.count > 1 and now - self._clean_since > CLEAN_S:
+            self._shrink_to(self.count // 2, f"no loss for {CLEAN_S:.0f} s of sending", now)
+
+    def _judge(self, trial: _Trial, open_count: int, now: float) -> None:
+        if not self._is_open:
+            if open_count >= self.count:
+                self._is_open = True
+                self._restart_trial(now)
+            elif now - trial.begun_at > OPENING_S:
+                self._fail(trial, f"more than {open_count} could not be opened", now)
+            return
+        if now - trial.begun_at < SETTLE_S:
+            self._seen.clear()
+            return
+        if not self._seen or now - trial.begun_at < SETTLE_S + SPAN_S:
+            return
+        held_back = self._held_back
+        is_better = (
+            self._rate >= BETTER_RATE * trial.rate_before or held_back <= BETTER_HELD_BACK * trial.held_back_before
+        )
+        if is_better or held_back < HELD_BACK_SHARE:
+            self._trial, self._failures = None, 0
+        else:
+            self._fail(trial, f"{self.count} carried no more than {trial.count_before}", now)
+
+    def _fail(self, trial: _Trial, reason: str, now: float) -> None:
+        self._next_growth_at = now + min(LEFT_ALONE_MAX_S, LEFT_ALONE_S * 2**self._failures)
+        self._failures = min(self._failures + 1, 10)
+        self._shrink_to(trial.count_before, reason, now)
+
+    def _shrink_to(self, count: int, reason: str, now: float) -> None:
+        self.count, self.reason, self._trial, self._clean_since = count, reason, None, now
+        self._seen.clear()
+
+    def _restart_trial(self, now: float) -> None:
+        if self._trial is not None:
+            trial = self._trial
+            self._trial = _Trial(now, trial.count_before, trial.rate_before, trial.held_back_before)
+
+    @property
+    def _held_back(self) -> float:
+        return sum(seen.look.is_held_back for seen in self._seen) / len(self._seen)
+
+    @property
+    def _rate(self) -> float:
+        span_s = self._seen[-1].at - self._seen[0].at
+        delivered = sum(seen.look.delivered_bytes for seen in self._seen) - self._seen[0].look.delivered_bytes
+        return delivered / span_s if span_s > 0 else 0.0

@@ -1,0 +1,140 @@
+"""Links made of several connections, on real sockets: everything arrives once, and one connection may die alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+from pathlib import Path
+
+from echo2.base.ids import Version
+from echo2.broadcast.identity import Role
+from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.runtime import tls
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.sockets import Remote, as_ipv4
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.wire import broadcast as wire
+from tests.contract.fleet import Fleet, blocks_of, fleet, until
+
+KEYFRAME, LATER = ArtifactId(Version(0)), ArtifactId(Version(1), Version(0))
+BLOCKS = [random.Random(11).randbytes(400_000) for _ in range(10)]
+WIDTH = 4
+
+
+def width_of(node: BroadcastNode, other: BroadcastNode) -> int:
+    return next((link.connections for link in node.stats().links if link.peer_id == other.peer_id), 0)
+
+
+def wants(node: BroadcastNode, other: BroadcastNode, connections: int) -> None:
+    """As if losses had shown it; loopback has none."""
+    striping = node._stripes._width(node._links[other.peer_id]).striping
+    striping.count, striping.reason = connections, "the test wants them"
+
+
+async def widened(f: Fleet) -> tuple[BroadcastNode, BroadcastNode]:
+    """Learner and worker with a link of WIDTH connections, which whoever did not dial has asked for."""
+    learner, worker = (member.node for member in f.members)
+    link = learner._links[worker.peer_id]
+    asking, asked = (worker, learner) if link.connection.is_outgoing else (learner, worker)
+    wants(asking, asked, WIDTH)
+    await until(lambda: width_of(learner, worker) == width_of(worker, learner) == WIDTH, "the link is widened")
+    return learner, worker
+
+
+async def received(learner: BroadcastNode, worker: BroadcastNode, artifact: ArtifactId) -> list[bytes]:
+    reading = asyncio.create_task(blocks_of(worker, artifact, 20.0))
+    await learner.publish(artifact, iter(BLOCKS), lambda: "p", 1 << 20)
+    return await reading
+
+
+def test_a_link_of_several_connections_delivers_everything_once_and_uses_all(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, worker = await widened(f)
+            used: set[int] = set()
+            link = learner._links[worker.peer_id]
+            for further in link._further:
+                send = further.connection.send
+
+                async def noted(frame: bytes, number: int = id(further), send=send) -> None:  # type: ignore[no-untyped-def]
+                    used.add(number)
+                    await send(frame)
+
+                further.connection.send = noted  # type: ignore[method-assign]
+            assert await received(learner, worker, KEYFRAME) == BLOCKS
+            assert await received(learner, worker, LATER) == BLOCKS
+            assert len(used) == WIDTH - 1
+            seen = worker.stats()
+            assert (seen.duplicate_bytes, seen.pulled_chunks) == (0, 0)
+            assert seen.received_chunk_bytes == learner.stats().sent_chunk_bytes
+            (shown,) = worker.stats().links
+            assert f"{WIDTH} connections: " in str(shown.way)
+
+    asyncio.run(scene())
+
+
+def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, worker = await widened(f)
+            first = learner._links[worker.peer_id], worker._links[learner.peer_id]
+            accepted = next(link for link in first if not link.connection.is_outgoing)
+            reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
+            publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
+            await until(lambda: worker.stats().newest_chunks_held > 20, "the broadcast is on its way")
+            (remote,) = accepted._further[0].connection.remotes  # type: ignore[attr-defined]
+            cut(remote)
+            await until(lambda: accepted.width < WIDTH, "the cut is noticed")
+            assert await reading == BLOCKS
+            await publishing
+            assert (learner._links[worker.peer_id], worker._links[learner.peer_id]) == first, "the link stayed"
+            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == WIDTH, "it is widened again")
+            assert await received(learner, worker, LATER) == BLOCKS
+
+    asyncio.run(scene())
+
+
+def cut(remote: Remote) -> None:
+    """Ends this process's connection to that other end at once, as a reset on the way would."""
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as view:
+            if view.family in (socket.AF_INET, socket.AF_INET6):
+                host, port = view.getpeername()[:2]
+                if (as_ipv4(host), port) == remote:
+                    view.shutdown(socket.SHUT_RDWR)
+
+
+def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, worker = await widened(f)
+            reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
+            publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
+            await until(lambda: worker.stats().newest_chunks_held > 5, "the broadcast is on its way")
+            for node, other in ((learner, worker), (worker, learner)):
+                wants(node, other, 1)
+            assert await reading == BLOCKS
+            await publishing
+            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 1, "one is left")
+            assert (worker.stats().duplicate_bytes, worker.stats().pulled_chunks) == (0, 0)
+            assert [link.connections for link in worker.stats().links] == [1]
+
+    asyncio.run(scene())
+
+
+def test_a_further_connection_of_a_peer_that_has_no_link_is_closed(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            worker, stranger = f.members[1], f.credentials(Role.WORKER)
+            connection = await GrpcTransport(stranger).dial(worker.address, worker.node.peer_id)
+            await connection.send(wire.hello(tls.PROTOCOL_VERSION, stranger.run_id, is_further=True))
+            assert await connection.receive() is not None, "its hello"
+            assert await asyncio.wait_for(connection.receive(), 10) is None
+            assert [link.peer_id for link in worker.node.stats().links] == [f.members[0].node.peer_id]
+            assert not worker.node.stats().banned
+            await connection.close()
+
+    asyncio.run(scene())

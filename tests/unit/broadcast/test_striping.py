@@ -1,0 +1,133 @@
+"""When a link is made of more connections, and when of fewer again: a path with losses and its looks on a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from echo2.broadcast.striping import (
+    CLEAN_S,
+    LEFT_ALONE_S,
+    LINK_CONNECTIONS,
+    NODE_CONNECTIONS,
+    OPENING_S,
+    LinkLook,
+    Striping,
+    connections_max,
+)
+
+TICK_S = 0.1
+ONE_CARRIES = 400e3  # bytes/s, of one connection over a path with losses
+
+
+class Path:
+    """A link that is to carry `asked` bytes/s; `carried` says how many k connections can."""
+
+    def __init__(self, asked: float, carried: Callable[[int], float], losses_per_s: float = 0.5) -> None:
+        self.striping, self.open = Striping(), 1
+        self.asked, self.carried, self.losses_per_s = asked, carried, losses_per_s
+        self.can_open = True
+        self.seen: list[int] = []
+        self.now = 0.0
+        self._rng = random.Random(3)
+
+    def run(self, seconds: float, limit: int = LINK_CONNECTIONS) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            rate = min(self.asked, self.carried(self.open))
+            lost = int(rate > 0 and self._rng.random() < self.losses_per_s * self.open * TICK_S)
+            look = LinkLook(int(rate * TICK_S), lost, self.asked > rate)
+            self.striping.look(look, self.open, limit, self.now)
+            if self.striping.count < self.open or self.can_open:
+                self.open = self.striping.count
+            self.seen.append(self.open)
+
+
+def lossy(count: int) -> float:
+    return count * ONE_CARRIES
+
+
+def test_a_link_that_losses_hold_back_grows_until_it_carries_what_is_asked() -> None:
+    path = Path(3.5 * ONE_CARRIES, lossy)
+    path.run(60)
+    assert sorted(set(path.seen)) == [1, 2, 4]
+    assert path.seen.index(4) * TICK_S < 15
+    assert path.open == 4
+    assert "losses" in path.striping.reason
+
+
+def test_growth_ends_at_the_limit() -> None:
+    path = Path(100 * ONE_CARRIES, lossy)
+    path.run(60)
+    assert path.open == LINK_CONNECTIONS
+    path.run(10, limit=3)
+    assert path.open == 3
+
+
+@pytest.mark.parametrize("losses_per_s, asked", [(0.0, 3 * ONE_CARRIES), (2.0, 0.9 * ONE_CARRIES)])
+def test_a_link_without_losses_or_with_nothing_that_waits_stays_one_connection(
+    losses_per_s: float, asked: float
+) -> None:
+    path = Path(asked, lossy, losses_per_s)
+    path.run(120)
+    assert set(path.seen) == {1}
+
+
+def test_connections_that_carry_no_more_are_given_up_and_tried_again_ever_more_rarely() -> None:
+    path = Path(3 * ONE_CARRIES, lambda count: ONE_CARRIES)
+    path.run(1000)
+    begun = [at * TICK_S for at in range(1, len(path.seen)) if path.seen[at - 1] == 1 and path.seen[at] == 2]
+    assert set(path.seen) == {1, 2}
+    pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    assert len(pauses) >= 3 and pauses[0] >= LEFT_ALONE_S
+    assert all(later > 1.5 * earlier for earlier, later in itertools.pairwise(pauses))
+    assert path.seen.count(2) < 0.05 * len(path.seen)
+
+
+def test_connections_that_cannot_be_opened_are_wanted_no_longer() -> None:
+    path = Path(3 * ONE_CARRIES, lossy)
+    path.can_open = False
+    path.run(OPENING_S + 5)
+    assert path.striping.count == 1
+    assert "could not be opened" in path.striping.reason
+
+
+def test_a_path_that_loses_nothing_any_more_goes_back_to_one_connection() -> None:
+    path = Path(3.5 * ONE_CARRIES, lossy)
+    path.run(30)
+    assert path.open == 4
+    path.losses_per_s, path.carried = 0.0, lambda count: 1e9
+    path.run(2 * CLEAN_S + 10)
+    assert path.open == 1
+
+
+def test_a_width_outlasts_a_pause_between_versions() -> None:
+    path = Path(3.5 * ONE_CARRIES, lossy)
+    path.run(30)
+    asked, path.asked = path.asked, 0.0
+    path.run(2 * CLEAN_S)
+    assert path.open == 4
+    path.asked = asked
+    path.run(5)
+    assert path.open == 4
+
+
+def test_a_pause_in_a_trial_does_not_fail_it() -> None:
+    path = Path(1.9 * ONE_CARRIES, lossy)
+    while path.open == 1:
+        path.run(TICK_S)
+    asked, path.asked = path.asked, 0.0
+    path.run(60)
+    path.asked = asked
+    path.run(20)
+    assert path.open == 2
+
+
+def test_all_connections_of_a_node_stay_within_their_bound() -> None:
+    for links in range(1, NODE_CONNECTIONS + 1):
+        assert 1 <= connections_max(links) <= LINK_CONNECTIONS
+        assert links * connections_max(links) <= NODE_CONNECTIONS
+    assert connections_max(8) == 4 and connections_max(0) == LINK_CONNECTIONS and connections_max(40) == 1
