@@ -1,9 +1,10 @@
 """Progress that only its worker tells of: the learner's reminders name what has really come.
 
 A worker cannot hold a group up by words: where the learner lacks a group, has been told of it by reminders for a while, and
-has got not a token more under the same lease, the lease is to be taken back. Its worker (malicious, or cut off from the
-learner alone) is then given nothing for a time that doubles each time, and the pool is planned without it. Pure. Leaves to
-others: taking back (lease_book), what counts as certain guilt (learner/untruths).
+has got not a token more under the same lease, the lease is to be taken back. Its worker is then given nothing for a time that
+doubles each time, and the pool is planned without it. An honest worker tells of progress once the learner has taken it, so
+what counts is what came since this learner's start, under a lease that still runs. Pure. Leaves to others: taking back and
+forgetting (lease_book), what counts as certain guilt (learner/untruths).
 """
 
 from __future__ import annotations

@@ -175,10 +175,12 @@ class LeaseBook:
             yield SaveGroup(spec.group_id)
 
     def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
-        """The learner lacks the group and holds `tokens` of it."""
+        """The learner lacks the group and holds `tokens` of it. A lease past its deadline is no matter of hearsay."""
         lease = self.leases.get(group.lease_id) if group.lease_id is not None else None
-        quiet_s = self.hearsay.unheard_s(group, lease, tokens, now) if lease is not None else 0.0
-        if lease is None or not quiet_s:
+        if lease is None or now >= lease.deadline:
+            return
+        quiet_s = self.hearsay.unheard_s(group, lease, tokens, now)
+        if not quiet_s:
             return
         self.counts.expired += 1
         shun_s = self.hearsay.shun(lease.worker_id, now)
@@ -206,6 +208,8 @@ class LeaseBook:
         for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
             yield from self._close(group_id, "the learner does not list it")
         yield from self._offered(groups, now)
+        for group_id in wanted:
+            self.groups[group_id].confirmed = None  # a learner that was started again lacks what had not been finished
 
     def _close(self, group_id: GroupId, reason: str) -> Iterator[Action]:
         group = self.groups.pop(group_id, None)

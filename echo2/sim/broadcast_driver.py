@@ -21,13 +21,14 @@ from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.session import Session
-from echo2.broadcast.stalls import Stalls
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.sim import messages as m
 from echo2.sim.artifact_reader import Entry, Reader, Step
 from echo2.sim.disk import ChunkDisk
 from echo2.sim.host import Host
 from echo2.sim.network import End, Network
+from echo2.sim.scene import Sabotage
+from echo2.sim.stall_watch import StallWatch
 
 CHUNK_BYTES = 96
 RUN = RunId("simulated")
@@ -69,7 +70,7 @@ class BroadcastDriver:
         self.reader = Reader(self)
         self.settled_at: float | None = None
         self.on_lost: Callable[[], None] = lambda: None
-        self._stalls = Stalls()
+        self.stalls = StallWatch(network.counts)
         self._rotten: set[ArtifactKey] = set()
         self._address_of, self._changed = address_of, changed
         self._plan: BroadcastPlan | None = None
@@ -132,8 +133,7 @@ class BroadcastDriver:
     # ---- connections
 
     def set_plan(self, plan: BroadcastPlan) -> None:
-        if plan.seed is not None and self.publisher is None:
-            self.publisher = plan.seed.peer_id
+        self.publisher = self.publisher or (plan.seed.peer_id if plan.seed is not None else None)
         self._plan = plan
         self._retarget()
         self.act(be.PlanSet(plan))
@@ -151,7 +151,7 @@ class BroadcastDriver:
         self._targets = {peer: target for peer, target in self._targets.items() if peer in wanted}
 
     def _look_after(self) -> None:
-        """As the node: what the disk changed is fetched anew, or made up for; what stopped coming is gone around."""
+        """As the node: what the disk changed is fetched anew, or made up for."""
         for key in sorted(self._rotten & self.entries.keys()):
             if self.publisher != self.me:
                 self._fetch_anew(key)
@@ -162,22 +162,24 @@ class BroadcastDriver:
             else:
                 continue
             self._rotten.discard(key)
-        wanted = {
-            key: len(self.entries[key].digests)
-            for key in self.path(self.reader.version)
-            if not self.entries[key].is_complete
-        }
-        known = {key: len(self.entries[key].digests) for key in self._stalls.keys if key in self.entries}
+
+    def _go_around_stalls(self) -> None:
+        held = {key: len(entry.digests) for key, entry in self.entries.items()}
         is_late = self._plan is not None and self.me in self._plan.late
-        if self._stalls.look(wanted, known, bool(self.links) and not is_late, self.host.now()):
-            for key in [key for key in wanted if key in self._stalls.keys]:
-                self.host.story.tell(self.host.name, f"{self.entries[key].header.artifact} has stopped coming")
-                self.act(be.Unwanted(key))
+        is_served = bool(self.links) and not is_late
+        stopped = self.stalls.look({key: held[key] for key in self._missing()}, held, is_served, self.host.now())
+        if stopped is None:
+            return
+        for key in stopped:
+            self.host.story.tell(self.host.name, f"{self.entries[key].header.artifact} has stopped coming")
+            self.act(be.Unwanted(key))
+        if self.stalls.sabotage is not Sabotage.STALLED_UNASKED:
             self.update_wants()
-            self._changed()
+        self._changed()
 
     def _connect(self) -> None:
         self._look_after()
+        self._go_around_stalls()
         now = self.host.now()
         for peer, target in self._targets.items():
             is_ours = peer == self.publisher or (self.publisher != self.me and self.me < peer)
@@ -344,7 +346,7 @@ class BroadcastDriver:
         ]  # fmt: skip
 
     def path(self, start: Version | None) -> list[ArtifactKey]:
-        way = plan_way(self._offers(), start, UNKNOWN_LINK, self._stalls.keys)
+        way = plan_way(self._offers(), start, UNKNOWN_LINK, self.stalls.keys)
         return list(way.keys) if way is not None else []
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
@@ -464,16 +466,8 @@ class BroadcastDriver:
             case be.SendSeal():
                 entry = self.entries.get(action.key)
                 return m.SealMessage(entry.seal) if entry is not None and entry.seal is not None else None
-            case be.SendHave():
-                return m.HaveMessage(action.key, action.bitmap, action.is_sealed)
-            case be.SendRequest():
-                return m.RequestMessage(action.key, action.indices)
-            case be.SendCancel():
-                return m.CancelMessage(action.key, action.indices)
-            case be.SendRelayAck():
-                return m.RelayAckMessage(action.key, action.index, action.backlog)
             case _:
-                return None
+                return m.of_session(action)
 
     def _set_timer(self, at: float) -> None:
         self._wake_at = at
@@ -485,11 +479,19 @@ class BroadcastDriver:
 
         self.host.after(at - self.host.now(), woken)
 
+    def _missing(self) -> list[ArtifactKey]:
+        return [key for key in self.path(self.reader.version) if not self.entries[key].is_complete]
+
+    @property
+    def unasked(self) -> list[ArtifactKey]:
+        """What is missing of its way and not asked for."""
+        is_settled = self.settled_at is not None and self.host.now() >= self.settled_at
+        return [key for key in self._missing() if is_settled and not self.session.artifacts[key].is_wanted]
+
     @property
     def waits_for(self) -> str:
         if self.publisher is None:
             return "a plan that names the publisher"
-        missing = [key for key in self.path(self.reader.version) if not self.entries[key].is_complete]
-        if missing:
+        if missing := self._missing():
             return f"chunks of {self.entries[missing[0]].header.artifact}"
         return "" if self.links else "a connection to a peer"

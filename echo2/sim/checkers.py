@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Rollout, RolloutSegment
 from echo2.broadcast.delta import HostWeights
+from echo2.broadcast.manifest import ArtifactKey
 from echo2.learner.batcher import Batch, Batcher
 from echo2.sim.messages import Ticket
 from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
@@ -119,6 +120,10 @@ class Truth:
     def accused(self, worker_id: PeerId, reason: str) -> None:
         self._check(2, worker_id in self.liar_ids, f"{worker_id} is honest and accused: {reason}")
 
+    def shunned(self, who: str, worker_id: PeerId) -> None:
+        """The coordinator gives it nothing for a while, as one that tells of progress that never comes."""
+        self._check(6, worker_id in self.liar_ids, f"{who} is honest and shunned")
+
     # ---- training
 
     def acknowledged(self, group_id: GroupId, index: int) -> None:
@@ -178,6 +183,10 @@ class Truth:
 
     def waits_since(self, who: str, seconds: float, limit_s: float, what: str) -> None:
         self._check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
+
+    def asks(self, who: str, unasked: Collection[ArtifactKey]) -> None:
+        """Whatever of its way to the newest version a worker lacks, it asks for."""
+        self._check(7, not unasked, f"{who} lacks {len(unasked)} artifacts of its way and does not ask for them")
 
     def agree(self, booked: Collection[GroupId], held: Collection[GroupId], lacking: Collection[GroupId]) -> None:
         """A heartbeat of the learner arrives behind all that it said before: the coordinator knows the same groups."""

@@ -17,6 +17,8 @@ from echo2.base.errors import DiskFull, EchoError
 from echo2.base.ids import PeerId, Version
 from echo2.base.rng import derived_rng, derived_seed
 from echo2.broadcast.identity import Identity
+from echo2.broadcast.stalls import FORGOTTEN_S
+from echo2.sim.broadcast_driver import BroadcastDriver
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.clock import VirtualClock
 from echo2.sim.coordinator_driver import CoordinatorDriver, CoordinatorMachine
@@ -36,6 +38,7 @@ PROGRESS_S = 400.0
 CATCH_UP_S = 150.0
 REPORT_WAIT_S = 50.0
 LEASE_SLACK_S = 5.0
+STALL_SLACK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Cluster:
         self.machines: dict[str, WorkerMachine] = {}
         self.malice: dict[str, Malice] = {}
         self.gone: set[str] = set()
+        self.stormy_s = 0.0
         self._numbers = 0
         scene.address_of = self._address_of
         self.coordinator = CoordinatorMachine(CoordinatorDisk("coordinator"))
@@ -182,6 +186,7 @@ class Cluster:
             text = "" if self.scene.sabotage is Sabotage.SILENT_WAIT else worker.waits_for
             self.truth.waits(name, not worker.assignments.lease_ids, text)
             self.truth.waits_since(name, worker.oldest_report_s, REPORT_WAIT_S, "a verdict")
+            self._look_at_way(name, worker.broadcast)
         learner = self.learner_driver()
         if learner is not None:
             self.truth.waits("learner", not learner.is_busy and learner.is_drawing, learner.waits_for)
@@ -199,6 +204,11 @@ class Cluster:
                 "coordinator", coordinator.book.queued > 0, coordinator.waits()[0][0] if coordinator.waits() else ""
             )
         self.clock.after(LOOK_S, self._look)
+
+    def _look_at_way(self, name: str, node: BroadcastDriver) -> None:
+        self.truth.asks(name, node.unasked)
+        stalled_s = node.stalls.longest_s(node.entries, node.host.now())
+        self.truth.waits_since(name, stalled_s, FORGOTTEN_S + STALL_SLACK_S, "another try of what has stopped coming")
 
     # ---- the run
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.sim.cluster import Outcome
-from echo2.sim.faults import STORM_S, stormy_cluster
+from echo2.sim.faults import stormy_cluster
 from echo2.sim.scene import Sabotage
 
 
@@ -43,7 +43,8 @@ class Tally:
 
 def outcome_of(seed: int, sabotage: Sabotage = Sabotage.NONE) -> Outcome:
     """One seed, from start to end."""
-    return stormy_cluster(seed, sabotage).run(STORM_S)
+    cluster = stormy_cluster(seed, sabotage)
+    return cluster.run(cluster.stormy_s)
 
 
 def tally_of(seeds: Iterable[int], limit_s: float = float("inf")) -> Tally:

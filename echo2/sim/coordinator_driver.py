@@ -7,7 +7,7 @@ kept in one write, then told. Leaves to others: faults, what must hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echo2.base.errors import EchoError
@@ -30,7 +30,7 @@ from echo2.sim.checkers import Truth
 from echo2.sim.disk import CoordinatorDisk
 from echo2.sim.host import Host
 from echo2.sim.network import End, Network
-from echo2.sim.scene import Scene
+from echo2.sim.scene import Sabotage, Scene
 
 TICK_S = 0.5
 SETTLE_S = 0.2
@@ -52,6 +52,8 @@ class CoordinatorDriver:
         self.scene, self.truth, self.host, self.machine, self.network = scene, truth, host, machine, network
         self.membership = Membership(LivenessRule(scene.suspect_after_s, scene.gone_after_s), 64)
         self.book = LeaseBook(LeaseRules(scene.staleness_bound, scene.lease_timeout_s))
+        if scene.sabotage is Sabotage.SHUNS_THE_HONEST:
+            self.book.hearsay.lease_timeout_s = 0.5
         self.board = LearnerBoard()
         self.options = CoordinatorOptions(
             RunId("simulated"), folder=Path("nowhere"), staleness_bound=scene.staleness_bound,
@@ -73,6 +75,7 @@ class CoordinatorDriver:
         self._last_now = self.started_at = 0.0
         self._is_planning = self._is_spreading = False
         self._kept_at = 0.0
+        self._shunned: dict[PeerId, int] = {}
 
     def now(self) -> float:
         """Unix time that never goes back within the process."""
@@ -123,7 +126,15 @@ class CoordinatorDriver:
                     self._outgoing.append((action.worker_id, grant))
                 case le.Revoke(worker_id, _, _):
                     self._outgoing.append((worker_id, action))
+        self._look_at_shunned()
         self._flush_soon()
+
+    def _look_at_shunned(self) -> None:
+        for peer, (times, _) in self.book.hearsay.shunned.items():
+            if times > self._shunned.get(peer, 0):
+                self._shunned[peer] = times
+                self.truth.shunned(self.membership.members[peer].name, peer)
+                self.network.counts["malicious worker is shunned"] += 1
 
     def _flush_soon(self) -> None:
         if not self._is_flushing:
@@ -255,6 +266,8 @@ class CoordinatorDriver:
                 self.board.heard(report, self.now())
             case le.GroupsOffered() | le.GroupsClosed():
                 self.board.heard_at = self.now()
+                if self.scene.sabotage is Sabotage.BELIEVES_PROGRESS and isinstance(message, le.GroupsOffered):
+                    message = replace(message, held_tokens=())
                 self._handle(message)
             case m.Accused(worker_id, reason):
                 if worker_id in self.membership.members:
@@ -329,6 +342,7 @@ class CoordinatorDriver:
             return
         self.machine.epoch += 1
         self._broadcast = weighted_plan(nodes, needs, self.machine.epoch, BROADCAST_BYTES)
+        self.network.counts["broadcast plan with late workers"] += bool(self._broadcast.late)
         if self.learner is not None:
             self.learner.send(self._broadcast)
         for end in list(self.workers.values()):

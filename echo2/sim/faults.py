@@ -20,6 +20,12 @@ from echo2.sim.worker_driver import WorkerDriver
 
 STORM_S = 90.0
 FIRST_FAULT_S = 8.0
+LONG_SHARE = 0.2
+"""So many seeds have a long outage of the learner beside their storm."""
+CUT_OFF_AFTER_S = (2.0, 12.0)
+LONG_OUTAGE_S = (135.0, 165.0)
+LONG_STORM_S = 250.0
+"""Longer than what has stopped coming counts as stalled before it is tried again, with the learner still away."""
 NOTICE_S = 2.0
 
 
@@ -73,11 +79,30 @@ def storm(seed: int, workers: int) -> list[Planned]:
     return planned
 
 
+def long_outage(seed: int, workers: int) -> list[Planned]:
+    """In some seeds: the learner falls while its link is clogged, that is in the midst of what it sends, and stays away.
+
+    Workers then hold pieces that nobody can make whole; one of them has lost its disk, and chunks of the learner's may rot.
+    """
+    rng = derived_rng(seed, "long outage of the learner")
+    if rng.random() >= LONG_SHARE:
+        return []
+    at_s = rng.uniform(FIRST_FAULT_S, STORM_S - 20.0)
+    falls_at_s = at_s + rng.uniform(*CUT_OFF_AFTER_S)
+    rot = [Planned(falls_at_s - 0.1, Fault.BIT_ROT, "learner", 1.0) for _ in range(rng.choice((0, 0, 5)))]
+    return [
+        Planned(at_s, Fault.CLOG, "learner", 30.0),
+        Planned(at_s, Fault.LOSE_DISK, f"w{rng.randrange(workers)}", rng.uniform(0.5, 3.0)),
+        *rot,
+        Planned(falls_at_s, Fault.KILL, "learner", rng.uniform(*LONG_OUTAGE_S)),
+    ]
+
+
 class Storm:
     """Lets the planned faults happen to a cluster."""
 
     def __init__(self, cluster: Cluster, planned: list[Planned], until_s: float = STORM_S) -> None:
-        self.cluster, self.until_s = cluster, until_s
+        self.cluster, cluster.stormy_s = cluster, until_s
         self.rng: random.Random = derived_rng(cluster.scene.seed, "storm")
         self._undo: list[Callable[[], None]] = []
         for one in planned:
@@ -310,5 +335,7 @@ def stormy_cluster(seed: int, sabotage: Sabotage = Sabotage.NONE) -> Cluster:
         cluster.faults[f"malicious worker: {malice.value}"] += 1
         if len(cluster.workers) < 3:
             cluster.add_worker()
-    Storm(cluster, storm(seed, len(cluster.workers)))
+    workers = len(cluster.workers)
+    outage = long_outage(seed, workers)
+    Storm(cluster, storm(seed, workers) + outage, LONG_STORM_S if outage else STORM_S)
     return cluster

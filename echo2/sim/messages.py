@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict
+from echo2.broadcast import events as be
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import ArtifactKey, Chunk, Header, Seal
 from echo2.coordinator.telemetry import LearnerReport
@@ -151,3 +152,18 @@ class RelayAckMessage:
     key: ArtifactKey
     index: int
     backlog: int
+
+
+def of_session(action: be.Action) -> object | None:
+    """What a session's action says to a peer, where nothing of the store goes with it."""
+    match action:
+        case be.SendHave():
+            return HaveMessage(action.key, action.bitmap, action.is_sealed)
+        case be.SendRequest():
+            return RequestMessage(action.key, action.indices)
+        case be.SendCancel():
+            return CancelMessage(action.key, action.indices)
+        case be.SendRelayAck():
+            return RelayAckMessage(action.key, action.index, action.backlog)
+        case _:
+            return None

@@ -29,6 +29,10 @@ class Sabotage(enum.Enum):
     NO_REDIAL = "a lost learner is not dialled again"
     HELLO_GAP = "what the learner says between its hello and the stream's opening is lost"
     SILENT_WAIT = "a worker without a lease says nothing"
+    BELIEVES_PROGRESS = "the coordinator does not listen to what of a group has reached the learner"
+    SHUNS_THE_HONEST = "a worker is shunned for what has not reached the learner within a second"
+    STALLED_FOR_GOOD = "what has stopped coming counts as stalled for ever"
+    STALLED_UNASKED = "what has stopped coming is asked for no more where it is the only way"
 
 
 @dataclass(slots=True)

@@ -89,6 +89,33 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     assert one.hearsay.shunned_of([WORKERS[0]], later) == set(), "there is nobody else"
 
 
+def test_a_worker_is_not_shunned_for_what_a_restarted_learner_has_lost() -> None:
+    """A learner that came back holds no tokens of unfinished rollouts until their workers have sent them again."""
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0)
+    for second in (15, 30, 45, 60):
+        one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, second), float(second))
+    one.handle(le.GroupsSynced((spec("g"),)), 61.0)
+    assert revoked(one.handle(le.GroupsOffered((spec("g"),), (0,)), 64.0)) == []
+    assert not one.hearsay.is_shunned(WORKERS[0], 65.0)
+    one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, 75), 75.0)
+    one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, 105), 105.0)
+    assert revoked(one.handle(le.GroupsOffered((spec("g"),), (0,)), 64.0 + 2 * TIMEOUT_S)) == [first.lease_id]
+
+
+def test_a_lease_that_ran_out_while_the_coordinator_stood_still_is_no_guilt() -> None:
+    """What its worker said meanwhile may wait behind the learner's reminder."""
+    one = book()
+    one.handle(le.GroupsOffered((spec("g"),)), 0.0)
+    (first,) = ready(one, WORKERS[0])
+    one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0)
+    assert revoked(one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0 + 3 * TIMEOUT_S)) == []
+    assert not one.hearsay.is_shunned(WORKERS[0], 4.0 + 3 * TIMEOUT_S)
+    assert revoked(one.handle(le.Tick(), 4.0 + 3 * TIMEOUT_S)) == [first.lease_id]
+
+
 def test_an_end_that_the_learner_knows_nothing_of_sends_the_group_to_another() -> None:
     one = book()
     one.handle(le.GroupsOffered((spec("g"),)), 0.0)

@@ -14,6 +14,7 @@ from echo2.sim.cluster_run import outcome_of
 from echo2.sim.faults import STORM_S, Fault, Planned, Storm
 from echo2.sim.malice import LATER_KINDS, Malice
 from echo2.sim.scene import Sabotage, Scene
+from echo2.sim.stall_watch import AGAIN_CAME, AGAIN_TRIED
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,6 +72,13 @@ def test_a_worker_that_only_says_that_it_works_holds_nobody_up(seed: int, malice
     assert not outcome.failure, outcome.failure
 
 
+@pytest.mark.parametrize("seed", [2, 14])
+def test_what_has_stopped_coming_in_a_long_outage_is_tried_again(seed: int) -> None:
+    outcome = outcome_of(seed)
+    assert not outcome.failure, outcome.failure
+    assert outcome.faults[AGAIN_TRIED] and outcome.faults[AGAIN_CAME], outcome.faults
+
+
 def test_a_seed_replays_exactly_in_another_process() -> None:
     here = outcome_of(7)
     found = []
@@ -95,6 +103,10 @@ CANARIES = {  # which invariants may say so first, and the seed to begin with
     Sabotage.NO_REDIAL: ({6}, 0),
     Sabotage.HELLO_GAP: ({7}, 0),
     Sabotage.SILENT_WAIT: ({7}, 0),
+    Sabotage.BELIEVES_PROGRESS: ({6}, 14),
+    Sabotage.SHUNS_THE_HONEST: ({6}, 0),
+    Sabotage.STALLED_FOR_GOOD: ({7}, 0),
+    Sabotage.STALLED_UNASKED: ({7}, 0),
 }
 SEEDS_TO_CATCH = 24
 
