@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks import broadcast_cpu
 from benchmarks.broadcast_run import Outcome, run
-from benchmarks.broadcast_scene import IP_OVERHEAD, Fault, Scene, fluid_s, make_scene
+from benchmarks.broadcast_scene import IP_OVERHEAD, Fault, Scene, fluid_s, make_partly_needed_scene, make_scene
 from benchmarks.wan.lab import missing
 from echo2.broadcast.trees import plan
 from echo2.sim.broadcast_scenarios import Outcome as Simulated
@@ -53,6 +53,7 @@ SHORT_MIB = 16
 SEED_TARGET = 1.15
 SIM_TARGET, PLAN_TARGET_MS, CONNECTIONS_TARGET = 1.15, 200.0, 32
 WEIGHTED_WORKERS, WEIGHTED_STANDBY, WEIGHTED_SHARE, WEIGHTED_MIB, WEIGHTED_TARGET = 16, 4, 0.9, 64, 1.0
+LATE_WORKERS, LATE_STANDBY, LATE_MIB = 8, 2, 24  # as many as two cores carry at a quarter of the rates
 SIM_MIB = {64: 64, 256: 64, 1000: 128}  # larger fleets have longer paths: short artifacts are not limited by rates
 START_AND_END_S = 8.0  # of a cell's processes, beside the broadcast
 HEADER = (
@@ -229,6 +230,42 @@ def weighted() -> list[dict[str, Any]]:
     ]
 
 
+def late_workers(options: argparse.Namespace, in_lab: bool) -> list[dict[str, Any]]:
+    """The same question of real processes: when the needed part holds a version, by either plan."""
+    scene = make_partly_needed_scene(
+        LATE_WORKERS, LATE_STANDBY, share=WEIGHTED_SHARE, scale=options.scale or 0.25,
+        mib=options.mib or (SHORT_MIB if options.short else LATE_MIB),
+    )  # fmt: skip
+    scene = replace(scene, is_bbr_offered=not options.without_bbr)
+    needed, last, connections = dict[str, list[float]](), dict[str, list[float]](), 0
+    where = f"weighted/{LATE_WORKERS}"
+    part = f"{scene.share:.0%} of the rate; {LATE_STANDBY} slow on standby, {scene.size_bytes >> 20} MiB"
+    try:
+        for method in ("echo2", "all alike") * options.repeat:
+            got = run(
+                scene, method, in_lab=in_lab, congestion_control=options.congestion_control, is_lifted=True,
+                limit_s=options.limit_s,
+            )  # fmt: skip
+            needed_s = scene.needs.needed_s([got.times[node.name] for node in scene.nodes[1:]])
+            needed.setdefault(method, []).append(needed_s)
+            last.setdefault(method, []).append(got.slowest_s)
+            connections = max(connections, got.connections)
+            print(
+                f"{where}, {method}: needed part after {needed_s:.2f} s, all after {got.slowest_s:.2f} s; "
+                f"{got.cores_used:.2f} cores{' (saturated)' if is_saturated(got) else ''}", flush=True,
+            )  # fmt: skip
+    except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"{where}: failed: {error}", flush=True)
+        return [row(f"{where}/needed part", None, f"failed: {str(error)[:200]}", WEIGHTED_TARGET)]
+    ours, alike = statistics.median(needed["echo2"]), statistics.median(needed["all alike"])
+    all_ours, all_alike = statistics.median(last["echo2"]), statistics.median(last["all alike"])
+    return [
+        row(f"{where}/needed part", ours / alike, f"x plan with all alike ({part})", WEIGHTED_TARGET),
+        row(f"{where}/all", all_ours / all_alike, f"x plan with all alike ({part})", None),
+        row(f"{where}/connections", connections, "of the node with the most", CONNECTIONS_TARGET),
+    ]
+
+
 def plan_time() -> list[dict[str, Any]]:
     """CPU time of one plan; the least of three."""
     rows = []
@@ -299,7 +336,8 @@ class Part:
 
 def parts_of(options: argparse.Namespace, in_lab: bool) -> list[Part]:
     found = [Part("loopback", 30, lambda: [loopback_cost()]), Part("plan", 1, lambda: [plan_time()])]
-    found.append(Part("weighted", 8, lambda: [weighted()]))
+    found.append(Part("weighted, simulated", 8, lambda: [weighted()]))
+    found.append(Part("weighted", 85 * options.repeat, lambda: [late_workers(options, in_lab)]))
     for cell in cells_of(options, in_lab):
         copies = 5 if cell.method == "star" else 1.2
         about_s = options.repeat * (START_AND_END_S + copies * cell.scene().bound_s(IP_OVERHEAD))

@@ -2,7 +2,7 @@
 
 Reads FOLDER/scene.json, connects, says READY, waits for GO on stdin, then publishes (index 0) or receives, and prints
 what it saw as one JSON line; relays on until STOP, then prints its last counters. Method `star` makes workers not
-relay: the seed sends everything to everyone.
+relay: the seed sends everything to everyone; `all alike`: the plan does not weigh them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactSealed, Bloc
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan, star
+from echo2.broadcast.weighting import Needs, weighted_plan
 
 BLOCK_BYTES = 4 << 20
 KEYFRAME = ArtifactId(Version(0))
@@ -41,7 +42,11 @@ def make_plan(scene: dict[str, Any]) -> BroadcastPlan:
     ]  # fmt: skip
     if scene["method"] == "star":
         return BroadcastPlan(1, tuple(links), star(links), "star")
-    return plan(links, 1, scene["size_bytes"], scene["chunk_bytes"] or 128 << 10)
+    chunk_bytes = scene["chunk_bytes"] or 128 << 10
+    if scene["method"] == "all alike":
+        return plan(links, 1, scene["size_bytes"], chunk_bytes)
+    needs = Needs(tuple(node["weight"] for node in scene["nodes"][1:]), scene["share"])
+    return weighted_plan(links, needs, 1, scene["size_bytes"], chunk_bytes)
 
 
 async def run(folder: Path, index: int) -> None:

@@ -32,7 +32,7 @@ from echo2.broadcast.runtime import tls
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, START_LIMIT_S = 240.0, 120.0
 PEERS = {
-    "echo2": "benchmarks.broadcast_peer", "star": "benchmarks.broadcast_peer",
+    "echo2": "benchmarks.broadcast_peer", "star": "benchmarks.broadcast_peer", "all alike": "benchmarks.broadcast_peer",
     "libtorrent": "benchmarks.broadcast_torrent", "libtorrent tuned": "benchmarks.broadcast_torrent",
     "asyncio TLS": "benchmarks.broadcast_tls",
 }  # fmt: skip

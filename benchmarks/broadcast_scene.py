@@ -6,8 +6,10 @@ regions 20-100 ms apart. All rates are multiplied by the scene's scale, so that 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+from echo2.broadcast.weighting import Needs
 
 MBIT = 125_000.0
 MIB = 1 << 20
@@ -37,6 +39,7 @@ class SceneNode:
     region: str
     rtt_s: float
     is_natted: bool = False
+    weight: float = 1.0  # what it gives the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`nodes[0]` is the seed. `is_bbr_offered` False: as in a container that may not choose it."""
+    """`nodes[0]` is the seed. `is_bbr_offered` False: as in a container that may not choose it. `share`: of the weight of
+    all workers, that is needed."""
 
     kind: str
     nodes: tuple[SceneNode, ...]
@@ -60,6 +64,11 @@ class Scene:
     loss: float = 0.0
     fault: Fault | None = None
     is_bbr_offered: bool = True
+    share: float = 1.0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(tuple(node.weight for node in self.nodes[1:]), self.share)
 
     @property
     def workers(self) -> int:
@@ -117,3 +126,18 @@ def make_scene(
         rtt_s = RTT_S[(min(region, "use"), max(region, "use"))]
         nodes.append(SceneNode(f"w{i}", up * MBIT * scale, down * MBIT * scale, region, rtt_s, i < natted))
     return Scene(kind, tuple(nodes), int(mib * MIB), chunk_kib << 10, loss, fault)
+
+
+STANDBY_UP, STANDBY_DOWN = 10, 30
+
+
+def make_partly_needed_scene(workers: int, standby: int, *, share: float, scale: float, mib: float) -> Scene:
+    """The unequal links at work, as fast as their place in the list, and standby workers on slow links among them."""
+    made = make_scene("heterogeneous", workers, scale=scale, mib=mib, chunk_kib=0)
+    on_standby = set(range(1, workers + 1, max(1, workers // max(1, standby)))[:standby])
+    nodes = tuple(
+        replace(node, up=STANDBY_UP * MBIT * scale, down=STANDBY_DOWN * MBIT * scale, weight=0.0)
+        if number in on_standby else replace(node, weight=1.0 + 0.1 * ((number - 1) % 5))
+        for number, node in enumerate(made.nodes)
+    )  # fmt: skip
+    return replace(made, nodes=nodes, share=share)

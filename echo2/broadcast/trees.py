@@ -5,6 +5,7 @@ Guarantees: deterministic; a candidate is only returned when it is sound and wit
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -112,13 +113,13 @@ def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def striped(nodes: Sequence[NodeLink], stripes: int) -> tuple[Tree, ...]:
+def striped(nodes: Sequence[NodeLink], stripes: int, degree_max: int = DEGREE_MAX) -> tuple[Tree, ...]:
     """`stripes` equal trees; a worker has children in one of them (rarely two), in proportion to its uplink.
 
     An edge carries 1/stripes of the rate r, so a node with uplink u has room for floor(stripes*u/r) children; r is the
     largest rate for which that is enough for all workers in all trees. Empty when there is none within the degree.
     """
-    fanout = _fanout(nodes, stripes)
+    fanout = _fanout(nodes, stripes, degree_max)
     if fanout is None:
         return ()
     room = _dealt(nodes, fanout, stripes)
@@ -128,17 +129,17 @@ def striped(nodes: Sequence[NodeLink], stripes: int) -> tuple[Tree, ...]:
     return tuple(Tree(1 / stripes, parents) for parents in trees if parents is not None)
 
 
-def _fanout(nodes: Sequence[NodeLink], stripes: int) -> list[int] | None:
+def _fanout(nodes: Sequence[NodeLink], stripes: int, degree_max: int) -> list[int] | None:
     """Children per node at the best rate; nodes that cannot be dialled have none."""
     needed = stripes * (len(nodes) - 1)
     low, high = 0.0, fluid_bound(nodes).rate_bytes_per_s
     best: list[int] | None = None
     for _ in range(30):
         rate = (low + high) / 2
-        fanout = [min(DEGREE_MAX, int(stripes * nodes[0].up / rate + 1e-9))]
+        fanout = [min(degree_max, int(stripes * nodes[0].up / rate + 1e-9))]
         for node in nodes[1:]:
             children = int(stripes * node.up / rate + 1e-9) if node.addresses else 0
-            fanout.append(min(DEGREE_MAX - stripes, children))
+            fanout.append(min(degree_max - stripes, children))
         if sum(fanout) >= needed and fanout[0] >= stripes:
             low, best = rate, fanout
         else:
@@ -191,23 +192,25 @@ STRIPES_TRIED = (6, 8, 12)
 STRIPES_OF_LARGE_FLEETS, LARGE_FLEET = (8,), 200  # one candidate keeps a plan for 1,000 workers well under 200 ms
 
 
-def interior_disjoint(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
+def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -> tuple[Tree, ...]:
     """The number of stripes that is predicted best."""
     tried = STRIPES_OF_LARGE_FLEETS if len(nodes) > LARGE_FLEET else STRIPES_TRIED
-    candidates = [trees for stripes in tried if (trees := striped(nodes, stripes))]
-    candidates = [trees for trees in candidates if degree_of(trees, len(nodes)) <= DEGREE_MAX]
+    candidates = [trees for stripes in tried if (trees := striped(nodes, stripes, degree_max))]
+    candidates = [trees for trees in candidates if degree_of(trees, len(nodes)) <= degree_max]
     if len(candidates) < 2:
         return candidates[0] if candidates else ()
     best = lambda trees: predict(nodes, trees, PLAN_ARTIFACT_BYTES, PLAN_CHUNK_BYTES).all_s  # noqa: E731
     return min(candidates, key=best, default=())
 
 
-_BUILDERS: tuple[tuple[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]], ...] = (
-    ("star", star),
-    ("chain", chain),
-    ("multi_tree", weighted_multi_tree),
-    ("interior_disjoint_trees", interior_disjoint),
-)
+def _builders(count: int, degree_max: int) -> dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]]:
+    """Of candidates for so many nodes: all are connected to all where that is within the degree."""
+    found: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
+    if count <= degree_max + 1:
+        found["multi_tree"] = weighted_multi_tree
+    else:
+        found["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
+    return found
 
 
 def plan(
@@ -215,21 +218,18 @@ def plan(
     epoch: int,
     artifact_bytes: int = PLAN_ARTIFACT_BYTES,
     chunk_bytes: int = PLAN_CHUNK_BYTES,
+    degree_max: int = DEGREE_MAX,
 ) -> BroadcastPlan:
     """The candidate with the least predicted time until every worker holds an artifact. `nodes[0]` is the seed."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     found: list[tuple[str, tuple[Tree, ...], Prediction]] = []
-    for name, build in _BUILDERS:
-        if name == "multi_tree" and len(nodes) > DEGREE_MAX + 1:
-            continue
-        if name == "interior_disjoint_trees" and len(nodes) <= DEGREE_MAX + 1:
-            continue
+    for name, build in _builders(len(nodes), degree_max).items():
         trees = build(nodes)
-        if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= DEGREE_MAX or name == "star"):
+        if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             found.append((name, trees, predict(nodes, trees, artifact_bytes, size)))
-    in_limit = [f for f in found if degree_of(f[1], len(nodes)) <= DEGREE_MAX] or found
+    in_limit = [f for f in found if degree_of(f[1], len(nodes)) <= degree_max] or found
     name, trees, prediction = min(in_limit, key=lambda candidate: candidate[2].all_s)
     bound = fluid_bound(nodes)
     times = ", ".join(f"{other} {guess.all_s:.2f} s" for other, _, guess in found)

@@ -19,7 +19,7 @@ from echo2.broadcast.topology import DEGREE_MAX, BroadcastPlan, NodeLink, Tree, 
 from echo2.broadcast.trees import PLAN_ARTIFACT_BYTES, PLAN_CHUNK_BYTES, plan
 
 GAIN_MIN = 1.01
-HOSTS = 4  # of a late worker, where not all are connected to all; so many more neighbours a node may have for it
+HOSTS = 4  # of a late worker, where not all are connected to all; the others' trees leave room for so many
 KEPT_WITHIN = 1.05  # a plan stays while another choice of late workers would not be faster by more
 
 
@@ -115,7 +115,9 @@ def weighted_plan(
     late = late_of(nodes, needs)
     if not late:
         return for_all
-    first = plan([node for i, node in enumerate(nodes) if i not in late], epoch, artifact_bytes, chunk_bytes)
+    are_all_connected = len(nodes) <= DEGREE_MAX + 1
+    needed = [node for number, node in enumerate(nodes) if number not in late]
+    first = plan(needed, epoch, artifact_bytes, chunk_bytes, DEGREE_MAX - (0 if are_all_connected else HOSTS))
     trees = _with_late(nodes, late, first)
     assert is_sound(nodes, trees), "late workers hang where they can connect"
     times = _times(nodes, late, first)
@@ -155,7 +157,7 @@ def _host_for(nodes: Sequence[NodeLink], number: int, hosts: deque[int], neighbo
     """The next in turn that can meet this one, neighbours from now on; those with all that they may have leave the turn."""
     for _ in range(len(hosts)):
         host = hosts.popleft()
-        if len(neighbours[host]) >= DEGREE_MAX + HOSTS:
+        if len(neighbours[host]) >= DEGREE_MAX:
             continue
         hosts.append(host)
         if can_connect(nodes[host], nodes[number]):
