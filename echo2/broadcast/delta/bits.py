@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echo2.broadcast.delta.jit import compiled, count_ones, inlined, trailing_zeros
+from echo2.broadcast.delta.lanes import GAPS, LISTED, NOT_ALL_SHORT, PLACES_OF_BYTE, add_gaps, list_byte
 
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
@@ -24,7 +25,7 @@ I64 = npt.NDArray[np.int64]
 Int = int | np.int64
 
 LONG = 255  # the byte of a gap that stands among the long ones
-AT_ONCE = 4  # marks of a word whose places are written without asking whether there are so many
+_PLACES = PLACES_OF_BYTE.ravel()
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _6 = np.uint64(6)
@@ -54,6 +55,13 @@ def bits_at(words: U64, at: Int) -> np.uint64:
     word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
     found: np.uint64 = (words[word] >> shift) | ((words[word + _1] << _1) << (_63 - shift))
     return found
+
+
+@inlined
+def bit_at(words: U64, at: np.uint64) -> np.uint64:
+    """Bit `at`."""
+    bit: np.uint64 = (words[at >> _6] >> (at & _63)) & _1
+    return bit
 
 
 @inlined
@@ -128,43 +136,74 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
     shift = np.uint64(k)
     mask = (_1 << shift) - _1
     after = _0
-    longer, bits = np.int64(0), np.int64(0)
-    for i in range(quotients.size):
-        quotient = np.uint64(quotients[i])
-        gap = quotient
-        if k:
-            gap = (quotient << shift) | (bits_at(low, bits) & mask)
-            bits += np.int64(k)
-        if quotient == _LONG:
-            if longer == long.size:
-                return False
-            gap = np.uint64(long[longer])
-            longer += 1
-        after += gap
-        places[i] = after
-        after += _1
+    longer = np.int64(0)
+    i: Int = 0
+    while i < quotients.size:
+        end = min(i + GAPS, quotients.size)
+        if k == 0 and end - i == GAPS:
+            following = add_gaps(quotients, i, after, places)
+            if following != NOT_ALL_SHORT:
+                after = following
+                i = end
+                continue
+        while i < end:
+            gap = np.uint64(quotients[i])
+            if gap == _LONG:
+                if longer == long.size:
+                    return False
+                gap = np.uint64(long[longer])
+                longer += 1
+            elif k:
+                gap = (gap << shift) | (bits_at(low, i * k) & mask)
+            after += gap
+            places[i] = after
+            after += _1
+            i += 1
     # Places rise, and 2^24 gaps of 32 bits do not wrap: if the last one is inside, all are.
     return bool(after <= np.uint64(count) and longer == long.size)
 
 
+@inlined
+def list_few(word: np.uint64, base: np.uint64, places: U32, found: Int, usual: int) -> Int:
+    """As `list_word`, quick where there are not more than the usual number of marks, which is at most `LISTED`."""
+    following = found + np.int64(count_ones(word))
+    for i in range(usual):
+        places[found + i] = base + trailing_zeros(word)
+        word &= word - _1
+    found += usual
+    while word:
+        places[found] = base + trailing_zeros(word)
+        word &= word - _1
+        found += 1
+    return following
+
+
+@inlined
+def list_word(word: np.uint64, base: np.uint64, places: U32, found: Int) -> Int:
+    """Writes the places of a word's marks, each added to `base`, from index `found` on. Returns the index after them;
+    `places` has room for `LISTED` more. Time does not depend on how many there are."""
+    for byte in range(8):
+        part = (word >> np.uint64(8 * byte)) & np.uint64(255)
+        list_byte(_PLACES, part, base + np.uint64(8 * byte), places, found)
+        found += np.int64(count_ones(part))
+    return found
+
+
 @compiled
 def places_of_marks(words: U64, count: int, places: U32) -> Int:
-    """The places of the marks among the first `count` bits. Returns how many there are; `places` has room for `AT_ONCE`
-    more."""
+    """The places of the marks among the first `count` bits. Returns how many there are; `places` has room for `LISTED`
+    more than these."""
     found: Int = 0
-    for at in range(0, count, 64):
-        marks = words[at >> 6] & below(count - at)
-        place = np.uint64(at)
-        for i in range(AT_ONCE):
-            places[found + i] = place + trailing_zeros(marks)
-            marks &= marks - _1
-        following = found + np.int64(count_ones(words[at >> 6] & below(count - at)))
-        found += AT_ONCE
-        while marks:
-            places[found] = place + trailing_zeros(marks)
-            marks &= marks - _1
-            found += 1
-        found = following
+    marked = places.size - LISTED
+    if marked * 24 < count:
+        for at in range(0, count, 64):
+            found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 4)
+    elif marked * 12 < count:
+        for at in range(0, count, 64):
+            found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 8)
+    else:
+        for at in range(0, count, 64):
+            found = list_word(words[at >> 6] & below(count - at), np.uint64(at), places, found)
     return found
 
 

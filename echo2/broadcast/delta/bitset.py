@@ -20,6 +20,7 @@ from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta import bits, values
 from echo2.broadcast.delta.bits import U8, U32, U64
 from echo2.broadcast.delta.elements import Bits
+from echo2.broadcast.delta.lanes import LISTED
 
 NONE, MARKS, GAPS = 0, 1, 2
 GAP_SHARE = 1 / 6  # marks rarer than this are coded as gaps
@@ -194,7 +195,7 @@ class BitSet:
 
 def listed(words: U64, size: int, marked: int) -> U32:
     """The places of so many marks among the first `size` bits."""
-    out = np.empty(marked + bits.AT_ONCE, np.uint32)
+    out = np.empty(marked + LISTED, np.uint32)
     bits.places_of_marks(words, size, out)
     return out[:marked]
 

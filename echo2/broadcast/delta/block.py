@@ -122,13 +122,14 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
     sizes = _class_sizes(old, octave)
     starts = _word_starts(sizes)
     words = np.zeros(int(starts[-1]), np.uint64)
-    classed = np.empty(changes.larger.size, np.uint8), np.empty_like(changes.larger)
+    larger_ranks = changes.larger.listed()
+    classed = np.empty(larger_ranks.size, np.uint8), np.empty_like(larger_ranks)
     cursor, at, ranks = np.zeros(2, np.int64), 64 * starts[:-1], np.zeros(CLASS_COUNT, np.int64)
     for segment, part in zip(block.segments, old, strict=True):
-        marked = (changed, changes.larger)
+        marked = (changed, larger_ranks)
         classes.sort_marks(part, segment.base, octave, marked, cursor, at, ranks, (words, *classed))
     borders = np.concatenate([[0], np.bincount(classed[0], minlength=CLASS_COUNT).cumsum()])
-    larger, excess = np.empty_like(changes.larger), np.empty_like(changes.excess)
+    larger, excess = np.empty_like(larger_ranks), np.empty_like(changes.excess)
     classes.split_larger((*classed, changes.excess), borders[:-1].copy(), (larger, excess))
 
     def run(c: int) -> Run:
@@ -216,7 +217,8 @@ def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octa
     out, so_far = np.zeros(word_count(block.element_count), np.uint64), np.zeros(3, np.int64)
     for part in old:
         classes.join_marks(part, octave, places, coded, so_far, (out, *found))
-    return Changes(BitSet.of_marks(out, block.element_count, int(so_far[1])), signs, *found)
+    count = int(so_far[1])
+    return Changes(BitSet.of_marks(out, block.element_count, count), signs, BitSet.of_places(found[0], count), found[1])
 
 
 def _spread(sets: list[BitSet]) -> tuple[U64, I64]:

@@ -14,23 +14,25 @@ import numpy as np
 
 from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta import bits, marks, walk
-from echo2.broadcast.delta.bits import I64, U32, U64
-from echo2.broadcast.delta.bitset import BitSet, Coder, Reader, listed, read_bit_set, read_values, value_parts
+from echo2.broadcast.delta.bits import I64, U32, U64, Int
+from echo2.broadcast.delta.bitset import BitSet, Coder, Reader, read_bit_set, read_values, value_parts
 from echo2.broadcast.delta.elements import Bits, ElementType
 from echo2.broadcast.delta.fingerprint import MODULUS, coefficients
+from echo2.broadcast.delta.lanes import LISTED
 from echo2.broadcast.delta.layout import Block
 
 PLAIN_CLASS_COUNT = 1
 HEAD = struct.Struct("<BBI")
+_RARE = 60  # elements for a change: where there are more, only the cache lines of changes are fetched
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Which elements of a block changed and by how much. `larger`, `excess`: as in marks.py."""
+    """Which elements of a block changed and by how much: which of the changes are larger ones, and their excess."""
 
     changed: BitSet
     signs: U64
-    larger: U32
+    larger: BitSet
     excess: Bits
 
     @property
@@ -50,46 +52,60 @@ class Changes:
             at, memory = np.zeros(3, np.int64), finds.restart(larger, excess)
             for before, after in zip(old, new, strict=True):
                 marks.survey(before, after, at, memory)
-        return cls(BitSet.of_marks(finds.changed, size, count), finds.signs, larger, excess)
+        return cls(BitSet.of_marks(finds.changed, size, count), finds.signs, BitSet.of_places(larger, count), excess)
 
     @classmethod
     def of_steps(cls, positions: U32, steps: I64, size: int, element: ElementType) -> Changes:
         """Of positions, strictly rising, and steps other than 0."""
         signs, flags = (np.zeros(bits.word_count(steps.size), np.uint64) for _ in range(2))
-        larger = listed(flags, steps.size, int(marks.mark_steps(steps, signs, flags)))
-        magnitudes = np.abs(steps[larger]).view(np.uint64)
+        larger = BitSet.of_marks(flags, steps.size, int(marks.mark_steps(steps, signs, flags)))
+        magnitudes = np.abs(steps[larger.listed()]).view(np.uint64)
         excess: Bits = (magnitudes - np.uint64(1)).astype(element.bits_dtype)
         return cls(BitSet.of_places(positions, size), signs, larger, excess)
 
     def settle(self, block: Block, key: int) -> int:
         """What the changes add to the fingerprint."""
-        step, cursor, places = 0, np.zeros(2, np.int64), self.changed.places
+        step, larger = 0, self._larger()
+        rank: Int = 0
+        found: Int = 0
+        places, signs = self.changed.places, self.signs
+        words = self.changed.marks() if places is None else None
         for segment in block.segments:
             print_at = (segment.start, *coefficients(segment.spec.name, key))
             where = segment.base, segment.count
-            if places is None:
-                coded = (self.changed.marks(), *self._sizes)
-                step += int(marks.settle_marks(*where, coded, cursor, print_at))
+            if words is not None:
+                part, rank = marks.settle_marks(*where, (words, signs), rank, print_at)
             else:
-                step += int(walk.settle_places(*where, (places, *self._sizes), cursor, print_at))
-        assert cursor[0] == self.count, "a set's marks are within its size, and a block's segments cover it"
+                assert places is not None, "marks are kept as words or as places"
+                part, rank = walk.settle_places(*where, (places, signs), rank, print_at)
+            rest, found = marks.settle_larger(*where, larger, found, print_at)
+            step += int(part) + int(rest)
+        assert rank == self.count, "a set's marks are within its size, and a block's segments cover it"
         return step % MODULUS
 
     def move(self, block: Block, live: Sequence[Bits], is_back: bool) -> int:
         """Adds the changes to the live bits of a block's segments, or takes them back. Returns how many of them left
         their element's range, which does not happen to the weights that they were made from."""
-        wrapped, cursor, places = 0, np.zeros(2, np.int64), self.changed.places
-        for segment, target in zip(block.segments, live, strict=True):
-            if places is None:
-                coded = (self.changed.marks(), *self._sizes)
-                wrapped += int(marks.move_marks(target, segment.base, coded, cursor, is_back))
-            else:
-                wrapped += int(walk.move_places(target, segment.base, (places, *self._sizes), cursor, is_back))
+        wrapped, cursor, larger = 0, np.zeros(2, np.int64), self._larger()
+        places, signs = self.changed.places, self.signs
+        if places is not None and places.size * _RARE < self.changed.size:
+            for segment, target in zip(block.segments, live, strict=True):
+                wrapped += int(walk.move_places(target, segment.base, (places, signs), larger, cursor, is_back))
+        else:
+            words = self.changed.marks()
+            for segment, target in zip(block.segments, live, strict=True):
+                wrapped += int(marks.move_marks(target, segment.base, (words, signs), larger, cursor, is_back))
         return wrapped if block.element.bytes < 8 else 0
 
-    @property
-    def _sizes(self) -> tuple[U64, U32, Bits]:
-        return self.signs, self.larger, self.excess
+    def _larger(self) -> tuple[U32, U32, Bits, U64]:
+        """The larger changes, as the kernels take them: places, ranks, excess, all signs."""
+        ranks, places = self.larger.listed(), self.changed.places
+        if places is not None:
+            return places[ranks], ranks, self.excess, self.signs
+        room = np.empty(ranks.size + LISTED, np.uint32)
+        if ranks.size:
+            marks.places_of_larger(self.changed.marks(), self.changed.size, self.larger.marks(), room)
+        return room[: ranks.size], ranks, self.excess, self.signs
 
     def positions(self) -> U32:
         """Where the changes are, strictly rising."""
@@ -98,7 +114,7 @@ class Changes:
     def steps(self) -> I64:
         """New less old, in 64-bit arithmetic."""
         out = np.empty(self.count, np.int64)
-        marks.list_steps(self._sizes, out)
+        marks.list_steps((self.signs, self.larger.listed(), self.excess), out)
         return out
 
     def signs_bytes(self) -> bytes:
@@ -109,7 +125,7 @@ class Changes:
         """The code without exponent classes; without its entropy coding if that is not asked for."""
         coder = Coder() if is_coded else None
         parts = [HEAD.pack(PLAIN_CLASS_COUNT, 0, self.count), self.signs_bytes()]
-        parts += run_parts(self.changed, BitSet.of_places(self.larger, self.count), self.excess, coder)
+        parts += run_parts(self.changed, self.larger, self.excess, coder)
         return b"".join(parts)
 
 
@@ -152,4 +168,4 @@ def read_plain(
     reader.end()
     if changed.marked != count:
         raise DeltaFormatError(f"expected {count} changes, its marks claim {changed.marked}")
-    return Changes(changed, signs, larger.listed(), excess)
+    return Changes(changed, signs, larger, excess)

@@ -21,16 +21,8 @@ import torch
 
 from echo2.broadcast.delta.bits import I64, U8, U32, U64, Int, below, bits_at, put
 from echo2.broadcast.delta.elements import Bits
-from echo2.broadcast.delta.jit import (
-    LANES,
-    compiled,
-    count_ones,
-    deposit,
-    extract,
-    inlined,
-    octaves,
-    trailing_zeros,
-)  # fmt: skip
+from echo2.broadcast.delta.jit import compiled, count_ones, deposit, extract, inlined, trailing_zeros
+from echo2.broadcast.delta.lanes import LANES, octaves
 
 CLASS_COUNT = 8
 _GROUPS, _GROUP = 512, 64  # of neighbours, for the sample from which the classes are chosen

@@ -16,7 +16,6 @@ import torch
 from echo2.base.errors import DeltaFormatError
 from echo2.broadcast.delta import classes
 from echo2.broadcast.delta.bits import I64, U32, U64
-from echo2.broadcast.delta.bitset import BitSet
 from echo2.broadcast.delta.block import EncodedBlock, Run, coded_block, dense_payload, uses_classes
 from echo2.broadcast.delta.changes import Changes
 from echo2.broadcast.delta.classes import CLASS_COUNT
@@ -87,7 +86,7 @@ def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run
     for c in range(CLASS_COUNT):
         chosen = places[mine == c].astype(np.uint32)
         own = Changes.of_steps(chosen, steps[mine == c], int(sizes[:, c].sum()), element)
-        yield own.changed, BitSet.of_places(own.larger, own.count), own.excess
+        yield own.changed, own.larger, own.excess
 
 
 def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) -> int:

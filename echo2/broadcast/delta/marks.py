@@ -15,24 +15,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from echo2.broadcast.delta.bits import I64, U32, U64, Int, below, bits_at, put, word_count
+from echo2.broadcast.delta.bits import I64, U32, U64, Int, below, bit_at, bits_at, list_few, put, word_count
 from echo2.broadcast.delta.elements import Bits
 from echo2.broadcast.delta.fingerprint import ROW_ELEMENTS, ROW_MASK, ROW_SHIFT, row_coefficient
-from echo2.broadcast.delta.jit import (
-    LANES,
-    compare,
-    compiled,
-    count_ones,
-    deposit,
-    extract,
-    inlined,
-    move_marked,
-    sum_marked,
-    trailing_zeros,
-)  # fmt: skip
+from echo2.broadcast.delta.jit import compiled, count_ones, deposit, extract, inlined, trailing_zeros
+from echo2.broadcast.delta.lanes import LANES, LISTED, compare, move_marked, sum_marked
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
+_ROW = np.uint64(ROW_SHIFT)
+_COLUMN = np.uint64(ROW_MASK)
 _LAST_WHOLE = ROW_ELEMENTS - LANES
 _LARGER_SHARE = 8
 
@@ -109,67 +101,81 @@ def survey(old: Bits, new: Bits, at: I64, finds: tuple[U64, U64, U32, Bits, U64]
     at[0], at[1], at[2] = bits, rank, found
 
 
-@inlined
-def rank_of_larger(larger: U32, found: Int) -> Int:
-    """Which change the next larger one is; after the last, one that never comes."""
-    return np.int64(larger[found]) if found < larger.size else np.int64(1 << 40)
+@compiled
+def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None:
+    """Where the larger changes are among `count` elements. `larger` = marks among the changes; `places` has room for
+    `LISTED` more than there are."""
+    rank: Int = 0
+    found: Int = 0
+    for at in range(0, count, LANES):
+        word = changed[at >> 6] & below(count - at)
+        lanes = deposit(bits_at(larger, rank), word)
+        found = list_few(lanes, np.uint64(at), places, found, LISTED)
+        rank += np.int64(count_ones(word))
+
+
+@compiled
+def settle_larger(
+    base: int, count: int, larger: tuple[U32, U32, Bits, U64], found: Int, print_at: tuple[int, np.uint64, U64]
+) -> tuple[np.uint64, Int]:  # fmt: skip
+    """What the larger ones of a segment's changes add to the fingerprint beyond one, and how many there are so far.
+    `larger` = places in the block, ranks, excess, signs; `print_at` = place of the segment in its tensor, the tensor's
+    coefficients."""
+    places, ranks, excess, signs = larger
+    offset, seed, columns = print_at
+    to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
+    i, stop = np.uint64(found), np.uint64(places.size)
+    total, row_sum, row = _0, _0, _0
+    while i < stop and np.int64(places[i]) < base + count:
+        element = np.uint64(places[i]) + to_element
+        if element >> _ROW != row:
+            total += row_sum * row_coefficient(seed, row)
+            row, row_sum = element >> _ROW, _0
+        number = columns[element & _COLUMN] * np.uint64(excess[i])
+        down = _0 - bit_at(signs, np.uint64(ranks[i]))
+        row_sum += (number ^ down) - down
+        i += _1
+    return total + row_sum * row_coefficient(seed, row), np.int64(i)
 
 
 @inlined
-def _sum_word(word: np.uint64, down: np.uint64, element: Int, seed: np.uint64, columns: U64) -> np.uint64:
-    """What up to 64 changes by one add, where these elements lie in two rows."""
+def _sum_lanes(word: np.uint64, down: np.uint64, column: Int, columns: U64) -> np.uint64:
+    """What changes by one add, at the end of a row."""
     total = _0
     while word:
         lane = trailing_zeros(word)
         word &= word - _1
-        place = element + np.int64(lane)
-        number = columns[place & ROW_MASK] * row_coefficient(seed, np.uint64(place >> ROW_SHIFT))
+        number = columns[column + np.int64(lane)]
         total += _0 - number if (down >> lane) & _1 else number
     return total
 
 
 @compiled
 def settle_marks(
-    base: int, count: int, marks: tuple[U64, U64, U32, Bits], cursor: I64, print_at: tuple[int, np.uint64, U64]
-) -> np.uint64:  # fmt: skip
-    """What a segment's changes add to the fingerprint. `marks` = changed, signs, larger, excess; `print_at` = place of
-    the segment in its tensor, the tensor's coefficients."""
-    changed, signs, larger, excess = marks
+    base: int, count: int, marks: tuple[U64, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
+) -> tuple[np.uint64, Int]:  # fmt: skip
+    """What a segment's changes add to the fingerprint if all are by one, and how many changes there are so far. `marks` =
+    changed, signs."""
+    changed, signs = marks
     offset, seed, columns = print_at
-    rank, found = cursor[0], cursor[1]
-    total, row_sum = _0, _0
-    row = np.int64(-1)
-    upcoming = rank_of_larger(larger, found)
-    for start in range(0, count, LANES):
-        word = bits_at(changed, base + start) & below(count - start)
-        if not word:
-            continue
-        down = deposit(bits_at(signs, rank), word)
-        element = np.int64(offset + start)
-        if element >> ROW_SHIFT != row:
-            total += row_sum * row_coefficient(seed, np.uint64(row))
-            row, row_sum = element >> ROW_SHIFT, _0
-        column = element & ROW_MASK
-        if column <= _LAST_WHOLE:
-            row_sum += sum_marked(columns, column, word, down)
-        else:
-            total += _sum_word(word, down, element, seed, columns)
-        following = rank + np.int64(count_ones(word))
-        while upcoming < following:
-            lane = trailing_zeros(deposit(_1 << np.uint64(upcoming - rank), word))
-            place = element + np.int64(lane)
-            number = columns[place & ROW_MASK] * np.uint64(excess[found])
-            if (down >> lane) & _1:
-                number = _0 - number
-            if place >> ROW_SHIFT == row:
-                row_sum += number
+    total = _0
+    so_far = np.int64(rank)
+    start: Int = 0
+    while start < count:  # row by row of the fingerprint
+        column = (offset + start) & ROW_MASK
+        size = min(count - start, ROW_ELEMENTS - column)
+        row_sum = _0
+        for at in range(0, size, LANES):
+            word = bits_at(changed, base + start + at) & below(size - at)
+            down = deposit(bits_at(signs, so_far), word)
+            if column + at <= _LAST_WHOLE:
+                row_sum += sum_marked(columns, column + at, word, down)
             else:
-                total += number * row_coefficient(seed, np.uint64(place >> ROW_SHIFT))
-            found += 1
-            upcoming = rank_of_larger(larger, found)
-        rank = following
-    cursor[0], cursor[1] = rank, found
-    return total + row_sum * row_coefficient(seed, np.uint64(row))
+                row_sum += _sum_lanes(word, down, column + at, columns)
+            so_far += np.int64(count_ones(word))
+        total += row_sum * row_coefficient(seed, np.uint64((offset + start) >> ROW_SHIFT))
+        start += size
+    return total, so_far
 
 
 @inlined
@@ -181,37 +187,46 @@ def move(live: Bits, i: Int, by: np.uint64, down: np.uint64) -> np.uint64:
     return np.uint64(by > (before if down else most - before))
 
 
+@inlined
+def _move_lanes(live: Bits, start: Int, word: np.uint64, down: np.uint64) -> np.uint64:
+    """Moves those of the last elements, fewer than 64, by one. Returns how many passed the end of their range."""
+    wrapped = _0
+    while word:
+        lane = trailing_zeros(word)
+        word &= word - _1
+        wrapped += move(live, start + np.int64(lane), _1, (down >> lane) & _1)
+    return wrapped
+
+
 @compiled
 def move_marks(
-    live: Bits, base: int, marks: tuple[U64, U64, U32, Bits], cursor: I64, is_back: bool
+    live: Bits, base: int, marks: tuple[U64, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range."""
-    changed, signs, larger, excess = marks
-    rank, found = cursor[0], cursor[1]
+    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range.
+
+    All are moved by one, 64 at a time; the larger ones among `ROW_ELEMENTS` once more, while these are at hand.
+    `larger` as in `settle_larger`.
+    """
+    changed, signs = marks
+    places, ranks, excess, _ = larger
+    rank, found = cursor[0], np.uint64(cursor[1])
     flip = ~_0 if is_back else _0
     wrapped = _0
-    upcoming = rank_of_larger(larger, found)
-    for start in range(0, live.size, LANES):
-        word = bits_at(changed, base + start) & below(live.size - start)
-        if not word:
-            continue
-        down = deposit(bits_at(signs, rank), word) ^ flip
-        if start + LANES <= live.size:
-            wrapped += count_ones(move_marked(live, start, word, down))
-        else:
-            rest = word
-            while rest:
-                lane = trailing_zeros(rest)
-                rest &= rest - _1
-                wrapped += move(live, start + np.int64(lane), _1, (down >> lane) & _1)
-        following = rank + np.int64(count_ones(word))
-        while upcoming < following:
-            lane = trailing_zeros(deposit(_1 << np.uint64(upcoming - rank), word))
-            wrapped += move(live, start + np.int64(lane), np.uint64(excess[found]), (down >> lane) & _1)
-            found += 1
-            upcoming = rank_of_larger(larger, found)
-        rank = following
-    cursor[0], cursor[1] = rank, found
+    for start in range(0, live.size, ROW_ELEMENTS):
+        size = min(live.size - start, ROW_ELEMENTS)
+        for at in range(start, start + size, LANES):
+            word = bits_at(changed, base + at) & below(live.size - at)
+            down = deposit(bits_at(signs, rank), word) ^ flip
+            if at + LANES <= live.size:
+                wrapped += count_ones(move_marked(live, at, word, down))
+            else:
+                wrapped += _move_lanes(live, at, word, down)
+            rank += np.int64(count_ones(word))
+        while found < places.size and np.int64(places[found]) < base + start + size:
+            down = bit_at(signs, np.uint64(ranks[found])) ^ (flip & _1)
+            wrapped += move(live, np.int64(places[found]) - base, np.uint64(excess[found]), down)
+            found += _1
+    cursor[0], cursor[1] = rank, np.int64(found)
     return wrapped
 
 

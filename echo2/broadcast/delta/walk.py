@@ -4,15 +4,14 @@ As the kernels of marks.py, for rare changes: time is that of the changes alone,
 
 Guarantees: as marks.py. Leaves to others: checking that all changes were used up.
 
-Legend: `cursor` = changes before the segment, larger ones before it; both are moved on. `coded` = places in the block,
-strictly rising; then signs, larger, excess as in marks.py.
+Legend: as in marks.py. Places are those in the block, strictly rising.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from echo2.broadcast.delta.bits import I64, U32, U64, Int
+from echo2.broadcast.delta.bits import I64, U32, U64, Int, bit_at
 from echo2.broadcast.delta.elements import Bits
 from echo2.broadcast.delta.fingerprint import ROW_MASK, ROW_SHIFT, row_coefficient
 from echo2.broadcast.delta.jit import compiled, inlined, prefetch
@@ -40,20 +39,15 @@ def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
     return low
 
 
-@inlined
-def _bit(words: U64, at: np.uint64) -> np.uint64:
-    bit: np.uint64 = (words[at >> _6] >> (at & _63)) & _1
-    return bit
-
-
 @compiled
 def settle_places(
-    base: int, count: int, coded: tuple[U32, U64, U32, Bits], cursor: I64, print_at: tuple[int, np.uint64, U64]
-) -> np.uint64:  # fmt: skip
-    """What the changes of a segment of `count` elements add to the fingerprint. `print_at` as in `settle_marks`."""
-    places, signs, larger, excess = coded
+    base: int, count: int, coded: tuple[U32, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
+) -> tuple[np.uint64, Int]:  # fmt: skip
+    """What the changes of a segment of `count` elements add to the fingerprint if all are by one, and how many changes
+    there are so far. `coded` = places, signs; `print_at` as in `marks.settle_larger`."""
+    places, signs = coded
     offset, seed, columns = print_at
-    at, stop = np.int64(cursor[0]), _first_from(places, cursor[0], base + count)
+    at, stop = np.int64(rank), _first_from(places, rank, base + count)
     to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
     total = _0
     while at < stop:  # what one word has the signs of: every change by itself, so that several are summed at once
@@ -66,22 +60,17 @@ def settle_places(
             down = _0 - ((down_from >> np.uint64(j)) & _1)
             total += (number ^ down) - down
         at += together
-    found, found_stop = cursor[1], _first_from(larger, cursor[1], stop)
-    for i in range(found, found_stop):
-        element = np.uint64(places[larger[i]]) + to_element
-        down = _0 - _bit(signs, np.uint64(larger[i]))
-        number = columns[element & _MASK] * row_coefficient(seed, element >> _SHIFT) * np.uint64(excess[i])
-        total += (number ^ down) - down
-    cursor[0], cursor[1] = stop, found_stop
-    return total
+    return total, stop
 
 
 @compiled
 def move_places(
-    live: Bits, base: int, coded: tuple[U32, U64, U32, Bits], cursor: I64, is_back: bool
+    live: Bits, base: int, coded: tuple[U32, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range."""
-    places, signs, larger, excess = coded
+    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range.
+    `coded` = places, signs; `larger` as in `marks.settle_larger`."""
+    places, signs = coded
+    larger_places, ranks, excess, _ = larger
     at, stop = np.uint64(cursor[0]), np.uint64(_first_from(places, cursor[0], base + live.size))
     flip = _1 if is_back else _0
     most = ~_0 >> np.uint64(64 - 8 * live.itemsize)
@@ -92,13 +81,13 @@ def move_places(
         prefetch(live, np.int64(places[min(at + np.uint64(_AHEAD), last)]) - base)
         i = np.uint64(places[at]) - first
         before = np.uint64(live[i])
-        down = _bit(signs, at) ^ flip
+        down = bit_at(signs, at) ^ flip
         live[i] = before + _1 - (down << _1)
         wrapped += np.uint64((before + (down ^ _1)) & most == _0)
         at += _1
-    found, found_stop = cursor[1], _first_from(larger, cursor[1], np.int64(stop))
+    found, found_stop = cursor[1], _first_from(larger_places, cursor[1], base + live.size)
     for k in range(found, found_stop):
-        down = _bit(signs, np.uint64(larger[k])) ^ flip
-        wrapped += move(live, np.int64(places[larger[k]]) - base, np.uint64(excess[k]), down)
+        down = bit_at(signs, np.uint64(ranks[k])) ^ flip
+        wrapped += move(live, np.int64(larger_places[k]) - base, np.uint64(excess[k]), down)
     cursor[0], cursor[1] = np.int64(stop), found_stop
     return wrapped
