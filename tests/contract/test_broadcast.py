@@ -110,6 +110,26 @@ def test_chunks_survive_a_restart_of_worker_and_learner(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_what_another_release_left_is_published_and_fetched_anew(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, worker = f.members
+            await learner.node.publish(KEYFRAME, iter(_blocks(3, 300_000)), lambda: "p", 300_000)
+            await blocks_of(worker.node, KEYFRAME)
+            for number, member in enumerate(f.members):
+                await f.stop(member)
+                options = NodeOptions(tmp_path / f"node{number}", lineage="of the next release")
+                f.members[number] = await f.start(member.credentials, options, int(member.address.rsplit(":", 1)[1]))
+            learner, worker = f.members
+            assert not learner.node.library.entries and not worker.node.library.entries
+            f.plan()
+            worker.node.set_publisher(learner.node.peer_id, learner.address)
+            await learner.node.publish(KEYFRAME, iter(_blocks(4, 300_000)), lambda: "q", 300_000)
+            assert await blocks_of(worker.node, KEYFRAME) == _blocks(4, 300_000)
+
+    asyncio.run(scene())
+
+
 def test_worker_that_never_got_a_plan_still_follows_the_learner(tmp_path: Path) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, 0) as f:

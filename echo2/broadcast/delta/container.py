@@ -27,6 +27,7 @@ from echo2.broadcast.delta.elements import (
 from echo2.broadcast.delta.layout import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MAX, SHARDS_MAX
 
 FORMAT_VERSION = 3
+"""Whoever raises it raises the protocol's version too (broadcast/runtime/tls): a worker that cannot read is told at once."""
 HEADER_MAGIC = b"E2WH"
 BLOCK_MAGIC = b"E2WB"
 END_MAGIC = b"E2WE"

@@ -23,6 +23,7 @@ from echo2.base.errors import (
     MalformedMessage,
     ProtocolError,
     ResourceError,
+    VersionMismatch,
 )
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, Way, plan_way
@@ -101,10 +102,11 @@ class RecentChunks:
 
 
 class Library:
-    def __init__(self, store: ChunkStore, run_id: RunId, limits: LibraryLimits) -> None:
+    def __init__(self, store: ChunkStore, run_id: RunId, limits: LibraryLimits, lineage: str) -> None:
         self.store = store
         self.run_id = run_id
         self.limits = limits
+        self.lineage = lineage
         self.entries: dict[ArtifactKey, Entry] = {}
         self.link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK
         self.stalled: frozenset[ArtifactKey] = frozenset()
@@ -155,6 +157,8 @@ class Library:
             records.end = offset + len(frame)
         if entry is None or entry.header.run_id != self.run_id:
             raise ProtocolError(f"{path}: expected an artifact of run {self.run_id}, got none")
+        if entry.header.lineage != self.lineage:
+            raise VersionMismatch(f"{path}: expected {self.lineage}, got {entry.header.lineage!r} of another release")
         key = entry.header.key
         self.entries[key] = entry
         self.store.adopt(key, path, records)

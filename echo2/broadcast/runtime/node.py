@@ -22,6 +22,7 @@ import grpc.aio
 from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
+from echo2.broadcast.delta.container import FORMAT_VERSION
 from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
@@ -79,7 +80,7 @@ WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """How one node takes part. A chunk has at most `chunk_bytes`. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an
-    emulated link, for trials."""
+    emulated link, for trials. `lineage`: the format of what is published and read; what another release left is no use."""
 
     folder: Path
     chunk_bytes: int = 256 << 10
@@ -88,6 +89,7 @@ class NodeOptions:
     shape: LinkShape = field(default_factory=LinkShape)
     limits: LibraryLimits = field(default_factory=LibraryLimits)
     seed: int = 0
+    lineage: str = f"delta {FORMAT_VERSION}"
 
 
 class BroadcastNode:
@@ -96,7 +98,7 @@ class BroadcastNode:
         self.options = options
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
-        self.library = Library(store, credentials.run_id, options.limits)
+        self.library = Library(store, credentials.run_id, options.limits, options.lineage)
         self.session = Session(
             SessionConfig(self.peer_id, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD), options.seed
         )
@@ -238,19 +240,24 @@ class BroadcastNode:
         full_snapshot_bytes: int,
         *,
         is_pushed: bool = True,
-        lineage: str = "",
     ) -> Published:
         """Sends blocks as the iterator yields them (it runs in a thread); `fingerprint` is called after the last.
 
-        `is_pushed` False: only those who ask for it get it (a keyframe for newcomers). An artifact of this lineage
-        that is sealed already is not published again.
+        `is_pushed` False: only those who ask for it get it (a keyframe for newcomers). An artifact that
+        is sealed already is not published again.
         """
         known = self.library.find(artifact)
         entry = self.library.entries[known] if known is not None else None
-        if entry is not None and entry.is_complete and entry.header.lineage == lineage and entry.seal is not None:
+        if entry is not None and entry.is_complete and entry.seal is not None:
             return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
         header = Header(
-            artifact, self.credentials.run_id, lineage, time.time(), full_snapshot_bytes, is_pushed, self.peer_id
+            artifact,
+            self.credentials.run_id,
+            self.options.lineage,
+            time.time(),
+            full_snapshot_bytes,
+            is_pushed,
+            self.peer_id,
         ).signed(self.credentials.identity)
         for dropped in self.library.add_header(header):
             self._act(Forgotten(dropped))

@@ -47,6 +47,7 @@ from echo2.broadcast.identity import (
 )
 
 PROTOCOL_VERSION = 1
+"""Of all messages, and of the delta containers within them."""
 CALLS_END_WITHIN_S = 2.0
 MESSAGE_BYTES_MAX = 16 * 2**20
 STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better

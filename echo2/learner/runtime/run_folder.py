@@ -33,27 +33,36 @@ class RunFolder:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def check_identity(self, identity: Mapping[str, object], notes: Mapping[str, object] | None = None) -> None:
-        """Notes what the run is on the first start; compares on every later one. `notes` are written only."""
+        """Notes what the run is on the first start; compares on every later one. `notes` are written only.
+
+        What an older release did not note yet is noted from now on.
+        """
         path = self.path / "run.json"
         wanted = json.loads(json.dumps(dict(identity)))
         if not path.exists():
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({**wanted, **(notes or {})}, indent=1))
-            partial.replace(path)
+            _write(path, {**wanted, **(notes or {})})
             return
         try:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise StateError(f"{path}: expected the run's identity, got something else: {error}") from None
-        for name, value in wanted.items():
-            if found.get(name) != value:
+        for name in (name for name in wanted if name in found):
+            if found[name] != wanted[name]:
                 raise StateError(
-                    f"run folder {self.path}: expected {name} {_short(found.get(name))} as when the run began, got "
-                    f"{_short(value)}; start a new run under another name, or put the option back"
+                    f"run folder {self.path}: expected {name} {_short(found[name])} as when the run began, got "
+                    f"{_short(wanted[name])}; start a new run under another name, or put the option back"
                 )
+        if wanted.keys() - found.keys():
+            _write(path, {**found, **wanted})
 
     def release(self) -> None:
         os.close(self._lock)
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
 
 
 def _short(value: object) -> str:

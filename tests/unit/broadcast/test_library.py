@@ -19,7 +19,7 @@ RUN = RunId("run")
 def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: Path) -> None:
     """Served, it would make honest peers ban this node for a signature that does not hold."""
     identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0))
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0), "delta 1")
     header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
     library.add_header(header)
     for chunk, digest in signed_chunks(100, identity, header.key, 0, bytes(range(250))):
@@ -37,7 +37,7 @@ def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: P
 
 def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path) -> None:
     identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=1000))
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=1000), "delta 1")
     header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
     library.add_header(header)
     made = signed_chunks(100, identity, header.key, 0, bytes(range(250)) * 4)
@@ -67,7 +67,7 @@ def _artifact(library: Library, identity: Identity, version: int, parent: int | 
 
 def test_a_full_disk_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
     identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 40_000), RUN, LibraryLimits())
+    library = Library(ChunkStore(tmp_path, 40_000), RUN, LibraryLimits(), "delta 1")
     keyframe = _artifact(library, identity, 4, None, 10_000)
     for v in range(1, 9):
         _artifact(library, identity, v, v - 1, 2_000)
@@ -83,7 +83,7 @@ def test_a_full_disk_loses_first_what_leads_to_old_versions(tmp_path: Path) -> N
 
 def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: Path) -> None:
     identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits())
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(), "delta 1")
     key = _artifact(library, identity, 1, 0, 2_500)
     artifact = ArtifactId(Version(1), Version(0))
     blocks = library.blocks_of(artifact)

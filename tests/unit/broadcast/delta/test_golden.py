@@ -18,6 +18,8 @@ from echo2.broadcast.delta import (
     encode_keyframe,
     join_frames,
 )
+from echo2.broadcast.delta.container import FORMAT_VERSION
+from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from tests.unit.broadcast.delta.models import KEY, decoded, delta_header
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -64,3 +66,8 @@ def test_golden_containers_decode(name: str) -> None:
     again = HostWeights.from_tensors(new, Version(7), KEY)
     assert host.fingerprint() == again.fingerprint()
     assert host.aliases == again.aliases
+
+
+def test_a_new_container_format_is_a_new_protocol() -> None:
+    """So a worker of the release before is told at its first message, not by containers that it cannot read."""
+    assert (PROTOCOL_VERSION, FORMAT_VERSION) == (1, 3), "raise both, and write both here"
