@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from echo2.base.errors import ConfigError, EchoError
 from echo2.base.rollout import SamplingParams
 from echo2.cli.extras import require_extra
-from echo2.cli.link_text import link_text
+from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
@@ -35,11 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
         require_extra("learner", "echo-learner")
-        link = link_text(own.link)
         if not config.model.path:
             raise ConfigError("model.path: expected a model folder or hub id, got nothing")
         folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
-        options = learner_options(config, link, folder)
+        options = learner_options(config, own.link, folder)
     except EchoError as error:
         return report_error(error)
     return (
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
-    """The learner's options from the resolved config."""
+    """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
     from echo2.broadcast.runtime.shaper import LinkShape
     from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
 
@@ -71,7 +70,8 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         port=learner.port,
         advertise=learner.advertise,
         relay_port=learner.relay_port,
-        join_link=link,
+        join_link=link_text(link),
+        link_file=link_file(link),
         chunk_bytes=config.broadcast.chunk_bytes,
         delta_setting=config.broadcast.delta_setting,
         uplink_limit_bytes_per_s=config.broadcast.uplink_limit,

@@ -7,11 +7,16 @@ from pathlib import Path
 from echo2.base.errors import ConfigError
 
 
+def link_file(argument: str) -> Path | None:
+    """Where a link lies that was given as `@FILE`: it may be another one by the time that it is needed again."""
+    return Path(argument[1:]) if argument.startswith("@") else None
+
+
 def link_text(argument: str) -> str:
     """The text of a join link given directly or as `@FILE`."""
-    if not argument.startswith("@"):
+    path = link_file(argument)
+    if path is None:
         return argument
-    path = Path(argument[1:])
     try:
         return path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:

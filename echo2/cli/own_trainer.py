@@ -31,7 +31,6 @@ from echo2.base.errors import ConfigError, Unreachable
 from echo2.broadcast.runtime.tls import calls_have_ended
 from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
-from echo2.cli.link_text import link_text
 from echo2.config.load import load_config
 from echo2.config.run import RunConfig
 from echo2.learner.batcher import Batch
@@ -115,7 +114,7 @@ class Run:
                 "model.path: expected a model folder or hub id, for configuration and tokenizer, got nothing"
             )
         place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
-        options = learner_options(resolved, link_text(link) if link else "", place)
+        options = learner_options(resolved, link, place)
         if is_environment(TaskSpec(options.task.name, options.task.args, options.seed)) or resolved.model.lora_rank:
             raise ConfigError(
                 "a trainer of one's own: expected a task of one completion and whole weights (model.lora_rank 0), got "

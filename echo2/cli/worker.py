@@ -11,7 +11,7 @@ from pathlib import Path
 
 from echo2.base.errors import EchoError
 from echo2.cli.extras import require_extra
-from echo2.cli.link_text import link_text
+from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse, with_values
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
 from echo2.cli.worker_control import add_control_commands, run_control
@@ -71,7 +71,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         quantisation=Quantisation(worker.quantisation),
         swap_mode=SwapMode(worker.swap_mode),
         preemption_notice=own.preemption,
-        link_file=Path(own.link[1:]) if own.link.startswith("@") else None,
+        link_file=link_file(own.link),
         seed=config.run.seed,
         model_path=config.model.path,
     )

@@ -8,12 +8,14 @@ others: tokens and who may join (the coordinator), keeping credentials on disk (
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
 import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -28,6 +30,8 @@ ENROL_TIMEOUT_S = 20.0
 RENEW_AFTER_SHARE = 2 / 3
 """Of a certificate's life: ten days of thirty are left for a coordinator that is away."""
 LOOK_S_MAX = 3600.0
+FAILURES_BEFORE_SEARCH = 3
+"""Times in a row that the coordinator was not met before it is looked for."""
 _log = logging.getLogger("echo2.broadcast")
 
 
@@ -93,6 +97,29 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
     )
     credentials.check(time.time())
     return credentials
+
+
+async def find_coordinator(
+    link: JoinLink, link_file: Path | None, credentials: Credentials, kept: Callable[[Credentials], None]
+) -> None:
+    """Asks where the coordinator is now: the link's host, or the one that the link's file names by now.
+
+    Who answers is the very peer that the first link pinned. `credentials` then name its address and `kept` saves them; they
+    stay as they are while nobody answers, or the token is used up.
+    """
+    if link_file is not None:
+        with contextlib.suppress(OSError, EchoError):
+            newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
+            link = newer if newer.peer_id == link.peer_id else link
+    try:
+        found = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
+    except EchoError as error:
+        _log.debug("the coordinator was not found anew: %s", error)
+        return
+    if found != credentials.coordinator_address:
+        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, found)
+        credentials.coordinator_address = found
+        kept(credentials)
 
 
 async def _call_enrol(

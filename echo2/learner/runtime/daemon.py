@@ -28,7 +28,7 @@ from echo2.base.ids import GroupId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.identity import JoinLink, Role
 from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
-from echo2.broadcast.runtime.enrolling import enrol, keep_renewed
+from echo2.broadcast.runtime.enrolling import enrol, find_coordinator, keep_renewed
 from echo2.broadcast.runtime.tls import (
     Credentials,
     bind_server,
@@ -185,9 +185,17 @@ class LearnerDaemon:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), ENROL_RETRY_S)
                 continue
-            save_credentials(folder, credentials)
+            self._keep(credentials)
             return credentials
         raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+
+    def _keep(self, credentials: Credentials) -> None:
+        save_credentials(self.options.folder / "node", credentials)
+
+    async def _find_coordinator(self, credentials: Credentials) -> None:
+        if self.options.join_link:
+            link = JoinLink.parse(self.options.join_link)
+            await find_coordinator(link, self.options.link_file, credentials, self._keep)
 
     # ---- serving
 
@@ -218,6 +226,7 @@ class LearnerDaemon:
             lambda: hello_of(options, prepared, publisher, self.address, self.relay_address),
             self._report,
             lambda order: self._take_order(order, ingest, broadcaster),
+            functools.partial(self._find_coordinator, credentials),
         )
         self._connect(loop, ingest, publisher)
         await server.start()
@@ -264,8 +273,7 @@ class LearnerDaemon:
         session = asyncio.get_running_loop().create_task(self.session.run())
         training = asyncio.get_running_loop().create_task(loop.run())
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
-        keep = functools.partial(save_credentials, self.options.folder / "node")
-        renewing = asyncio.get_running_loop().create_task(keep_renewed(self.session.credentials, keep))
+        renewing = asyncio.get_running_loop().create_task(keep_renewed(self.session.credentials, self._keep))
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             for done in (self._failure, session, training):

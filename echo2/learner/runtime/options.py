@@ -87,7 +87,7 @@ class LearnerOptions:
 
     `sampling` holds temperature, filters and length; seed and stop tokens are filled in. `kappa` None: the
     coordinator's plan chooses. `advertise` empty: workers are told the address listened on. `join_link` is needed
-    until the folder holds credentials of the run.
+    until the folder holds credentials of the run; with `link_file` it is read again where the coordinator is not met.
     """
 
     folder: Path
@@ -108,6 +108,7 @@ class LearnerOptions:
     advertise: str = ""
     relay_port: int = 0
     join_link: str = ""
+    link_file: Path | None = None
     chunk_bytes: int = 256 << 10
     delta_setting: SettingWish = "auto"
     keyframe_chain_max: int = 16

@@ -14,12 +14,13 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from echo2.base.errors import EchoError, NotAllowed, ProtocolError, StateError, VersionMismatch
+from echo2.broadcast.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.broadcast.runtime.tls import Credentials, open_channel
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -39,7 +40,8 @@ _FATAL_REFUSALS: dict[str, type[EchoError]] = {
 
 
 class CoordinatorSession:
-    """`hello` makes the first message of each stream; `report` the heartbeat; `on_order` takes each order."""
+    """`hello` makes the first message of each stream; `report` the heartbeat; `on_order` takes each order; `find` has the
+    credentials name the coordinator's address of now, where that can be told."""
 
     def __init__(
         self,
@@ -47,11 +49,13 @@ class CoordinatorSession:
         hello: Callable[[], coordinator_pb2.LearnerHello],
         report: Callable[[], coordinator_pb2.LearnerReport],
         on_order: Callable[[coordinator_pb2.LearnerOrder], None],
+        find: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.credentials = credentials
         self._hello = hello
         self._report = report
         self._on_order = on_order
+        self._find = find
         self._outbox: asyncio.Queue[coordinator_pb2.LearnerMessage] | None = None
         self._away_since: float | None = time.monotonic()
         self.heartbeat_interval_s = 5.0
@@ -109,6 +113,8 @@ class CoordinatorSession:
             pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
             _log.info("waiting for the %s (%s); next try in %.1f s", self.waits_for, reason, pause_s)
             await asyncio.sleep(pause_s)
+            if self._find is not None and failures and failures % FAILURES_BEFORE_SEARCH == 0:
+                await self._find()
 
     async def _one_stream(self) -> None:
         options = [

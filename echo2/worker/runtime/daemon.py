@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Coroutine, Iterable
@@ -25,7 +24,7 @@ from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError,
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.identity import JoinLink
-from echo2.broadcast.runtime.enrolling import keep_renewed
+from echo2.broadcast.runtime.enrolling import find_coordinator, keep_renewed
 from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
@@ -45,7 +44,7 @@ from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
 from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY
-from echo2.worker.runtime.join import coordinator_address, join
+from echo2.worker.runtime.join import join
 from echo2.worker.runtime.make_engine import fit_engine, make_engine, parse_model_config, warm_up
 from echo2.worker.runtime.orders import Orders
 from echo2.worker.runtime.preemption import source_of, watch
@@ -137,8 +136,7 @@ class WorkerDaemon:
             self._start(self.session.run(), "session")
             self._start(self.reporting.run(), "reporting")
             self._start(self._generate(node), "generation")
-            keep = functools.partial(save_credentials, self.options.folder)
-            self._start(keep_renewed(credentials, keep), "certificate")
+            self._start(keep_renewed(credentials, self._keep), "certificate")
             if self.options.preemption_notice:
                 self._start(watch(source_of(self.options.preemption_notice), self.stop), "preemption")
             await self._until_the_end()
@@ -212,6 +210,9 @@ class WorkerDaemon:
         rng = derived_rng(self.options.seed, "worker", self.options.name, name)
         return Backoff(rng, longest_s=self.options.limits.reconnect_s_max)
 
+    def _keep(self, credentials: Credentials) -> None:
+        save_credentials(self.options.folder, credentials)
+
     def _assemble(self, credentials: Credentials, node: BroadcastNode, transport: MixedTransport, port: int) -> None:
         connect_s = self.options.limits.connect_s
         self.reporting = Reporting(credentials, self.desk, self.waits, self._backoff("learner"), connect_s)
@@ -236,7 +237,7 @@ class WorkerDaemon:
             welcomed=orders.welcomed,
             lost=lambda: self.desk.send(duties.CoordinatorLost()),
             ordered=orders.ordered,
-            find=lambda: coordinator_address(self._link, self.options.link_file, self.options.folder),
+            find=lambda: find_coordinator(self._link, self.options.link_file, credentials, self._keep),
         )
         self.session = CoordinatorSession(credentials, hooks, self.waits, self._backoff("coordinator"), connect_s)
         transport.changed = lambda _: self.session.heartbeat()

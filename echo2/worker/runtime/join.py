@@ -8,12 +8,11 @@ protocol version ends the join at once. Waits for the coordinator to answer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from pathlib import Path
 
-from echo2.base.errors import EchoError, ResourceError, StateError, TrustError, Unreachable
+from echo2.base.errors import ResourceError, StateError, TrustError, Unreachable
 from echo2.broadcast.identity import JoinLink, Role
 from echo2.broadcast.runtime.enrolling import enrol
 from echo2.broadcast.runtime.tls import (
@@ -50,24 +49,6 @@ async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> 
         save_credentials(folder, credentials)
         _log.info("enrolled in run %s as %s", credentials.run_id, credentials.peer_id)
         return credentials
-
-
-async def coordinator_address(link: JoinLink, link_file: Path | None, folder: Path) -> str | None:
-    """Where the coordinator is now: the link's host is asked, or the one that the link's file names by now.
-
-    The answer comes from the very peer that the first link pinned; None while nobody answers, or the token is used up.
-    """
-    if link_file is not None:
-        with contextlib.suppress(OSError, EchoError):
-            newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
-            link = newer if newer.peer_id == link.peer_id else link
-    try:
-        credentials = await enrol(link, load_or_create_identity(folder), Role.WORKER)
-    except EchoError as error:
-        _log.debug("the coordinator was not found anew: %s", error)
-        return None
-    save_credentials(folder, credentials)
-    return credentials.coordinator_address
 
 
 def _kept(folder: Path, link: JoinLink) -> Credentials | None:

@@ -20,6 +20,7 @@ import grpc.aio
 from echo2.base import errors
 from echo2.base.errors import EchoError, MalformedMessage, ProtocolError
 from echo2.base.ids import LeaseId, Version
+from echo2.broadcast.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.broadcast.runtime.tls import Credentials, error_of, open_channel
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 from echo2.worker import duties
@@ -28,7 +29,6 @@ from echo2.worker.runtime.waits import Waits
 
 OUTBOX_MESSAGES_MAX = 8192
 WELCOME_S = 20.0
-FAILURES_BEFORE_SEARCH = 3
 REPORT_INTERVAL_S_MIN, REPORT_INTERVAL_S_MAX = 0.01, 3600.0
 _TEMPORARY = (errors.Unreachable, errors.LimitExceeded)
 _REASONS = {
@@ -48,9 +48,7 @@ class SessionHooks:
     welcomed: Callable[[coordinator_pb2.WorkerWelcome], None]
     lost: Callable[[], None]
     ordered: Callable[[coordinator_pb2.WorkerOrder], None]
-    find: Callable[[], Awaitable[str | None]] | None = (
-        None  # the address that the coordinator has now, if it can be told
-    )
+    find: Callable[[], Awaitable[None]] | None = None  # has the credentials name the address of the coordinator now
 
 
 def refusal_error(refusal: coordinator_pb2.Refusal) -> EchoError:
@@ -73,7 +71,6 @@ class CoordinatorSession:
         self._backoff = backoff
         self._connect_s = connect_s
         self._outbox: asyncio.Queue[coordinator_pb2.WorkerMessage] = asyncio.Queue(OUTBOX_MESSAGES_MAX)
-        self._address = credentials.coordinator_address
         self._failures = 0
         self._is_open = False  # messages are taken
         self._is_welcome = False
@@ -120,7 +117,7 @@ class CoordinatorSession:
     async def run(self) -> None:
         """Keeps the stream until it is refused or cancelled."""
         while True:
-            address = self._address
+            address = self._credentials.coordinator_address
             whose = f"the coordinator at {address}"
             self._waits.begin("coordinator", f"a connection to {whose}")
             try:
@@ -145,12 +142,8 @@ class CoordinatorSession:
     async def _look_elsewhere(self) -> None:
         """Asks where the coordinator is, when it was not met several times in a row."""
         self._failures += 1
-        if self._hooks.find is None or self._failures % FAILURES_BEFORE_SEARCH:
-            return
-        found = await self._hooks.find()
-        if found is not None and found != self._address:
-            _log.warning("the coordinator has moved from %s to %s", self._address, found)
-            self._address = found
+        if self._hooks.find is not None and self._failures % FAILURES_BEFORE_SEARCH == 0:
+            await self._hooks.find()
 
     async def _connect(self, address: str) -> None:
         """One connection, from the attempt to its end."""

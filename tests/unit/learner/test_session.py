@@ -7,6 +7,7 @@ import asyncio
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.broadcast.identity import Identity, Role
+from echo2.broadcast.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.learner.runtime.session import CoordinatorSession
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.wire.rollout import group_to_message
@@ -38,6 +39,34 @@ def test_what_is_offered_while_the_stream_still_opens_reaches_the_coordinator_be
             offered = await asyncio.wait_for(coordinator.waiting.get(), 20)
             assert offered.group_id == "g-offered-while-it-opens"
             assert len(coordinator.hellos) == 1, "the hello came first, and once"
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await coordinator.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_that_moved_is_looked_for() -> None:
+    async def scene() -> None:
+        authority = new_authority()
+        coordinator = Coordinator(authority)
+        await coordinator.start()
+        credentials = issue(authority, Identity.generate(), Role.LEARNER, "127.0.0.1:1")
+
+        async def find() -> None:
+            credentials.coordinator_address = coordinator.address
+
+        def hello() -> coordinator_pb2.LearnerHello:
+            return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
+
+        session = CoordinatorSession(credentials, hello, coordinator_pb2.LearnerReport, lambda order: None, find)
+        task = asyncio.create_task(session.run())
+        try:
+            async with asyncio.timeout(30):
+                while not session.is_connected:
+                    await asyncio.sleep(0.02)
+            assert session.reconnects == FAILURES_BEFORE_SEARCH and len(coordinator.hellos) == 1
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,82 @@
+"""What a release leaves on disk, kept as files: a small run, stopped half-way. Made once, by that release itself:
+
+    python -m tests.e2e.releases
+
+writes `tests/fixtures/run-RELEASE.tar.xz`, and `test_upgrade.py` goes on with each from then on.
+"""
+
+from __future__ import annotations
+
+import io
+import signal
+import tarfile
+import tempfile
+from pathlib import Path
+
+from echo2 import __version__
+from echo2.cli.demo.model import ModelRecipe, make_model
+from echo2.cli.demo.ports import choose_ports
+from tests.e2e.cluster import Cluster
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+STOPPED_AFTER = 6
+NOT_STATE = (".sock", "lock", ".jsonl")
+"""Endings of files that a release needs not find."""
+
+
+def config_of(folder: Path, steps: int) -> str:
+    """Of a run below `folder`, whose model is in `folder/model`; on free ports."""
+    enrol, services, page, learner = choose_ports((0, 0, 0, 0))
+    return f"""
+preset = "local"
+[run]
+name = "trial"
+folder = "{folder}/runs"
+[model]
+path = "{folder}/model"
+[task]
+name = "sort_digits"
+args = {{ digit_count = 5 }}
+eval_prompts = 8
+[sampling]
+max_new_tokens = 7
+[coordinator]
+enrol_port = {enrol}
+port = {services}
+dashboard_port = {page}
+[learner]
+port = {learner}
+steps = {steps}
+prompts_per_step = 4
+rollouts_per_prompt = 4
+lr = 1e-3
+correction = "behaviour"
+checkpoint_every_steps = 3
+"""
+
+
+def make(into: Path, folder: Path) -> None:
+    make_model(folder / "model", ModelRecipe(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=32))
+    with Cluster(folder, config_of(folder, 1000), workers=1) as cluster:
+        cluster.start_all()
+        cluster.wait_until(lambda: cluster.step() >= STOPPED_AFTER, 120, f"step {STOPPED_AFTER}")
+        for name in ("learner", "w0", "coordinator"):
+            cluster.kill(name, signal.SIGTERM)
+            assert cluster.wait(name, 60) == 0, cluster.log(name)[-2000:]
+    with tarfile.open(into, "w:xz") as packed:
+        for path in sorted(folder.rglob("*")):
+            name = str(path.relative_to(folder))
+            if name.split("/")[0] in ("model", "runs") and path.is_file() and not name.endswith(NOT_STATE):
+                entry, content = tarfile.TarInfo(name), path.read_bytes()
+                entry.size, entry.mode = len(content), path.stat().st_mode & 0o700
+                packed.addfile(entry, io.BytesIO(content))
+
+
+def unpack(release: Path, folder: Path) -> None:
+    with tarfile.open(release) as packed:
+        packed.extractall(folder, filter="data")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        make(FIXTURES / f"run-{__version__}.tar.xz", Path(folder))
