@@ -21,7 +21,8 @@ from benchmarks import priority
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import sockets, tls
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactSealed, BlockArrived
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.topology import BroadcastPlan, NodeLink

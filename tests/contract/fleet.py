@@ -15,7 +15,8 @@ from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan

@@ -20,7 +20,8 @@ from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.reachability import Access, LinkKind
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactSealed
 from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings

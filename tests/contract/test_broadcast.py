@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.node import NodeOptions
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from tests.contract.fleet import blocks_of, fleet, gathered, until
 

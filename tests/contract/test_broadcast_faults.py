@@ -17,7 +17,7 @@ from echo2.broadcast.identity import Role
 from echo2.broadcast.manifest import ArtifactId, Chunk
 from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.library import LibraryLimits
-from echo2.broadcast.runtime.node import NodeOptions
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
@@ -32,7 +32,8 @@ WORKER = """
 import asyncio, sys
 from pathlib import Path
 from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 

@@ -14,15 +14,12 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc.aio
 
 from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
-from echo2.broadcast.delta.container import FORMAT_VERSION
 from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
@@ -48,9 +45,10 @@ from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.dialling import Dialling, Target
 from echo2.broadcast.runtime.following import Following
 from echo2.broadcast.runtime.inbox import Inbox
-from echo2.broadcast.runtime.library import Library, LibraryLimits
+from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.meter import Meter
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.outbox import control_frame
 from echo2.broadcast.runtime.progress import (
     ArtifactSealed,
@@ -61,7 +59,7 @@ from echo2.broadcast.runtime.progress import (
     Published,
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
-from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
+from echo2.broadcast.runtime.shaper import NodeShaper
 from echo2.broadcast.runtime.stripes import Stripes
 from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport import Connection, Transport
@@ -75,21 +73,6 @@ CONNECTIONS_MAX = 48
 CONNECT_INTERVAL_S = 0.5
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
-
-
-@dataclass(frozen=True, slots=True)
-class NodeOptions:
-    """How one node takes part. A chunk has at most `chunk_bytes`. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an
-    emulated link, for trials. `lineage`: the format of what is published and read; what another release left is no use."""
-
-    folder: Path
-    chunk_bytes: int = 256 << 10
-    store_bytes: int = 8 << 30
-    uplink_limit_bytes_per_s: float = 0.0
-    shape: LinkShape = field(default_factory=LinkShape)
-    limits: LibraryLimits = field(default_factory=LibraryLimits)
-    seed: int = 0
-    lineage: str = f"delta {FORMAT_VERSION}"
 
 
 class BroadcastNode:

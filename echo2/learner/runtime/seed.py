@@ -16,7 +16,8 @@ from echo2.broadcast.chunks import all_of
 from echo2.broadcast.delta import Encoding
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import fluid_bound

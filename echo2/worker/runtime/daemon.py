@@ -25,7 +25,8 @@ from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.identity import JoinLink
 from echo2.broadcast.runtime.enrolling import find_coordinator, keep_renewed
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings

@@ -22,7 +22,8 @@ from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.broadcast.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.node import BroadcastNode, NodeOptions
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import (
     coordinator_pb2,

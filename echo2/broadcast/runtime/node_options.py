@@ -1,0 +1,25 @@
+"""What a broadcast node is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo2.broadcast.delta.container import FORMAT_VERSION
+from echo2.broadcast.runtime.library import LibraryLimits
+from echo2.broadcast.runtime.shaper import LinkShape
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How one node takes part. A chunk has at most `chunk_bytes`. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an
+    emulated link, for trials. `lineage`: the format of what is published and read; what another release left is no use."""
+
+    folder: Path
+    chunk_bytes: int = 256 << 10
+    store_bytes: int = 8 << 30
+    uplink_limit_bytes_per_s: float = 0.0
+    shape: LinkShape = field(default_factory=LinkShape)
+    limits: LibraryLimits = field(default_factory=LibraryLimits)
+    seed: int = 0
+    lineage: str = f"delta {FORMAT_VERSION}"
