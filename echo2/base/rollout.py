@@ -7,6 +7,7 @@ it may be trained on (staleness/), whether its sender may be believed (learner/)
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -56,13 +57,7 @@ class VersionSpan:
 
 def spans_of(versions: Iterable[Version]) -> tuple[VersionSpan, ...]:
     """Run-length form of a version per token."""
-    spans: list[VersionSpan] = []
-    for version in versions:
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].count + 1)
-        else:
-            spans.append(VersionSpan(version, 1))
-    return tuple(spans)
+    return tuple(VersionSpan(version, len(list(run))) for version, run in itertools.groupby(versions))
 
 
 def joined_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
@@ -89,8 +84,9 @@ def _check_tokens(
     covered = sum(span.count for span in version_spans)
     if covered != count or any(span.count < 1 for span in version_spans):
         raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
-    if any(not math.isfinite(x) or x > 1e-3 for x in (*logprobs, *raw_logprobs)):
-        raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
+    for values in (logprobs, raw_logprobs):
+        if values and (not all(map(math.isfinite, values)) or max(values) > 1e-3):
+            raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
 
 
 @dataclass(frozen=True, slots=True)

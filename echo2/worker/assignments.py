@@ -102,6 +102,11 @@ class Assignments:
         return sum(lease.running for lease in self._leases.values())
 
     @property
+    def is_running(self) -> bool:
+        """Whether the engine has or will have something to do."""
+        return any(lease.is_running for lease in self._leases.values())
+
+    @property
     def unheld_tokens(self) -> int:
         """Tokens that the learner does not hold yet: what a sudden death of this worker would cost."""
         return sum(unheld_tokens(tuple(lease.rollouts.values())) for lease in self._leases.values())

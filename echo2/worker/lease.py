@@ -45,6 +45,10 @@ class Lease:
         return any(rollout.has_news and rollout.is_ended for rollout in self.rollouts.values())
 
     @property
+    def is_running(self) -> bool:
+        return any(not rollout.is_stopped and not rollout.is_settled for rollout in self.rollouts.values())
+
+    @property
     def running(self) -> int:
         """Sequences that the engine has or will have of it."""
         return sum(1 for rollout in self.rollouts.values() if not rollout.is_stopped and not rollout.is_settled)

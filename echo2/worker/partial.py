@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import GroupId, Version
@@ -106,7 +107,7 @@ class PartialRollout:
             token_ids=tuple(self.token_ids[begin:end]),
             logprobs=tuple(self.logprobs[begin:end]),
             raw_logprobs=tuple(self.raw_logprobs[begin:end]),
-            version_spans=spans_of(map(Version, self.versions[begin:end])),
+            version_spans=spans_of(cast(Sequence[Version], self.versions[begin:end])),
             finish_reason=self.finish_reason if is_whole else FinishReason.UNFINISHED,
             expected_remaining_tokens=0 if self.is_ended else expected_remaining,
         )

@@ -75,7 +75,7 @@ class Desk:
                 now = self._clock.now()
                 for action in self.machine.handle(self._events.popleft(), now):
                     self._carry_out(action, now)
-            self.rates.busy(self.machine.running_rollouts > 0, self._clock.now())
+            self.rates.busy(self.machine.is_running, self._clock.now())
         finally:
             self._is_handling = False
 

@@ -23,7 +23,7 @@ from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import Machine, check_room
 from echo2.worker.sizing import cpu_slots, gpu_layout, gpu_slots, model_size
 
-LINGER_S = 0.1
+LINGER_S = 0.25
 """Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
 CONFIG_BYTES_MAX = 1 << 20
 

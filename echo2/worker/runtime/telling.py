@@ -6,6 +6,7 @@ Guarantees: every figure is counted or measured here or in the part that it is a
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from echo2.base.clock import SystemClock
@@ -31,6 +32,8 @@ _log = logging.getLogger("echo2.worker")
 
 
 BEATS_BETWEEN_LINKS = 6
+MEMORY_INTERVAL_S = 10.0
+"""Memory is looked at so often, in files of every thread and process of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Telling:
         self.where = whereabouts
         self._told_links: tuple[tuple[str, str, str], ...] | None = None
         self._beats = 0
+        self._memory_bytes, self._memory_due = (0, 0), -math.inf
         self.run_id = run_id
         self._gpu, self._choice, self._price = machine
         self._clock = SystemClock()
@@ -119,6 +123,7 @@ class Telling:
         waits_for, waits_s = self._waits.longest()
         live = keeper.machine.live if keeper else None
         stats = engine.stats() if engine else None
+        used_bytes, total_bytes = self._memory()
         return coordinator_pb2.Heartbeat(
             version=live or 0,
             has_version=live is not None,
@@ -141,11 +146,18 @@ class Telling:
             waits_for=waits_for or (node.waits_for if live is None else ""),
             waits_since_s=waits_s,
             fingerprint=keeper.live_fingerprint if keeper else "",
-            memory_used_bytes=memory_used_bytes(),
-            memory_total_bytes=memory_total_bytes(),
+            memory_used_bytes=used_bytes,
+            memory_total_bytes=total_bytes,
             reach=reach_of(self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator),
             links=self._links_if_changed(node),
         )
+
+    def _memory(self) -> tuple[int, int]:
+        now = self._clock.now()
+        if now >= self._memory_due:
+            self._memory_due = now + MEMORY_INTERVAL_S
+            self._memory_bytes = memory_used_bytes(), memory_total_bytes()
+        return self._memory_bytes
 
     def _links_if_changed(self, node: NodeStats) -> coordinator_pb2.LinkTable | None:
         """Links change seldom and heartbeats are many. Said again now and then: a heartbeat may have been dropped."""

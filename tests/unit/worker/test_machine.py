@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,17 @@ import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.worker.options import EngineChoice
-from echo2.worker.runtime.machine import Gpu, Machine, check_room, chosen_engine, findings, look, parse_gpus, reach
+from echo2.worker.runtime.machine import (
+    Gpu,
+    Machine,
+    check_room,
+    chosen_engine,
+    findings,
+    look,
+    memory_used_bytes,
+    parse_gpus,
+    reach,
+)
 
 BARE = Machine(gpus=(), cores=2, memory_bytes=8 << 30, free_disk_bytes=10 << 30, has_vllm=False)
 WITH_GPUS = replace(BARE, gpus=parse_gpus("NVIDIA H200, 143771, 570.1\nNVIDIA H200, 143771, 570.1\n"), has_vllm=True)
@@ -60,3 +72,15 @@ def test_an_address_that_nobody_answers_at_is_found_out() -> None:
         assert not closed.is_good and f"127.0.0.1:{port} (" in closed.text
 
     asyncio.run(scene())
+
+
+def test_memory_counts_the_processes_of_an_engine_and_theirs() -> None:
+    before, held = memory_used_bytes(), 64 << 20
+    grandchild = f"import sys; held = b'x' * {held}; print('here', flush=True); sys.stdin.read()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        assert memory_used_bytes() > before + held * 3 // 4
+        process.communicate()

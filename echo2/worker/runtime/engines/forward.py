@@ -9,7 +9,8 @@ Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,8 +23,42 @@ from echo2.worker.slots import Copy, Fill
 
 _EMPTY = np.zeros(0, np.float32)
 BLOCK_ROWS = 256
+"""A layer works on so many rows at a time, so that what lies between its products stays in the processor's cache."""
 SHORT_TOKENS = 256
-"""Up to here the kernel for decoding prefills too: calling torch once a sequence costs more than it saves."""
+"""Up to here a kernel of ours does a prefill's attention: calling torch once a sequence costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows `rows` of a pass, and what they are: runs of tokens of some slots."""
+
+    rows: slice
+    runs: list[Fill]
+    slots_T: np.ndarray
+    positions_T: np.ndarray
+
+
+def _blocks(fills: Sequence[Fill]) -> Iterator[_Block]:
+    """Blocks of BLOCK_ROWS rows, the last one shorter, of all fills in their order."""
+    begin, runs, room = 0, list[Fill](), BLOCK_ROWS
+    for fill in fills:
+        done = 0
+        while done < len(fill.token_ids):
+            runs.append(Fill(fill.slot, fill.start + done, fill.token_ids[done : done + room]))
+            done += len(runs[-1].token_ids)
+            room -= len(runs[-1].token_ids)
+            if not room:
+                yield _block(begin, runs)
+                begin, runs, room = begin + BLOCK_ROWS, [], BLOCK_ROWS
+    if runs:
+        yield _block(begin, runs)
+
+
+def _block(begin: int, runs: list[Fill]) -> _Block:
+    counts = [len(run.token_ids) for run in runs]
+    positions = [np.arange(run.start, run.start + count) for run, count in zip(runs, counts, strict=True)]
+    slots_T = np.repeat([run.slot for run in runs], counts)
+    return _Block(slice(begin, begin + sum(counts)), runs, slots_T, np.concatenate(positions))
 
 
 class Decoder:
@@ -65,22 +100,20 @@ class Decoder:
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Computes keys and values of runs of tokens, all runs in one pass."""
-        token_ids = [token for fill in fills for token in fill.token_ids]
-        slots_T = np.repeat([fill.slot for fill in fills], [len(fill.token_ids) for fill in fills])
-        positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
-        is_short = max(fill.start + len(fill.token_ids) for fill in fills) <= SHORT_TOKENS
-        hidden = self._embed(token_ids)
+        blocks = list(_blocks(fills))
+        hidden = self._embed([token for fill in fills for token in fill.token_ids])
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            if index == last:  # only its keys and values are needed
-                self._project(index, layer, normed, slots_T, positions_T, has_queries=False)
-                break
-            qkv = self._project(index, layer, normed, slots_T, positions_T)
-            attended = (
-                self._attend(index, qkv, slots_T, positions_T) if is_short else self._attend_fills(index, qkv, fills)
-            )
-            normed = self._finish(layer, hidden, attended, self._weights.layers[index + 1].input_norm, normed)
+            # Of a layer a block needs itself and what comes before it, so block by block all of it is there.
+            for block in blocks:
+                rows, places = block.rows, (block.slots_T, block.positions_T)
+                if index == last:  # only its keys and values are needed
+                    self._project(index, layer, normed[rows], *places, has_queries=False)
+                    continue
+                attended = self._attend_block(index, self._project(index, layer, normed[rows], *places), block)
+                norm = self._weights.layers[index + 1].input_norm
+                self._finish(layer, hidden[rows], attended, norm, normed[rows])
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies cached positions between slots."""
@@ -121,7 +154,6 @@ class Decoder:
     ) -> torch.Tensor:
         """Output projection, MLP and both residual additions into `hidden`; returns it under the next `norm`."""
         epsilon, product = self._shape.norm_epsilon, self._products.product
-        # In blocks of rows, so that what lies between the products stays in the processor's cache.
         for begin in range(0, len(hidden), BLOCK_ROWS):
             rows = slice(begin, begin + BLOCK_ROWS)
             residual, normed = hidden[rows].numpy(), out[rows]
@@ -137,22 +169,23 @@ class Decoder:
         kernels.attend(qkv.numpy(), slots_T, positions_T, self._caches[index], out.numpy(), self._scratch)
         return out
 
-    def _attend_fills(self, index: int, qkv: torch.Tensor, fills: Sequence[Fill]) -> torch.Tensor:
-        shape = self._shape
-        keys, values = self._caches[index]
-        out = torch.empty(qkv.shape[0], shape.head_count * shape.head_dim)
+    def _attend_block(self, index: int, qkv: torch.Tensor, block: _Block) -> torch.Tensor:
+        if all(run.start + len(run.token_ids) <= SHORT_TOKENS for run in block.runs):
+            return self._attend(index, qkv, block.slots_T, block.positions_T)
+        out = torch.empty(qkv.shape[0], self._shape.head_count * self._shape.head_dim)
         begin = 0
-        for fill in fills:
-            count = len(fill.token_ids)
-            end = fill.start + count
-            query = qkv[begin : begin + count, : out.shape[1]].view(1, count, shape.head_count, -1).transpose(1, 2)
-            key, value = (torch.from_numpy(cache[fill.slot : fill.slot + 1, :, :end]) for cache in (keys, values))
-            mask = None
-            if fill.start:
-                mask = torch.arange(end) <= torch.arange(fill.start, end)[:, None]
-            attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=not fill.start, enable_gqa=True
-            )
-            out[begin : begin + count] = attended.transpose(1, 2).reshape(count, -1)
-            begin += count
+        for run in block.runs:
+            rows = slice(begin, begin + len(run.token_ids))
+            out[rows] = self._attend_long(index, qkv[rows, : out.shape[1]], run)
+            begin = rows.stop
         return out
+
+    def _attend_long(self, index: int, query_TQ: torch.Tensor, run: Fill) -> torch.Tensor:
+        count, end = len(query_TQ), run.start + len(query_TQ)
+        query = query_TQ.reshape(1, count, self._shape.head_count, -1).transpose(1, 2)
+        key, value = (torch.from_numpy(cache[run.slot : run.slot + 1, :, :end]) for cache in self._caches[index])
+        mask = torch.arange(end) <= torch.arange(run.start, end)[:, None] if run.start else None
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=not run.start, enable_gqa=True
+        )
+        return attended.transpose(1, 2).reshape(count, -1)

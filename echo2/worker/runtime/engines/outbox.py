@@ -2,14 +2,15 @@
 
 Guarantees: order per sequence, one version per chunk; tokens of one sequence that wait together leave as one chunk;
 `is_full` from `tokens_max` tokens on, which the producer heeds before it steps again, so a slow consumer slows the
-engine instead of filling memory. Leaves to others: who consumes. The consumer is woken by a sequence's end at once, by
-tokens `linger_s` after the first of them (those of several steps then travel together), by a failure or the end; the
-producer, when tokens were taken, by `on_taken`.
+engine instead of filling memory. Leaves to others: who consumes. A sequence that has ended leaves at once and alone, growing
+ones every `linger_s` (tokens of several steps then travel together), the first after a pause at once; a failure, the end
+and a full box wake the consumer too. The producer is woken, when a full box was emptied, by `on_taken`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class Outbox:
         self._linger_s = linger_s
         self._lock = threading.Lock()
         self._chunks: dict[str, list[_OpenChunk]] = {}
+        self._ended: list[str] = []
+        self._due = 0.0  # when growing sequences may leave, by the consumer's loop
         self._token_count = 0
         self._is_closed = False
         self._failure: EchoError | None = None
@@ -58,7 +61,7 @@ class Outbox:
         self._on_taken: Callable[[], None] = lambda: None
         self._wake = asyncio.Event()
         self._is_waking = False
-        self._is_urgent = False  # what is held should not linger
+        self._is_urgent = False  # nothing that is held should linger
         self._is_lingering = False
 
     def bind(self, loop: asyncio.AbstractEventLoop, on_taken: Callable[[], None]) -> None:
@@ -86,34 +89,37 @@ class Outbox:
             self._notify()
 
     async def take(self) -> list[TokenChunk]:
-        """Everything held, once there is something; empty when closed."""
-        has_lingered = self._linger_s == 0.0
+        """What may leave, once there is something; empty when closed."""
+        loop = asyncio.get_running_loop()
         while True:
             with self._lock:
-                if self._chunks and (has_lingered or self._is_urgent):
-                    break
-                if self._is_closed:
-                    if self._failure is not None:
-                        raise EngineError(f"the engine stopped: {self._failure}") from self._failure
-                    return []
-                self._wake.clear()
-                self._is_waking = False
-                self._is_lingering = bool(self._chunks)
-                limit_s = self._linger_s if self._is_lingering else None
-            try:
-                async with asyncio.timeout(limit_s):
+                now, was_full = loop.time(), self.is_full
+                chunks = self._leaving(now)
+                if not chunks:
+                    if self._is_closed:
+                        break
+                    self._wake.clear()
+                    self._is_waking = False
+                    self._is_lingering = now < self._due
+            if chunks:
+                if was_full:
+                    self._on_taken()
+                return chunks
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._due if self._is_lingering else None):
                     await self._wake.wait()
-            except TimeoutError:
-                has_lingered = True
-        return self._take_all()
+        if self._failure is not None:
+            raise EngineError(f"the engine stopped: {self._failure}") from self._failure
+        return []
 
-    def _take_all(self) -> list[TokenChunk]:
-        with self._lock:
-            was_full = self.is_full
-            chunks = self._drain()
-        if was_full:
-            self._on_taken()
-        return chunks
+    def _leaving(self, now: float) -> list[TokenChunk]:
+        if self._chunks and (now >= self._due or self._is_urgent):
+            self._due = now + self._linger_s
+            return self._drain()
+        ended = [chunk for request_id in self._ended for chunk in _closed(request_id, self._chunks.pop(request_id, []))]
+        self._ended.clear()
+        self._token_count -= sum(len(chunk.token_ids) for chunk in ended)
+        return ended
 
     def _add(self, tokens: list[SampledToken]) -> None:
         chunks = self._chunks
@@ -131,31 +137,35 @@ class Outbox:
                 self._token_count += 1
             if finish_reason is not FinishReason.UNFINISHED:
                 chunk.finish_reason = finish_reason
-                self._is_urgent = True
+                self._ended.append(request_id)
 
     def _drain(self) -> list[TokenChunk]:
-        chunks = [
-            TokenChunk(
-                request_id=request_id,
-                token_ids=tuple(chunk.token_ids),
-                logprobs=tuple(chunk.logprobs),
-                raw_logprobs=tuple(chunk.raw_logprobs),
-                version=chunk.version,
-                finish_reason=chunk.finish_reason,
-            )
-            for request_id, held in self._chunks.items()
-            for chunk in held
-        ]
+        chunks = [chunk for request_id, held in self._chunks.items() for chunk in _closed(request_id, held)]
         self._chunks.clear()
+        self._ended.clear()
         self._token_count = 0
         self._is_urgent = self._is_closed
         return chunks
 
     def _notify(self) -> None:
-        if self._loop is None or self._is_waking or (self._is_lingering and not self._is_urgent):
+        if self._loop is None or self._is_waking or (self._is_lingering and not self._is_urgent and not self._ended):
             return
         self._is_waking = True
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:  # the loop is closed: nobody is left to wake
             self._is_closed = True
+
+
+def _closed(request_id: str, held: list[_OpenChunk]) -> list[TokenChunk]:
+    return [
+        TokenChunk(
+            request_id=request_id,
+            token_ids=tuple(chunk.token_ids),
+            logprobs=tuple(chunk.logprobs),
+            raw_logprobs=tuple(chunk.raw_logprobs),
+            version=chunk.version,
+            finish_reason=chunk.finish_reason,
+        )
+        for chunk in held
+    ]

@@ -155,25 +155,34 @@ def test_outbox_joins_tokens_of_one_version_and_ends_with_its_failure() -> None:
     run(body())
 
 
-def test_growing_sequences_linger_in_the_outbox_and_an_end_does_not() -> None:
+def test_growing_sequences_linger_in_the_outbox_and_an_end_leaves_alone() -> None:
     async def body() -> None:
         box = Outbox(linger_s=30.0)
         box.bind(asyncio.get_running_loop(), lambda: None)
 
-        def token(reason: FinishReason = FinishReason.UNFINISHED) -> SampledToken:
-            return SampledToken("a", Version(1), reason, 7, -1.0, -2.0)
+        def token(name: str = "a", reason: FinishReason = FinishReason.UNFINISHED) -> SampledToken:
+            return SampledToken(name, Version(1), reason, 7, -1.0, -2.0)
 
         taking = asyncio.create_task(box.take())
         box.put([token()])
-        box.put([token()])
+        assert [chunk.token_ids for chunk in await taking] == [(7,)], "the first after a pause need not wait"
+        taking = asyncio.create_task(box.take())
+        box.put([token(), token("b")])
+        box.put([token(), token("b")])
         await asyncio.wait([taking], timeout=0.05)
         assert not taking.done()
-        box.put([token(FinishReason.LENGTH)])
-        assert [chunk.token_ids for chunk in await taking] == [(7, 7, 7)]
+        box.put([token("a", FinishReason.LENGTH)])
+        assert [(chunk.request_id, chunk.token_ids) for chunk in await taking] == [("a", (7, 7, 7))]
+        taking = asyncio.create_task(box.take())
+        await asyncio.wait([taking], timeout=0.05)
+        assert not taking.done(), "an end hurries nobody else"
+        box.close()
+        assert [(chunk.request_id, chunk.token_ids) for chunk in await taking] == [("b", (7, 7))]
         brief = Outbox(linger_s=0.01)
         brief.bind(asyncio.get_running_loop(), lambda: None)
-        brief.put([token()])
-        assert len(await brief.take()) == 1, "after a while growing ones leave too"
+        for _ in range(2):
+            brief.put([token()])
+            assert len(await brief.take()) == 1, "after a while growing ones leave too"
         brief.put([token()])
         brief.close()
         assert len(await brief.take()) == 1 and await brief.take() == []
