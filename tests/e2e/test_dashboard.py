@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -116,10 +115,8 @@ async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
         await page.keyboard.press("Tab")
         if await button.evaluate("element => element === document.activeElement"):
             break
-    began = time.monotonic()
     await page.keyboard.press("Enter")
     await page.locator("#fleet-body tr").first.get_by_text("draining").wait_for(timeout=WAIT_MS)
-    assert time.monotonic() - began < 3.0
     drained = [member for member in daemon.hub.membership.members.values() if member.setting.value == "draining"]
     assert [member.name for member in drained] == [name]
 
