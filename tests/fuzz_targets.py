@@ -143,7 +143,7 @@ def _learner_message(data: bytes) -> None:
         case "published":
             cw.published_from_message(message.published, "a learner")
         case "offer":
-            cw.groups_from_messages(message.offer.groups, "a learner")
+            cw.offer_from_message(message.offer, "a learner")
         case _:
             pass
 

@@ -207,6 +207,16 @@ def groups_from_messages(messages: Sequence[rollout_pb2.GroupSpec], whose: str) 
     return tuple(group_from_message(message) for message in messages)
 
 
+def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[GroupSpec, ...], tuple[int, ...]]:
+    """The groups, and of each how many tokens have reached the learner; no counts but in a reminder."""
+    groups, held_tokens = groups_from_messages(message.groups, whose), tuple(message.held_tokens)
+    if held_tokens and len(held_tokens) != len(groups):
+        raise MalformedMessage(
+            f"held_tokens of {whose}: expected none or one for each of {len(groups)} groups, got {len(held_tokens)}"
+        )
+    return groups, held_tokens
+
+
 def learner_hello_from_message(message: pb.LearnerHello, whose: str) -> LearnerHello:
     if not 1 <= message.rollouts_per_group <= message.rollouts_per_step <= 1 << 24:
         raise MalformedMessage(

@@ -111,8 +111,7 @@ class LearnerParty:
             case "report":
                 self._hub.learner_reported(wire.learner_report_from_message(message.report, whose))
             case "offer":
-                groups, held = wire.groups_from_messages(message.offer.groups, whose), tuple(message.offer.held_tokens)
-                self._hub.learner_event(le.GroupsOffered(groups, held))
+                self._hub.learner_event(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
             case "close":
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
                 reason = wire.text_of(message.close.reason, f"reason of {whose}")
