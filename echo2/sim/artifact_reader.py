@@ -10,6 +10,7 @@ from typing import Protocol
 
 from echo2.base.errors import CorruptChunk
 from echo2.base.ids import Version
+from echo2.broadcast.catch_up import Offer
 from echo2.broadcast.chunks import BlockAssembler
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal
 
@@ -32,6 +33,12 @@ class Entry:
             return max(0, self.seal.total_bytes - self.held_bytes)
         share = 1.0 if self.header.artifact.is_keyframe else 0.05
         return max(1.0, self.header.full_snapshot_bytes * share - self.held_bytes)
+
+    def offer(self, key: ArtifactKey) -> Offer:
+        header = self.header
+        return Offer(
+            key, header.artifact, self.missing_bytes, header.full_snapshot_bytes, header.is_pushed, bool(self.digests)
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from echo2.base.errors import BadSignature, CorruptChunk, DiskFull
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast import events as be
-from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, plan_way
+from echo2.broadcast.catch_up import UNKNOWN_LINK, plan_way
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
@@ -71,11 +71,15 @@ class BroadcastDriver:
         self.settled_at: float | None = None
         self.on_lost: Callable[[], None] = lambda: None
         self.stalls = StallWatch(network.counts)
+        self._sabotage = Sabotage.NONE
         self._rotten: set[ArtifactKey] = set()
         self._address_of, self._changed = address_of, changed
         self._plan: BroadcastPlan | None = None
         self._targets: dict[PeerId, _Target] = {}
         self._wake_at = float("inf")
+
+    def suffer(self, sabotage: Sabotage) -> None:
+        self._sabotage, self.stalls.is_for_good = sabotage, sabotage is Sabotage.STALLED_FOR_GOOD
 
     # ---- life
 
@@ -173,7 +177,7 @@ class BroadcastDriver:
         for key in stopped:
             self.host.story.tell(self.host.name, f"{self.entries[key].header.artifact} has stopped coming")
             self.act(be.Unwanted(key))
-        if self.stalls.sabotage is not Sabotage.STALLED_UNASKED:
+        if self._sabotage is not Sabotage.STALLED_UNASKED:
             self.update_wants()
         self._changed()
 
@@ -336,17 +340,9 @@ class BroadcastDriver:
             return None
         return found
 
-    def _offers(self) -> list[Offer]:
-        return [
-            Offer(
-                key, entry.header.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
-                entry.header.is_pushed, bool(entry.digests),
-            )
-            for key, entry in self.entries.items()
-        ]  # fmt: skip
-
     def path(self, start: Version | None) -> list[ArtifactKey]:
-        way = plan_way(self._offers(), start, UNKNOWN_LINK, self.stalls.keys)
+        offers = [entry.offer(key) for key, entry in self.entries.items()]
+        way = plan_way(offers, start, UNKNOWN_LINK, self.stalls.keys)
         return list(way.keys) if way is not None else []
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
@@ -445,8 +441,10 @@ class BroadcastDriver:
                 end.send(message)
 
     def _send_chunk(self, end: End, action: be.SendChunk) -> None:
+        is_late = self._plan is not None and action.peer in self._plan.late
+        is_denied = is_late and self._sabotage is Sabotage.LATE_UNSERVED
         chunk = self.chunk(action.key, action.index)
-        if chunk is None:
+        if chunk is None or is_denied:
             lost = be.ChunkSent(action.peer, action.key, action.index, is_lost=True)
             self.host.after(0.0, lambda: self.act(lost))
             return

@@ -93,6 +93,7 @@ class LearnerDriver:
         self.broadcast = BroadcastDriver(
             host, network, machine.identity, machine.chunks, scene.address_of, lambda: None, scene.seed
         )
+        self.broadcast.suffer(scene.sabotage)
         self.broadcast.publisher = machine.identity.peer_id
         self.publisher = PublishDriver(
             scene, truth, host, machine.disk, self.batcher, self.schedule, self.broadcast, self.weights

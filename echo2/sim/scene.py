@@ -32,6 +32,7 @@ class Sabotage(enum.Enum):
     BELIEVES_PROGRESS = "the coordinator does not listen to what of a group has reached the learner"
     SHUNS_THE_HONEST = "a worker is shunned for what has not reached the learner within a second"
     STALLED_FOR_GOOD = "what has stopped coming counts as stalled for ever"
+    LATE_UNSERVED = "workers that the plan serves last are given nothing"
     STALLED_UNASKED = "what has stopped coming is asked for no more where it is the only way"
 
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.stalls import Stalls
-from echo2.sim.scene import Sabotage
 
 STOPPED = "artifact stops coming"
 AGAIN_CAME = "stalled artifact: a chunk of it comes after all"
@@ -20,12 +19,14 @@ AGAIN_GONE = "stalled artifact: dropped or published anew"
 
 
 class StallWatch:
-    """One process's. `keys`: what counts as stalled now; `since`: from when on, and how many chunks were held then."""
+    """One process's. `keys`: what counts as stalled now; `since`: from when on, and how many chunks were held then.
+
+    `is_for_good`: as a sabotage."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self.keys: frozenset[ArtifactKey] = frozenset()
         self.since: dict[ArtifactKey, tuple[float, int]] = {}
-        self.sabotage = Sabotage.NONE
+        self.is_for_good = False
         self._stalls = Stalls()
         self._counts = counts
 
@@ -37,7 +38,7 @@ class StallWatch:
         if not self._stalls.look(wanted, known, is_connected, now):
             return None
         before, keys = self.keys, self._stalls.keys
-        self.keys = before | keys if self.sabotage is Sabotage.STALLED_FOR_GOOD else keys
+        self.keys = before | keys if self.is_for_good else keys
         for key in before - self.keys:
             _, count = self.since.pop(key)
             self._counts[self._why(key, count, held)] += 1

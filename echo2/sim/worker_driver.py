@@ -72,7 +72,7 @@ class WorkerDriver:
         self.weights: WeightKeeper | None = None
         self.gate = TokenGate(self._sampled, self._spoiled)
         self.broadcast = self.make_broadcast()
-        self.broadcast.stalls.sabotage = scene.sabotage
+        self.broadcast.suffer(scene.sabotage)
         self._events: deque[duties.Event] = deque()
         self._is_handling = False
         self._wake_at = float("inf")

@@ -103,11 +103,7 @@ class TrainingLoop:
         if self.auditor.is_on:
             newest = self.p.schedule.newest
             self.auditor.keep(newest, await self._in_trainer(lambda: self.p.team.whole(self.p.published, newest)))
-        if self.step == 0:
-            await self._evaluate(StepTimes())
-            self._write({"step": 0, "unix_s": time.time(), **self.facts.evaluation})
-        if self.p.schedule.is_due(Step(self.step)):
-            await self._publish(await self._in_trainer(self._snapshot), StepTimes())
+        await self._make_up()
         while not self.is_finished and not self._is_stopping:
             await self._one_step()
         await self.publisher.settled()
@@ -115,6 +111,16 @@ class TrainingLoop:
         await self._checkpoint_written()
         if self.intake.exhausted is not None and not self.is_finished and not self._was_stopped:
             raise self.intake.exhausted
+
+    async def _make_up(self) -> None:
+        """At a start: the version and the evaluation of the step at which the model is, where a kill came before them."""
+        is_last = self.is_finished and self.p.schedule.newest < self.step
+        if is_last or self.p.schedule.is_due(Step(self.step)):
+            await self._publish(await self._in_trainer(self._snapshot), StepTimes())
+        is_unknown = self._is_evaluation_due() and self.step not in self.evaluations
+        if is_unknown or self.step == 0:
+            await self._evaluate(StepTimes())
+            self._write({"step": self.step, "unix_s": time.time(), **self.facts.evaluation})
 
     async def _one_step(self) -> None:
         times = StepTimes()

@@ -5,7 +5,7 @@ import json
 import shutil
 import socket
 import urllib.request
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -229,6 +229,33 @@ def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path) -> No
     assert summary.is_finished and summary.over_stale_tokens == 0 and summary.trained_rollouts == 6 * 8
     assert [row["step"] for row in rows_of(tmp_path / "crashed")] == list(range(7))
     assert f"{second.follower.host.fingerprint():016x}" == summary.fingerprint
+
+
+def test_a_kill_in_the_last_step_keeps_neither_its_version_nor_its_evaluation_back(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The last batch is drawn, its version not yet begun: the next start finds nothing left to train."""
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=4))
+
+    def wait_for_the_last() -> None:
+        assert run.daemon.loop is not None
+        publisher, original = run.daemon.loop.publisher, run.daemon.loop.publisher.publish_soon
+
+        async def killed(version: Version, tensors: Mapping[str, torch.Tensor]) -> float:
+            crash_image(run, tmp_path / "crashed")
+            return await original(version, tensors)
+
+        publisher.publish_soon = killed  # type: ignore[method-assign]
+
+    run.at_step[5] = wait_for_the_last
+    first = go(run.finish())
+    assert rows_of(tmp_path / "crashed")[-1]["step"] == 5
+    second = Run(options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=4))
+    summary = go(second.finish())
+    assert summary.is_finished and summary.version == 6, "the last step is always published"
+    assert summary.fingerprint == first.fingerprint == f"{second.follower.host.fingerprint():016x}"
+    assert summary.evaluations == first.evaluations and 6 in summary.evaluations
+    assert rows_of(tmp_path / "crashed")[-1]["step"] == 6
 
 
 def test_a_delta_that_a_kill_cut_off_is_sent_again(model_path: Path, tmp_path: Path) -> None:

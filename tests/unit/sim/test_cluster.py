@@ -107,6 +107,7 @@ CANARIES = {  # which invariants may say so first, and the seed to begin with
     Sabotage.SHUNS_THE_HONEST: ({6}, 0),
     Sabotage.STALLED_FOR_GOOD: ({7}, 0),
     Sabotage.STALLED_UNASKED: ({7}, 0),
+    Sabotage.LATE_UNSERVED: ({6}, 0),
 }
 SEEDS_TO_CATCH = 24
 
