@@ -390,6 +390,7 @@ class BroadcastDriver:
                 self.act(be.Wanted(key))
 
     def _settled(self) -> None:
+        self.settled_at = self.host.now()  # by a drifting clock the sum may be a hair later
         self.update_wants()
         self._changed()
 
