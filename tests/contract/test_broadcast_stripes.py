@@ -9,13 +9,15 @@ import random
 import socket
 from pathlib import Path
 
-from echo2.base.ids import Version
+from echo2.base.ids import PeerId, Version
 from echo2.broadcast.identity import Role
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
+from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.striping import LINK_CONNECTIONS
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, blocks_of, fleet, until
 
@@ -24,8 +26,12 @@ BLOCKS = [random.Random(11).randbytes(400_000) for _ in range(10)]
 WIDTH = 4
 
 
+def width_to(node: BroadcastNode, peer: PeerId) -> int:
+    return next((link.connections for link in node.stats().links if link.peer_id == peer), 0)
+
+
 def width_of(node: BroadcastNode, other: BroadcastNode) -> int:
-    return next((link.connections for link in node.stats().links if link.peer_id == other.peer_id), 0)
+    return width_to(node, other.peer_id)
 
 
 def wants(node: BroadcastNode, other: BroadcastNode, connections: int) -> None:
@@ -136,5 +142,26 @@ def test_a_further_connection_of_a_peer_that_has_no_link_is_closed(tmp_path: Pat
             assert [link.peer_id for link in worker.node.stats().links] == [f.members[0].node.peer_id]
             assert not worker.node.stats().banned
             await connection.close()
+
+    asyncio.run(scene())
+
+
+def test_a_peer_gets_no_more_connections_than_a_link_may_have(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            worker, greedy = f.members[1], f.credentials(Role.WORKER)
+            opened: list[Connection] = []
+            for number in range(LINK_CONNECTIONS + 1):
+                connection = await GrpcTransport(greedy).dial(worker.address, worker.node.peer_id)
+                await connection.send(wire.hello(tls.PROTOCOL_VERSION, greedy.run_id, is_further=number > 0))
+                assert await connection.receive() is not None, "its hello"
+                opened.append(connection)
+                held = min(number + 1, LINK_CONNECTIONS)
+                await until(lambda held=held: width_to(worker.node, greedy.peer_id) == held, f"{held} connections")
+            assert await asyncio.wait_for(opened[-1].receive(), 10) is None, "the last is closed"
+            assert width_to(worker.node, greedy.peer_id) == LINK_CONNECTIONS
+            for connection in opened:
+                await connection.close()
+            await until(lambda: width_to(worker.node, greedy.peer_id) == 0, "the link has ended")
 
     asyncio.run(scene())
