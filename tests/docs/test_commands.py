@@ -68,6 +68,7 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     (r"python docs/generate\.py", "tests/docs/test_docs.py", "test_references_are_those_of_the_code"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py", "test_stubs_are_made_from_the_protocol_as_make_proto_does"),
     (r"sqlite3 .*", "tests/e2e/test_backup.py", "back_up"),
+    (r"python -m tests\.e2e\.releases", "tests/e2e/test_upgrade.py", "test_what_is_kept_of_this_release_will_go_on"),
 )  # fmt: skip
 UNDER_SOAK = {"test_two_processes_as_torchruns_environment_describes_them_are_one_learner"}
 

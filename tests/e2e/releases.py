@@ -1,14 +1,15 @@
 """What a release leaves on disk, kept as files: a small run, stopped half-way. Made once, by that release itself:
 
-    python -m tests.e2e.releases
+    python -m tests.e2e.releases [FILE]
 
-writes `tests/fixtures/run-RELEASE.tar.xz`, and `test_upgrade.py` goes on with each from then on.
+writes `tests/fixtures/run-RELEASE.tar.xz`, or FILE, and `test_upgrade.py` goes on with each from then on.
 """
 
 from __future__ import annotations
 
 import io
 import signal
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -79,4 +80,4 @@ def unpack(release: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        make(FIXTURES / f"run-{__version__}.tar.xz", Path(folder))
+        make(Path(sys.argv[1]) if sys.argv[1:] else FIXTURES / f"run-{__version__}.tar.xz", Path(folder))

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, environment_of
 from tests.e2e.releases import FIXTURES, config_of, unpack
 from tests.e2e.test_run import RUN_WITHIN_S, assert_run_ended_well, trained_groups
 
-STEPS = 20
 RELEASES = sorted(FIXTURES.glob("run-*.tar.xz"))
+
+
+def goes_on(release: Path, folder: Path) -> None:
+    with Cluster(folder, "", workers=1) as cluster:
+        unpack(release, folder)
+        checkpoints = cluster.run_folder / "learner" / "checkpoints"
+        stopped_at = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-????????"))
+        steps = stopped_at + 12
+        (cluster.run_folder / "run.toml").write_text(config_of(folder, steps))
+        cluster.start_all()
+        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
+        assert_run_ended_well(cluster, steps, 4, kills=steps)  # metrics.jsonl begins anew
+        assert f"checkpoint of step {stopped_at}" in cluster.log("learner")
+        trained = Counter(trained_groups(cluster).values())
+        assert trained == dict.fromkeys(range(steps), 4), "a step lost or doubled groups"
+        assert "bad" not in cluster.log("w0"), "it took what the earlier release had fetched"
 
 
 def test_there_is_a_run_of_each_release() -> None:
@@ -21,16 +38,12 @@ def test_there_is_a_run_of_each_release() -> None:
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_a_run_of_an_earlier_release_goes_on(tmp_path: Path, release: Path) -> None:
-    with Cluster(tmp_path, config := config_of(tmp_path, STEPS), workers=1) as cluster:
-        unpack(release, tmp_path)
-        (cluster.run_folder / "run.toml").write_text(config)
-        checkpoints = cluster.run_folder / "learner" / "checkpoints"
-        stopped_at = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-????????"))
-        cluster.start_all()
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
-        assert_run_ended_well(cluster, STEPS, 4, kills=STEPS)  # metrics.jsonl begins anew
-        assert f"checkpoint of step {stopped_at}" in cluster.log("learner")
-        assert Counter(trained_groups(cluster).values()) == dict.fromkeys(range(STEPS), 4), (
-            "a step lost or doubled groups"
-        )
-        assert "bad" not in cluster.log("w0"), "it took what the earlier release had fetched"
+    goes_on(release, tmp_path)
+
+
+@pytest.mark.soak
+def test_what_is_kept_of_this_release_will_go_on(tmp_path: Path) -> None:
+    made = tmp_path / "run-next.tar.xz"
+    command = [sys.executable, "-m", "tests.e2e.releases", str(made)]
+    subprocess.run(command, check=True, timeout=RUN_WITHIN_S, env=environment_of(tmp_path))
+    goes_on(made, tmp_path / "later")
