@@ -28,12 +28,14 @@ _RARE = 60  # elements for a change: where there are more, only the cache lines 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Which elements of a block changed and by how much: which of the changes are larger ones, and their excess."""
+    """Which elements of a block changed and by how much: which of the changes are larger ones, their excess,
+    and, if they are known already, their ranks and places."""
 
     changed: BitSet
     signs: U64
     larger: BitSet
     excess: Bits
+    listed_larger: tuple[U32, U32] | None = None
 
     @property
     def count(self) -> int:
@@ -41,18 +43,22 @@ class Changes:
 
     @classmethod
     def found(cls, old: Sequence[Bits], new: Sequence[Bits], finds: marks.Finds) -> Changes:
-        """Of a block's segments."""
+        """Of a block's segments; in the memory of `finds`."""
         at, memory = np.zeros(3, np.int64), finds.restart()
         for before, after in zip(old, new, strict=True):
             marks.survey(before, after, at, memory)
         size, count, found = (int(n) for n in at)
-        larger, excess = finds.larger[:found], finds.excess[:found]
-        if found > excess.size:
-            larger, excess = np.empty(found, np.uint32), np.empty(found, finds.excess.dtype)
-            at, memory = np.zeros(3, np.int64), finds.restart(larger, excess)
+        room = finds.larger[:found], finds.places[:found], finds.excess[:found]
+        if found > finds.larger.size:
+            room = np.empty(found, np.uint32), np.empty(found, np.uint32), np.empty(found, finds.excess.dtype)
+            at, memory = np.zeros(3, np.int64), finds.restart(room)
             for before, after in zip(old, new, strict=True):
                 marks.survey(before, after, at, memory)
-        return cls(BitSet.of_marks(finds.changed, size, count), finds.signs, BitSet.of_places(larger, count), excess)
+        larger, places, excess = room
+        return cls(
+            BitSet.of_marks(finds.changed, size, count), finds.signs, BitSet.of_places(larger, count), excess,
+            (larger, places),
+        )  # fmt: skip
 
     @classmethod
     def of_steps(cls, positions: U32, steps: I64, size: int, element: ElementType) -> Changes:
@@ -99,11 +105,14 @@ class Changes:
 
     def _larger(self) -> tuple[U32, U32, Bits, U64]:
         """The larger changes, as the kernels take them: places, ranks, excess, all signs."""
-        ranks, places = self.larger.listed(), self.changed.places
-        if places is not None:
-            return places[ranks], ranks, self.excess, self.signs
+        if self.listed_larger is not None:
+            ranks, places = self.listed_larger
+            return places, ranks, self.excess, self.signs
+        ranks = self.larger.listed()
         room = np.empty(ranks.size + LISTED, np.uint32)
-        if ranks.size:
+        if self.changed.places is not None:
+            marks.pick(self.changed.places, ranks, room)
+        elif ranks.size:
             marks.places_of_larger(self.changed.marks(), self.changed.size, self.larger.marks(), room)
         return room[: ranks.size], ranks, self.excess, self.signs
 

@@ -29,6 +29,9 @@ _LAST_WHOLE = ROW_ELEMENTS - LANES
 _LARGER_SHARE = 8
 
 
+Found = tuple[U64, U64, U32, U32, Bits, U64]
+
+
 class Finds:
     """Working memory of one thread for the changes of blocks of up to so many elements of a type: two bits an element,
     and the larger changes of one in `_LARGER_SHARE` of them (where there are more, a second pass finds them)."""
@@ -36,15 +39,14 @@ class Finds:
     def __init__(self, size: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.size = size
         self.changed, self.signs = (np.empty(word_count(size), np.uint64) for _ in range(2))
-        self.larger: U32 = np.empty(size // _LARGER_SHARE + LANES, np.uint32)
+        self.larger, self.places = (np.empty(size // _LARGER_SHARE + LANES, np.uint32) for _ in range(2))
         self.excess: Bits = np.empty(self.larger.size, dtype)
         self._work = np.zeros(4, np.uint64)
 
-    def restart(self, larger: U32 | None = None, excess: Bits | None = None) -> tuple[U64, U64, U32, Bits, U64]:
+    def restart(self, room: tuple[U32, U32, Bits] | None = None) -> Found:
         """The memory, as `survey` takes it, for another block; with other room for its larger changes, if given."""
         self.changed[0] = self.signs[0] = 0
-        room = self.larger if larger is None else larger, self.excess if excess is None else excess
-        return self.changed, self.signs, *room, self._work
+        return self.changed, self.signs, *(room or (self.larger, self.places, self.excess)), self._work
 
 
 @inlined
@@ -74,13 +76,13 @@ def _excess_of(old: Bits, new: Bits, i: Int) -> np.uint64:
 
 
 @compiled
-def survey(old: Bits, new: Bits, at: I64, finds: tuple[U64, U64, U32, Bits, U64]) -> None:
+def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
     """Which elements of a segment changed, which of these went down, which by more than one, and by how much more.
 
-    `at` = elements, changes and larger ones so far; `finds` = these, of the last two as many as there is room for, and
-    three words of working memory.
+    `at` = elements, changes and larger ones so far; `finds` = changed, signs, and of the larger ones as many as there is
+    room for: ranks among the changes, places, excess; working memory.
     """
-    changed, signs, larger, excess, out = finds
+    changed, signs, larger, places, excess, out = finds
     bits, rank, found = at[0], at[1], at[2]
     for start in range(0, old.size, LANES):
         left = old.size - start
@@ -89,14 +91,16 @@ def survey(old: Bits, new: Bits, at: I64, finds: tuple[U64, U64, U32, Bits, U64]
         else:
             compare_tail(old, new, start, out)
         word, lanes = out[0], out[2]
-        bits = put(changed, bits, word, min(left, LANES))
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
             if found < excess.size:
+                lane = np.int64(trailing_zeros(bit))
                 larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
-                excess[found] = _excess_of(old, new, start + np.int64(trailing_zeros(bit)))
+                places[found] = bits + lane
+                excess[found] = _excess_of(old, new, start + lane)
             found += 1
+        bits = put(changed, bits, word, min(left, LANES))
         rank = put(signs, rank, extract(out[1], word), np.int64(count_ones(word)))
     at[0], at[1], at[2] = bits, rank, found
 
@@ -112,6 +116,13 @@ def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None
         lanes = deposit(bits_at(larger, rank), word)
         found = list_few(lanes, np.uint64(at), places, found, LISTED)
         rank += np.int64(count_ones(word))
+
+
+@compiled
+def pick(places: U32, ranks: U32, out: U32) -> None:
+    """The places of these ranks, which are below their number."""
+    for i in range(ranks.size):
+        out[i] = places[np.uint64(ranks[i])]
 
 
 @compiled
