@@ -70,7 +70,10 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     (r"sqlite3 .*", "tests/e2e/test_backup.py", "back_up"),
     (r"python -m tests\.e2e\.releases", "tests/e2e/test_upgrade.py", "test_what_is_kept_of_this_release_will_go_on"),
 )  # fmt: skip
-UNDER_SOAK = {"test_two_processes_as_torchruns_environment_describes_them_are_one_learner"}
+UNDER_SOAK = {
+    "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
+    "test_what_is_kept_of_this_release_will_go_on",
+}
 
 AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_operator_commands.py
 
