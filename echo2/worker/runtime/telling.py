@@ -199,6 +199,7 @@ class Telling:
             "way": self._node.stats().way,
             "waits_for": beat.waits_for,
             "waits_since_s": round(beat.waits_since_s, 1),
+            "also_waits_for": "; ".join(f"{text} ({since_s:.1f} s)" for text, since_s in self._waits.by_age()[1:]),
             "can_be_dialled": {True: "yes", False: "no", None: "not known"}[facts.is_reachable],
             "relays": len(facts.relays),
             "links": [f"{link.peer_id[-8:]} {link.way}" for link in self._node.stats().links],

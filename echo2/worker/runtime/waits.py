@@ -50,7 +50,9 @@ class Waits:
 
     def longest(self) -> tuple[str, float]:
         """What it has waited for longest and for how many seconds; ("", 0) when it waits for nothing."""
-        if not self._waits:
-            return "", 0.0
-        first = min(self._waits.values(), key=lambda wait: wait.since)
-        return first.text, self.clock.now() - first.since
+        return next(iter(self.by_age()), ("", 0.0))
+
+    def by_age(self) -> list[tuple[str, float]]:
+        """All that it waits for and for how many seconds, the longest first."""
+        now = self.clock.now()
+        return [(wait.text, now - wait.since) for wait in sorted(self._waits.values(), key=lambda wait: wait.since)]
