@@ -170,8 +170,8 @@ class BroadcastDriver:
     def _go_around_stalls(self) -> None:
         held = {key: len(entry.digests) for key, entry in self.entries.items()}
         is_late = self._plan is not None and self.me in self._plan.late
-        is_served = bool(self.links) and not is_late
-        stopped = self.stalls.look({key: held[key] for key in self._missing()}, held, is_served, self.host.now())
+        missing = {key: held[key] for key in self._missing()}
+        stopped = self.stalls.look(missing, held, bool(self.links), self.host.now(), is_late)
         if stopped is None:
             return
         for key in stopped:
@@ -293,7 +293,9 @@ class BroadcastDriver:
         return dropped
 
     def _victim(self, spared: ArtifactKey) -> ArtifactKey | None:
-        needed = {*self.path(None), spared}
+        keyframes = {e.header.artifact.version: key for key, e in self.entries.items() if e.header.artifact.is_keyframe}
+        around = {keyframes[max(keyframes)]} if keyframes else set()  # what stops coming
+        needed = {*self.path(None), spared, *around}
         free = [key for key in self.entries if key not in needed]
         return min(free, key=lambda key: self.entries[key].header.published_unix_s, default=None)
 

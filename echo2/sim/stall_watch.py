@@ -31,11 +31,16 @@ class StallWatch:
         self._counts = counts
 
     def look(
-        self, wanted: Mapping[ArtifactKey, int], held: Mapping[ArtifactKey, int], is_connected: bool, now: float
+        self,
+        wanted: Mapping[ArtifactKey, int],
+        held: Mapping[ArtifactKey, int],
+        is_connected: bool,
+        now: float,
+        is_late: bool,
     ) -> list[ArtifactKey] | None:
         """None while nothing changed; else what of `wanted` has stopped coming. `held`: chunks of all that is known."""
         known = {key: held[key] for key in self.keys if key in held}
-        if not self._stalls.look(wanted, known, is_connected, now):
+        if not self._stalls.look(wanted, known, is_connected, now, is_late):
             return None
         before, keys = self.keys, self._stalls.keys
         self.keys = before | keys if self.is_for_good else keys

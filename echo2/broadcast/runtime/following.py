@@ -53,7 +53,7 @@ class Following:
         wanted = {key: len(entries[key].digests) for key in self._library.path(version) if not entries[key].is_complete}
         known = {key: len(entries[key].digests) for key in before if key in entries}
         is_late = self.plan is not None and self._me in self.plan.late  # it is served when nothing waits for others
-        if not self._stalls.look(wanted, known, is_connected and not is_late, now):
+        if not self._stalls.look(wanted, known, is_connected, now, is_late):
             return None
         self._library.set_stalled(self._stalls.keys)
         found = [key for key in wanted if key in self._stalls.keys]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.stalls import FORGOTTEN_S, STALL_S, Stalls
+from echo2.broadcast.stalls import FORGOTTEN_S, LATE_STALL_S, STALL_S, Stalls
 
 A, B = ArtifactKey(b"a"), ArtifactKey(b"b")
 
@@ -40,3 +40,11 @@ def test_what_stalled_is_tried_again_later() -> None:
     assert stalls.look({A: 3}, {}, True, STALL_S) and stalls.keys == {A}
     assert not stalls.look({}, {A: 3}, True, end - 1.0)
     assert stalls.look({}, {A: 3}, True, end) and not stalls.keys
+
+
+def test_a_node_that_is_served_last_waits_longer_and_not_for_ever() -> None:
+    stalls = Stalls()
+    stalls.look({A: 3}, {}, True, 0.0, is_late=True)
+    stalls.look({A: 3}, {}, True, 0.5, is_late=True)
+    assert not stalls.look({A: 3}, {}, True, LATE_STALL_S - 1.0, is_late=True)
+    assert stalls.look({A: 3}, {}, True, LATE_STALL_S, is_late=True) and stalls.keys == {A}
