@@ -6,13 +6,11 @@ import pytest
 
 from echo2.cli.demo.model import ModelRecipe, make_model
 from echo2.cli.demo.ports import choose_ports
-from echo2.cli.demo.warm import warm_once
 
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "model"
-    warm_once(Path("~/.cache/echo2/demo").expanduser())  # once here, not in every process at the same time
     make_model(folder, ModelRecipe(warmup_steps=80))
     return folder
 

@@ -1,16 +1,12 @@
 """Typed door to numba: compiled without the interpreter lock, cached on disk so that later processes start fast.
 
 Kernels count no references (`_nrt=False`): they allocate nothing, and counting on every access to a tuple of arrays
-would make them ten times slower. A kernel's cache is named by a digest of all of this package's sources, because
-numba itself would not notice that a function inlined from another file has changed.
+would make them ten times slower. Their cache has a folder of its own (kernel_cache).
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -21,21 +17,13 @@ from llvmlite import ir
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 
+from echo2.broadcast.kernel_cache import kernel_folder
+
 Int = int | np.int64
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def _cache_folder() -> str:
-    """Beside the compiled Python files, or in the user's cache where the package is read-only."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for source in sorted(here.glob("*.py")):
-        digest.update(source.read_bytes())
-    home = here / "__pycache__" if os.access(here, os.W_OK) else Path.home() / ".cache" / "echo2"
-    return str(home / f"kernels-{digest.hexdigest()[:16]}")
-
-
-_CACHE_FOLDER = _cache_folder()
+_CACHE_FOLDER = str(kernel_folder())
 
 
 def _jit(function: F, inline: bool) -> F:

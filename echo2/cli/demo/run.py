@@ -113,12 +113,11 @@ class _Demo:
             raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
 
     async def _compile_codec(self) -> None:
-        cache = CACHE.expanduser()
-        if is_warm(cache):
+        if is_warm():
             return
         self.console.print("compiling the delta codec (once, then cached) …")
         try:
-            await asyncio.to_thread(warm_once, cache)
+            await asyncio.to_thread(warm_once)
         except subprocess.SubprocessError as error:
             raise ChildFailed(f"the delta codec could not be compiled: {error}") from None
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from echo2.base.errors import ConfigError, MalformedMessage
-from echo2.base.ids import Version
-from echo2.broadcast.delta import HostWeights
+from echo2.broadcast import delta
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
@@ -42,11 +42,14 @@ def parse_model_config(raw: bytes) -> dict[str, object]:
 
 
 def warm_up(choice: EngineChoice) -> None:
-    """Loads the code that the engine and the decoder need, while the worker still waits for others."""
+    """Loads the code that the engine needs, while the worker still waits for others; the codec's goes on beside it.
+
+    Where the codec was never compiled that takes tens of seconds, which no end of the worker waits for.
+    """
+    threading.Thread(target=delta.warm_up, args=(torch.bfloat16,), name="codec", daemon=True).start()
     if choice is EngineChoice.EMBEDDED:
         importlib.import_module("echo2.worker.runtime.engines.embedded")
         importlib.import_module("transformers").AutoConfig  # noqa: B018  (lazily loaded: this is what takes seconds)
-    HostWeights.from_tensors({"warm": torch.zeros(8, dtype=torch.bfloat16)}, Version(0)).fingerprint()
 
 
 @dataclass(frozen=True, slots=True)

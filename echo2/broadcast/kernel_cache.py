@@ -1,0 +1,24 @@
+"""Where the delta codec's compiled kernels lie, for those too who must not pay for loading torch and numba to know.
+
+The folder's name holds a digest of all that the compiled code depends on: the codec's sources, because numba itself would not
+notice that a function inlined from another file has changed, and numba's version, since environments that share a home
+would overwrite each other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib import metadata
+from pathlib import Path
+
+CODEC = Path(__file__).parent / "delta"
+
+
+def kernel_folder() -> Path:
+    """Beside the compiled Python files, or in the user's cache where the package is read-only."""
+    digest = hashlib.sha256(metadata.version("numba").encode())
+    for source in sorted(CODEC.glob("*.py")):
+        digest.update(source.read_bytes())
+    home = CODEC / "__pycache__" if os.access(CODEC, os.W_OK) else Path.home() / ".cache" / "echo2"
+    return home / f"kernels-{digest.hexdigest()[:16]}"
