@@ -39,7 +39,7 @@ from echo2.learner.timing import Utilisation
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
-NOT_FINITE_KEPT_MAX = 64
+NOT_FINITE_KEPT_MAX = 16
 """Batches kept for inspection; later ones are counted only."""
 
 
@@ -267,8 +267,6 @@ class TrainingLoop:
         folder = self.p.folder.path / "not_finite"
         folder.mkdir(exist_ok=True)
         if len(list(folder.iterdir())) >= NOT_FINITE_KEPT_MAX:
-            return
-        if len(list(folder.iterdir())) >= 16:
             return
         groups = [
             {
