@@ -94,7 +94,7 @@ def swaps(is_quick: bool) -> list[Row]:
     """The share of time that a version every `INTERVAL_S` costs, by mode and by how many sequences share a prompt."""
     base, rows = keyframe(make_model("sdpa")), []
     for mode, group_size in ((SwapMode.KEEP_KV, 8), (SwapMode.RECOMPUTE_KV, 8), (SwapMode.RECOMPUTE_KV, 1)):
-        share = swap_share(base, mode, 2 if is_quick else 8, INTERVAL_S, group_size)
+        share = swap_share(base, mode, 2 if is_quick else 16, INTERVAL_S, group_size)
         name = f"time lost to swaps every 2 s, {mode.value}, groups of {group_size}"
         print(f"{name}: {share:.2%} (target <= 3%)")
         rows.append(row(name, share, "share", 0.03))
