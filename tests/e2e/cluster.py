@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from echo2.cli.demo.ports import choose_ports
+
 MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,41 @@ def environment_of(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "PYTHONPATH": str(ROOT),
     }
+
+
+def small_run(
+    folder: Path, model: Path, *, steps: int = 30, prompts: int = 12, rollouts: int = 8, eval_prompts: int = 32,
+    eval_every_steps: int = 10, checkpoint_every_steps: int = 5,
+) -> str:  # fmt: skip
+    """The configuration of a run below `folder`, on free ports; tests add their own options at the end."""
+    enrol, services, page, learner = choose_ports((0, 0, 0, 0))
+    return f"""
+preset = "local"
+[run]
+name = "trial"
+folder = "{folder}/runs"
+[model]
+path = "{model}"
+[task]
+name = "sort_digits"
+args = {{ digit_count = 5 }}
+eval_prompts = {eval_prompts}
+eval_every_steps = {eval_every_steps}
+[sampling]
+max_new_tokens = 7
+[coordinator]
+enrol_port = {enrol}
+port = {services}
+dashboard_port = {page}
+[learner]
+port = {learner}
+steps = {steps}
+prompts_per_step = {prompts}
+rollouts_per_prompt = {rollouts}
+lr = 1e-3
+correction = "behaviour"
+checkpoint_every_steps = {checkpoint_every_steps}
+"""
 
 
 class Cluster:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from echo2.cli.demo.model import ModelRecipe, make_model
-from echo2.cli.demo.ports import choose_ports
+from tests.e2e.cluster import small_run
 
 
 @pytest.fixture(scope="session")
@@ -18,31 +18,4 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_config(base_model: Path, tmp_path: Path) -> str:
     """A small run on free ports; tests add their own options at the end."""
-    enrol, services, page, learner = choose_ports((0, 0, 0, 0))
-    return f"""
-preset = "local"
-[run]
-name = "trial"
-folder = "{tmp_path}/runs"
-[model]
-path = "{base_model}"
-[task]
-name = "sort_digits"
-args = {{ digit_count = 5 }}
-eval_prompts = 32
-eval_every_steps = 10
-[sampling]
-max_new_tokens = 7
-[coordinator]
-enrol_port = {enrol}
-port = {services}
-dashboard_port = {page}
-[learner]
-port = {learner}
-steps = 30
-prompts_per_step = 12
-rollouts_per_prompt = 8
-lr = 1e-3
-correction = "behaviour"
-checkpoint_every_steps = 5
-"""
+    return small_run(tmp_path, base_model)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from echo2 import __version__
 from echo2.cli.demo.model import ModelRecipe, make_model
-from echo2.cli.demo.ports import choose_ports
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, small_run
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STOPPED_AFTER = 6
@@ -26,34 +25,11 @@ NOT_STATE = (".sock", "lock", ".jsonl")
 
 
 def config_of(folder: Path, steps: int) -> str:
-    """Of a run below `folder`, whose model is in `folder/model`; on free ports."""
-    enrol, services, page, learner = choose_ports((0, 0, 0, 0))
-    return f"""
-preset = "local"
-[run]
-name = "trial"
-folder = "{folder}/runs"
-[model]
-path = "{folder}/model"
-[task]
-name = "sort_digits"
-args = {{ digit_count = 5 }}
-eval_prompts = 8
-[sampling]
-max_new_tokens = 7
-[coordinator]
-enrol_port = {enrol}
-port = {services}
-dashboard_port = {page}
-[learner]
-port = {learner}
-steps = {steps}
-prompts_per_step = 4
-rollouts_per_prompt = 4
-lr = 1e-3
-correction = "behaviour"
-checkpoint_every_steps = 3
-"""
+    """Of a run below `folder`, whose model is in `folder/model`."""
+    return small_run(
+        folder, folder / "model", steps=steps, prompts=4, rollouts=4, eval_prompts=8, eval_every_steps=20,
+        checkpoint_every_steps=3,
+    )  # fmt: skip
 
 
 def make(into: Path, folder: Path) -> None:
