@@ -34,7 +34,8 @@ import zstandard
 
 from benchmarks.delta_snapshots import LARGE, LEARNING_RATES, SMALL, STEPS_APART, Snapshot, load_or_train
 from echo2.base.ids import Version
-from echo2.broadcast.delta import (
+from echo2.broadcast.runtime.spill import FileSpill
+from echo2.weights import (
     DecodeLimits,
     Decoder,
     DeltaHeader,
@@ -45,9 +46,8 @@ from echo2.broadcast.delta import (
     encode_keyframe,
     fingerprint,
 )  # fmt: skip
-from echo2.broadcast.delta.bitset import Coder
-from echo2.broadcast.delta.container import BlockFrame, parse_frame
-from echo2.broadcast.runtime.spill import FileSpill
+from echo2.weights.bitset import Coder
+from echo2.weights.container import BlockFrame, parse_frame
 
 Words = npt.NDArray[np.uint16]
 Row = dict[str, object]

@@ -23,13 +23,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from echo2.base.ids import RunId
-from echo2.broadcast.identity import Identity, Role, TlsKey, certificate_request
 from echo2.broadcast.reachability import circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.transport import Connection, refuse_exchange, way_of
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 from tests.contract.nat_lab import NatLab, reason_unavailable
 
 RESULTS = Path(__file__).parent / "results" / "links.json"

@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.broadcast_scene import IP_OVERHEAD, RTT_S, Scene, fluid_s
 from benchmarks.wan.lab import Lab, LabHost, lab
 from echo2.base.ids import RunId
-from echo2.broadcast.identity import Role, RunAuthority, TlsKey, certificate_request
-from echo2.broadcast.runtime import tls
+from echo2.trust.identity import Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, START_LIMIT_S = 240.0, 120.0

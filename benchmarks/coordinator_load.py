@@ -19,8 +19,8 @@ import grpc.aio
 
 from benchmarks.coordinator_history import History
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.broadcast.runtime import tls
+from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.worker.backoff import Backoff

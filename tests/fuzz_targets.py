@@ -24,7 +24,10 @@ from google.protobuf.message import DecodeError, Message
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
-from echo2.broadcast.delta import (
+from echo2.config.load import load_config
+from echo2.learner.runtime.journal import read_journal
+from echo2.trust.identity import Identity, JoinLink
+from echo2.weights import (
     Decoder,
     DeltaHeader,
     FrameReader,
@@ -33,16 +36,13 @@ from echo2.broadcast.delta import (
     encode_keyframe,
     join_frames,
 )
-from echo2.broadcast.delta.container import parse_frame
-from echo2.broadcast.identity import Identity, JoinLink
-from echo2.config.load import load_config
-from echo2.learner.runtime.journal import read_journal
+from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
-from tests.unit.broadcast.delta.models import KEY, gaussian_pair
+from tests.unit.weights.models import KEY, gaussian_pair
 
 CORPUS = Path(__file__).parent / "fixtures" / "corpus"
 INPUT_BYTES_MAX = 1 << 16

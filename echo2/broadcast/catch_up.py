@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.base.ids import Version
-from echo2.broadcast.delta.container import Setting
-from echo2.broadcast.delta.policy import CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey
+from echo2.weights.container import Setting
+from echo2.weights.policy import CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
 
 SWITCH_SHARE = 0.8
 """What is asked for must be expected in less than this share of the time of what comes by itself: it is paid twice."""

@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Iterator
 
 from echo2.base.errors import LimitExceeded, MalformedMessage
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import CHUNK_BYTES_MAX, ArtifactKey, Chunk
+from echo2.trust.identity import Identity
 
 BLOCK_BYTES_MAX = 1 << 30
 

@@ -15,8 +15,8 @@ from typing import NewType
 
 from echo2.base.errors import BadSignature, CorruptChunk, MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.identity import Identity
-from echo2.broadcast.peer_id import verify_signature
+from echo2.trust.identity import Identity
+from echo2.trust.peer_id import verify_signature
 
 ArtifactKey = NewType("ArtifactKey", bytes)
 """16 bytes that name one publication: the hash of its header."""

@@ -23,11 +23,11 @@ from pathlib import Path
 
 from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes
-from echo2.broadcast.identity import JoinLink
 from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, worker_findings
 from echo2.cli.extras import MODULES
 from echo2.cli.link_text import link_text
 from echo2.config.run import RunConfig
+from echo2.trust.identity import JoinLink
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding
 
 TIMEOUT_S = 5.0

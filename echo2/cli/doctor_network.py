@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from echo2.base.errors import EchoError, PortBusy
 from echo2.base.units import format_bytes
-from echo2.broadcast.identity import JoinLink, Role
 from echo2.broadcast.probing import own_reach
 from echo2.broadcast.reachability import LinkKind
-from echo2.broadcast.runtime.enrolling import check_coordinator
 from echo2.broadcast.runtime.probing import OwnLink, look_at_own_link
 from echo2.config.run import RunConfig
+from echo2.trust.identity import JoinLink, Role
+from echo2.trust.runtime.enrolling import check_coordinator
 from echo2.worker.findings import Finding, clock_finding
 
 TIMEOUT_S = 5.0

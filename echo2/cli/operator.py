@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import EchoError
-from echo2.broadcast.identity import JoinLink, Role
-from echo2.broadcast.runtime.enrolling import enrol
-from echo2.broadcast.runtime.tls import (
+from echo2.trust.identity import JoinLink, Role
+from echo2.trust.runtime.enrolling import enrol
+from echo2.trust.runtime.tls import (
     error_of,
     load_credentials,
     load_or_create_identity,

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.broadcast.runtime.tls import calls_have_ended
 from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
 from echo2.config.load import load_config
@@ -41,6 +40,7 @@ from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions
 from echo2.learner.runtime.startup import prepare_with
 from echo2.tasks.runtime.registry import is_environment
 from echo2.tasks.task import TaskSpec
+from echo2.trust.runtime.tls import calls_have_ended
 
 CLOSE_WITHIN_S = 60.0
 

@@ -88,7 +88,7 @@ def report_error(error: EchoError) -> int:
 
 
 async def _with_signals(make: Callable[[], Daemon]) -> None:
-    from echo2.broadcast.runtime.tls import calls_have_ended  # every daemon has loaded it; other commands do without
+    from echo2.trust.runtime.tls import calls_have_ended  # every daemon has loaded it; other commands do without
 
     daemon = make()
     loop = asyncio.get_running_loop()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from echo2.broadcast.delta import Setting
-from echo2.broadcast.delta.policy import SettingCost, choose_setting
+from echo2.weights import Setting
+from echo2.weights.policy import SettingCost, choose_setting
 
 SettingWish = Literal["auto", "fast", "dense"]
 

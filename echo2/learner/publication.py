@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from echo2.base.ids import Step, Version
-from echo2.broadcast.delta.policy import parents_to_publish
+from echo2.weights.policy import parents_to_publish
 
 MERGED_LAG_MAX = 64
 """No merged delta spans more publications."""

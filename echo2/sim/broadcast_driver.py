@@ -17,7 +17,6 @@ from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast import events as be
 from echo2.broadcast.catch_up import UNKNOWN_LINK, plan_way
 from echo2.broadcast.chunks import signed_chunks
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.session import Session
@@ -29,6 +28,7 @@ from echo2.sim.host import Host
 from echo2.sim.network import End, Network
 from echo2.sim.scene import Sabotage
 from echo2.sim.stall_watch import StallWatch
+from echo2.trust.identity import Identity
 
 CHUNK_BYTES = 96
 RUN = RunId("simulated")

@@ -20,11 +20,11 @@ from collections.abc import Collection, Sequence
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Rollout, RolloutSegment
-from echo2.broadcast.delta import HostWeights
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.learner.batcher import Batch, Batcher
 from echo2.sim.messages import Ticket
 from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
+from echo2.weights import HostWeights
 
 RolloutName = tuple[GroupId, int]
 

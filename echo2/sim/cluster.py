@@ -16,7 +16,6 @@ from pathlib import Path
 from echo2.base.errors import DiskFull, EchoError
 from echo2.base.ids import PeerId, Version
 from echo2.base.rng import derived_rng, derived_seed
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.stalls import FORGOTTEN_S
 from echo2.sim.broadcast_driver import BroadcastDriver
 from echo2.sim.checkers import Truth, Violation
@@ -30,6 +29,7 @@ from echo2.sim.network import AccessLink, Network
 from echo2.sim.scene import Sabotage, Scene
 from echo2.sim.story import Story
 from echo2.sim.worker_driver import WorkerDriver, WorkerMachine
+from echo2.trust.identity import Identity
 
 MBIT = 125_000.0
 LOOK_S = 5.0

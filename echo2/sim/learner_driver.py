@@ -17,8 +17,6 @@ from echo2.base.errors import FingerprintMismatch, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rng import derived_rng, derived_seed
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict
-from echo2.broadcast.delta import HostWeights
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, LinkReport
@@ -45,6 +43,8 @@ from echo2.sim.tiny_model import (
     trained,
 )
 from echo2.staleness.ledger import Ledger
+from echo2.trust.identity import Identity
+from echo2.weights import HostWeights
 
 REMIND_LOOK_S = 1.0
 

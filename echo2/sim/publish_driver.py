@@ -11,7 +11,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from echo2.base.ids import Version
-from echo2.broadcast.delta import DeltaHeader, HostWeights, encode_delta, encode_keyframe, join_frames
 from echo2.broadcast.manifest import ArtifactId
 from echo2.coordinator.telemetry import PublishedVersion
 from echo2.learner.batcher import Batcher
@@ -23,6 +22,7 @@ from echo2.sim.disk import LearnerDisk
 from echo2.sim.host import Host
 from echo2.sim.scene import Scene
 from echo2.sim.tiny_model import BLOCK_ELEMENTS, FINGERPRINT_KEY
+from echo2.weights import DeltaHeader, HostWeights, encode_delta, encode_keyframe, join_frames
 
 
 class PublishDriver:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from echo2.base.ids import GroupId, Version
 from echo2.base.rng import derived_rng, derived_seed
-from echo2.broadcast.delta import HostWeights
 from echo2.learner.batcher import Batch
 from echo2.sim.lengths import Lengths
+from echo2.weights import HostWeights
 
 FINGERPRINT_KEY = 0x5EED
 VOCABULARY = 97

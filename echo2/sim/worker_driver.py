@@ -15,7 +15,6 @@ from echo2.base.errors import EchoError
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import RolloutSegment
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
@@ -29,6 +28,7 @@ from echo2.sim.scene import Sabotage, Scene
 from echo2.sim.sim_engine import SimEngine, SwapFaults
 from echo2.sim.tiny_model import Sampler
 from echo2.sim.weight_driver import WeightKeeper
+from echo2.trust.identity import Identity
 from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
 from echo2.worker.backoff import Backoff

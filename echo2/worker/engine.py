@@ -15,7 +15,7 @@ from typing import Protocol
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.broadcast.staged import StagedVersion
+from echo2.weights.staged import StagedVersion
 
 
 class SwapMode(enum.Enum):
@@ -120,7 +120,7 @@ class Engine(Protocol):
         ...
 
     async def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint (broadcast/delta) of the live weights as HF-named raw bits."""
+        """Keyed fingerprint (weights) of the live weights as HF-named raw bits."""
         ...
 
     def stats(self) -> EngineStats: ...

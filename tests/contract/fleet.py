@@ -12,14 +12,14 @@ from pathlib import Path
 import grpc.aio
 
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan
+from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 
 RUN = RunId("a-run")
 

@@ -15,11 +15,9 @@ import time
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.identity import Identity, Role, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.reachability import Access, LinkKind
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactSealed
@@ -27,6 +25,8 @@ from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import NodeLink
 from echo2.broadcast.trees import plan
+from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 
 NAMES = ("hub", "learner", "left", "right")
 GRPC_PORT, RELAY_PORT = 7000, 7001

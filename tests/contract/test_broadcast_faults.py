@@ -13,14 +13,14 @@ import pytest
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast import stalls
-from echo2.broadcast.identity import Role
 from echo2.broadcast.manifest import ArtifactId, Chunk
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.library import LibraryLimits
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.trust.identity import Role
+from echo2.trust.runtime import tls
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
 
@@ -31,7 +31,7 @@ BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(12)]
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from echo2.broadcast.runtime import tls
+from echo2.trust.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.wire.broadcast import plan_from_message

@@ -10,14 +10,14 @@ import socket
 from pathlib import Path
 
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.identity import Role
 from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.striping import LINK_CONNECTIONS
+from echo2.trust.identity import Role
+from echo2.trust.runtime import tls
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, blocks_of, fleet, until
 

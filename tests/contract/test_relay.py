@@ -12,13 +12,13 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.reachability import LinkKind, circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.p2p import punching
 from echo2.broadcast.runtime.transport import Connection, refuse_exchange, way_of
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 
 WAIT_S = 20.0
 RUN = RunId("relay")

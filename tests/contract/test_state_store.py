@@ -17,7 +17,6 @@ import sqlalchemy as sa
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.broadcast.identity import Role
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
 from echo2.coordinator.provisioning import Machine, MachineState
@@ -25,6 +24,7 @@ from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.coordinator.tokens import Token
+from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.unit.coordinator import test_daemon as daemon_tests
 

@@ -17,9 +17,9 @@ import pytest
 
 from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
-from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.enrolling import check_coordinator, enrol
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
+from echo2.trust.runtime import tls
+from echo2.trust.runtime.enrolling import check_coordinator, enrol
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 RUN = RunId("a-run")

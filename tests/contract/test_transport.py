@@ -14,14 +14,14 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import RunId
-from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.reachability import circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.transport import Connection, Transport, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
 
 RUN = RunId("contract")
 KINDS = ("grpc", "memory", "libp2p")

@@ -72,7 +72,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
 
 
 def test_a_wrong_identity_of_the_coordinator_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
-    from echo2.broadcast.identity import Identity, JoinLink
+    from echo2.trust.identity import Identity, JoinLink
 
     link = (coordinator.run_folder / "links" / "worker.link").read_text().strip()
     pinned = JoinLink.parse(link).peer_id
@@ -121,7 +121,7 @@ def test_a_full_disk_is_named(tmp_path: Path, run_config: str) -> None:
 def test_another_protocol_version_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
     link = (coordinator.run_folder / "links" / "worker.link").read_text().strip()
     program = (
-        "import sys, echo2.broadcast.runtime.tls as tls; tls.PROTOCOL_VERSION = 99;"
+        "import sys, echo2.trust.runtime.tls as tls; tls.PROTOCOL_VERSION = 99;"
         "from echo2.cli.worker import main; sys.exit(main(['join', sys.argv[1], '--name', 'x']))"
     )
     result = subprocess.run(

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from echo2.broadcast.identity import JoinLink
 from echo2.cli import worker
+from echo2.trust.identity import JoinLink
 from tests.docs.test_commands import AS_SHOWN, COMMANDS
 from tests.e2e.cluster import Cluster, environment_of
 from tests.e2e.test_doctor import CONFIG

@@ -12,9 +12,9 @@ import zstandard
 
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
-from echo2.broadcast.delta import Decoder, DeltaHeader, HostWeights, encode_keyframe
-from echo2.broadcast.delta.container import Method, container_id_of, encode_block_frame
-from echo2.broadcast.identity import JoinLink, Role
+from echo2.trust.identity import JoinLink, Role
+from echo2.weights import Decoder, DeltaHeader, HostWeights, encode_keyframe
+from echo2.weights.container import Method, container_id_of, encode_block_frame
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
 

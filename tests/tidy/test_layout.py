@@ -13,16 +13,18 @@ FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
 PARAMETERS_MAX = 8
 
-# What each room may import of echo2. The order of design: base < config < {cost_model, staleness} < broadcast
-# < {coordinator, learner, worker, tasks} < {wire, sim} < broadcast.runtime < {role}.runtime < cli.
+# What each room may import of echo2. The order of design: base < config < {cost_model, staleness, trust, weights}
+# < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < trust.runtime < broadcast.runtime < {role}.runtime < cli.
 _BASE = {"base"}
-_PURE = _BASE | {"config", "cost_model", "staleness", "broadcast"}
+_PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "broadcast"}
 _ROLES = {"coordinator", "learner", "worker", "tasks"}
 ALLOWED: dict[str, set[str]] = {
     "base": _BASE,
     "config": _BASE | {"config"},
     "cost_model": _BASE | {"config", "cost_model"},
     "staleness": _BASE | {"config", "staleness"},
+    "trust": _BASE | {"trust"},
+    "weights": _BASE | {"weights"},
     "broadcast": _PURE,
     "coordinator": _PURE | {"coordinator"},
     "learner": _PURE | {"learner"},
@@ -30,10 +32,11 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": _PURE | {"tasks"},
     "wire": _PURE | _ROLES | {"wire"},
     "sim": _PURE | _ROLES | {"sim"},
-    "broadcast.runtime": _PURE | {"wire", "broadcast.runtime"},
-    "coordinator.runtime": _PURE | {"wire", "broadcast.runtime", "coordinator", "coordinator.runtime"},
-    "learner.runtime": _PURE | {"wire", "broadcast.runtime", "learner", "learner.runtime", "tasks"},
-    "worker.runtime": _PURE | {"wire", "broadcast.runtime", "worker", "worker.runtime"},
+    "trust.runtime": _BASE | {"trust", "wire", "trust.runtime"},
+    "broadcast.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime"},
+    "coordinator.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "coordinator", "coordinator.runtime"},
+    "learner.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "learner", "learner.runtime", "tasks"},
+    "worker.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "worker", "worker.runtime"},
     "tasks.runtime": _PURE | {"tasks", "tasks.runtime"},
 }
 ALLOWED["learner.runtime"] |= {"tasks.runtime"}
@@ -42,7 +45,7 @@ IO_MODULES = {"socket", "asyncio", "threading", "subprocess", "grpc", "trio", "s
 TORCH_ALLOWED_IN_CORE = {
     "echo2/learner/loss.py", "echo2/learner/advantage.py", "echo2/learner/correction.py",
 }  # fmt: skip
-TORCH_ALLOWED_PREFIXES = ("echo2/broadcast/delta/",)
+TORCH_ALLOWED_PREFIXES = ("echo2/weights/",)
 
 
 def sources() -> list[Path]:

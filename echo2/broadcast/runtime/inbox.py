@@ -26,7 +26,7 @@ from echo2.broadcast.events import (
 from echo2.broadcast.manifest import Header
 from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 

@@ -28,10 +28,10 @@ from echo2.base.errors import (
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, Way, plan_way
 from echo2.broadcast.chunks import BlockAssembler
-from echo2.broadcast.delta.policy import Edge, WorkerLink, joining_path, plan_retention
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords, read_records
 from echo2.broadcast.runtime.progress import AvailableArtifact
+from echo2.weights.policy import Edge, WorkerLink, joining_path, plan_retention
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")

@@ -22,8 +22,8 @@ from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.events import SendChunk
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.runtime.sockets import Remote
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.broadcast.runtime.transport import Connection, Widenable
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
 
 CONTROL_FRAMES_MAX = 8192

@@ -38,7 +38,6 @@ from echo2.broadcast.events import (
     Wanted,
     Woken,
 )
-from echo2.broadcast.identity import Role
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.runtime.chunk_store import ChunkStore
@@ -61,12 +60,13 @@ from echo2.broadcast.runtime.progress import (
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import NodeShaper
 from echo2.broadcast.runtime.stripes import Stripes
-from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport import Connection, Transport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
+from echo2.trust.identity import Role
+from echo2.trust.runtime.tls import Credentials
 
 log = logging.getLogger("echo2.broadcast")
 CONNECTIONS_MAX = 48

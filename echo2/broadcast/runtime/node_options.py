@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echo2.broadcast.delta.container import FORMAT_VERSION
 from echo2.broadcast.runtime.library import LibraryLimits
 from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.weights.container import FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True)

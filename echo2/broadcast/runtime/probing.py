@@ -20,7 +20,6 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import PortBusy
-from echo2.broadcast.identity import JoinLink, NodeCertificate
 from echo2.broadcast.probing import (
     BLOCK_BYTES,
     DIAL_BACK_S,
@@ -30,9 +29,10 @@ from echo2.broadcast.probing import (
     Seen,
     Throughput,
 )
-from echo2.broadcast.runtime.enrolling import fetch_certificate
 from echo2.broadcast.runtime.sockets import local_end
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, channel_options, error_of
+from echo2.trust.identity import JoinLink, NodeCertificate
+from echo2.trust.runtime.enrolling import fetch_certificate
+from echo2.trust.runtime.tls import PROTOCOL_VERSION, channel_options, error_of
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
 

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from echo2.base.errors import Unreachable
-from echo2.broadcast.identity import PeerIdentity
 from echo2.broadcast.reachability import LinkWay
 from echo2.broadcast.runtime.transport import Connection, way_of
+from echo2.trust.identity import PeerIdentity
 
 DELAYED_BYTES_MIN = 1 << 20
 

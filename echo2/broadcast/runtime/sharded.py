@@ -4,7 +4,7 @@ Guarantees: only coded blocks and numbers cross between ranks, and nothing is pi
 first one, and hold no more than one block's bytes of what they coded and nobody asked for yet. A rank that fails is
 named with its error on the first one; one that does not answer within the time limit is `Unreachable`. Waits for: on the first
 rank, one answer at a time; on the others, the next order, in a thread of their own. Leaves to others: the coding
-(broadcast/delta/shards.py), that all ranks hold a version before it is named here, signing and sending.
+(weights/shards.py), that all ranks hold a version before it is named here, signing and sending.
 
 Orders and answers go over a gloo group of their own, so that they never come between the collectives of the training.
 """
@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, StateError, Unreachable
 from echo2.base.ids import Version
-from echo2.broadcast.delta.block import EncodedBlock
-from echo2.broadcast.delta.container import (
+from echo2.weights.block import EncodedBlock
+from echo2.weights.container import (
     HEADER_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     DeltaHeader,
@@ -38,11 +38,11 @@ from echo2.broadcast.delta.container import (
     parse_frame,
     parse_table,
 )  # fmt: skip
-from echo2.broadcast.delta.elements import WeightSet
-from echo2.broadcast.delta.encode import Encoding
-from echo2.broadcast.delta.fingerprint import MODULUS
-from echo2.broadcast.delta.layout import Block, blocks_of
-from echo2.broadcast.delta.shards import (
+from echo2.weights.elements import WeightSet
+from echo2.weights.encode import Encoding
+from echo2.weights.fingerprint import MODULUS
+from echo2.weights.layout import Block, blocks_of
+from echo2.weights.shards import (
     CodedBlock,
     encode_sections,
     section_blocks,

@@ -1,7 +1,7 @@
 """A spill on disk: what a decoder stages beyond its share of memory.
 
 Guarantees: the file has no name, so that nothing is left of it when the process ends, whichever way. Leaves to others:
-what is kept in it, and for how long (echo2/broadcast/delta/staging.py).
+what is kept in it, and for how long (echo2/weights/staging.py).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import PeerIdentity
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.runtime.sockets import Remote
+from echo2.trust.identity import PeerIdentity
 
 
 class Connection(Protocol):

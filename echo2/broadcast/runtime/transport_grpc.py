@@ -18,10 +18,10 @@ import grpc.aio
 
 from echo2.base.errors import TrustError, Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import PeerIdentity, Role
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
-from echo2.broadcast.runtime.tls import Credentials, open_channel, peer_of
 from echo2.broadcast.runtime.transport import Accept
+from echo2.trust.identity import PeerIdentity, Role
+from echo2.trust.runtime.tls import Credentials, open_channel, peer_of
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 _NO_ITERATOR: Any = None  # we read and write the call ourselves

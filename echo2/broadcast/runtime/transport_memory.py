@@ -6,8 +6,8 @@ import asyncio
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import PeerIdentity, Role
 from echo2.broadcast.runtime.transport import Accept
+from echo2.trust.identity import PeerIdentity, Role
 
 QUEUE_FRAMES = 8
 

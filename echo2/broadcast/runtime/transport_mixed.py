@@ -19,9 +19,9 @@ from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.addresses import joined
 from echo2.broadcast.runtime.p2p.host import HostFacts, HostOptions
 from echo2.broadcast.runtime.p2p.transport import P2pTransport
-from echo2.broadcast.runtime.tls import Credentials, check_free
 from echo2.broadcast.runtime.transport import Accept, Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.trust.runtime.tls import Credentials, check_free
 
 _log = logging.getLogger("echo2.broadcast")
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from echo2.broadcast.kernel_cache import kernel_folder
+from echo2.weights.kernel_cache import kernel_folder
 
 WARM_WITHIN_S = 300.0
 
@@ -34,6 +34,6 @@ def _stamp() -> Path:
 if __name__ == "__main__":
     import torch
 
-    from echo2.broadcast.delta import warm_up
+    from echo2.weights import warm_up
 
     warm_up(torch.bfloat16)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import JoinLink, Role
 from echo2.coordinator.membership import Member, Setting
 from echo2.coordinator.provisioning import Offer, Provider
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.provisioner import Provisioner
 from echo2.coordinator.tokens import LABEL_CHARS_MAX, Token
+from echo2.trust.identity import JoinLink, Role
 from echo2.wire.coordinator import (
     heartbeat_to_message,
     learner_hello_to_message,

@@ -22,10 +22,7 @@ from typing import IO
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import JoinLink, Role, RunAuthority
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.addresses import is_loopback, joined
-from echo2.broadcast.runtime.enrolling import LOOK_S_MAX, renewal_due_unix_s
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
@@ -43,6 +40,9 @@ from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import Dashboard, listening
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.tokens import token_hash
+from echo2.trust.identity import JoinLink, Role, RunAuthority
+from echo2.trust.runtime import tls
+from echo2.trust.runtime.enrolling import LOOK_S_MAX, renewal_due_unix_s
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, probe_pb2_grpc
 
 TICK_S = 0.5

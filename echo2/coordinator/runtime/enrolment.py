@@ -14,11 +14,11 @@ from urllib.parse import unquote
 import grpc
 
 from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, TrustError, VersionMismatch
-from echo2.broadcast.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION, peer_of
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter
+from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
+from echo2.trust.runtime.tls import PROTOCOL_VERSION, peer_of
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 REQUEST_BYTES_MAX = 16 << 10

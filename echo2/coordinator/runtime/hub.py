@@ -18,7 +18,6 @@ from itertools import islice
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, NotAllowed, VersionMismatch
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
@@ -45,6 +44,7 @@ from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.tokens import TokenBook
 from echo2.cost_model.plan import Plan
+from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.coordinator import learner_hello_from_message, learner_hello_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import grpc
 
 from echo2.base.errors import EchoError, NotAllowed, TrustError
-from echo2.broadcast.identity import Role
-from echo2.broadcast.runtime.tls import peer_of
 from echo2.coordinator.runtime.commands import Commands
+from echo2.trust.identity import Role
+from echo2.trust.runtime.tls import peer_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 

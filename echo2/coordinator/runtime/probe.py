@@ -17,10 +17,10 @@ from typing import Any
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, VersionMismatch
 from echo2.broadcast.probing import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.coordinator.runtime.enrolment import TOKEN_CHARS_MAX, caller_address, caller_host, refuse
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter, Token
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
 

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.trust.runtime.tls import Credentials
 
 
 async def serve_relay(

@@ -17,13 +17,13 @@ from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, Unreachable
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.identity import Role
-from echo2.broadcast.runtime.tls import peer_of
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.session import Order, Session, refusal_of
 from echo2.coordinator.tokens import RateLimiter
+from echo2.trust.identity import Role
+from echo2.trust.runtime.tls import peer_of
 from echo2.wire import coordinator as wire
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from echo2.base.errors import ConfigError, EchoError, LimitExceeded, VersionMismatch
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.coordinator.telemetry import WorkerHello
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 Order = TypeVar("Order")

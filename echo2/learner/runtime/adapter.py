@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echo2.base.errors import ConfigError
-from echo2.broadcast.delta import fingerprint
+from echo2.weights import fingerprint
 
 CONFIG_KEY = "echo2_adapter"
 """Where the config that workers get says that an adapter is published, and of what."""

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import Protocol
 
 from echo2.base.ids import Version
-from echo2.broadcast.delta import DeltaHeader, Encoding, WeightSet, encode_delta, encode_keyframe, fingerprint
+from echo2.weights import DeltaHeader, Encoding, WeightSet, encode_delta, encode_keyframe, fingerprint
 
 
 class VersionCoder(Protocol):

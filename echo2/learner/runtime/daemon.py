@@ -26,18 +26,7 @@ import torch
 from echo2.base.errors import ConfigError, Unreachable
 from echo2.base.ids import GroupId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec
-from echo2.broadcast.identity import JoinLink, Role
 from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
-from echo2.broadcast.runtime.enrolling import enrol, find_coordinator, keep_renewed
-from echo2.broadcast.runtime.tls import (
-    Credentials,
-    bind_server,
-    load_credentials,
-    load_or_create_identity,
-    new_server,
-    save_credentials,
-    server_credentials,
-)
 from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.lingering import Lingering
 from echo2.learner.offers import OfferConfig, Reminders
@@ -55,6 +44,17 @@ from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.session import CoordinatorSession
 from echo2.learner.runtime.startup import Prepared, export, prepare_here
+from echo2.trust.identity import JoinLink, Role
+from echo2.trust.runtime.enrolling import enrol, find_coordinator, keep_renewed
+from echo2.trust.runtime.tls import (
+    Credentials,
+    bind_server,
+    load_credentials,
+    load_or_create_identity,
+    new_server,
+    save_credentials,
+    server_credentials,
+)
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_message
 

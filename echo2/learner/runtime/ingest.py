@@ -20,8 +20,8 @@ import grpc
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, ProtocolError, TrustError
 from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
-from echo2.broadcast.runtime.tls import peer_of
 from echo2.learner.runtime.intake import Intake
+from echo2.trust.runtime.tls import peer_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import lease_id_from_wire, rollout_to_message, segments_from_report, verdict_to_message
 from echo2.wire.ticket import Ticket, verify_ticket

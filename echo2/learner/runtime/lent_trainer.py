@@ -21,13 +21,13 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
-from echo2.broadcast.delta import fingerprint
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.trainer import StepResult
+from echo2.weights import fingerprint
 
 
 class TrainerLeft(StateError):

@@ -4,7 +4,7 @@ Guarantees: versions leave one at a time and in order; that a version may have l
 byte does, so that a restart makes the same one again; deltas are taken from the last published weights, which nothing
 changes in place; a merged delta that cannot be put together is left out. Waits for: the encoder's thread, never for the
 network. Leaves to others: when (learner/publication), in which setting (learner/delta_setting), coding (coding;
-broadcast/delta), chunks, signatures and transport (broadcast/runtime).
+weights), chunks, signatures and transport (broadcast/runtime).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import Version
-from echo2.broadcast.delta import DeltaHeader, Encoding, Setting, compose
 from echo2.learner.batcher import Batcher
 from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import Published
 from echo2.learner.publication import Merge, MergeSchedule, PublicationSchedule
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
+from echo2.weights import DeltaHeader, Encoding, Setting, compose
 
 _log = logging.getLogger("echo2.learner")
 

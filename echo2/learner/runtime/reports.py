@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import PublishedArtifact, Publisher
 from echo2.learner.runtime.startup import Prepared
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.wire.rollout import group_to_message
 

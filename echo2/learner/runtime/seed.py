@@ -13,15 +13,15 @@ import grpc
 
 from echo2.base.ids import Version
 from echo2.broadcast.chunks import all_of
-from echo2.broadcast.delta import Encoding
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.tls import Credentials
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import fluid_bound
 from echo2.learner.runtime.options import LearnerOptions
+from echo2.trust.runtime.tls import Credentials
+from echo2.weights import Encoding
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 

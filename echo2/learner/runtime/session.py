@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 
 from echo2.base.errors import EchoError, NotAllowed, ProtocolError, StateError, VersionMismatch
-from echo2.broadcast.runtime.enrolling import FAILURES_BEFORE_SEARCH
-from echo2.broadcast.runtime.tls import Credentials, open_channel
+from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
+from echo2.trust.runtime.tls import Credentials, open_channel
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 OUTBOX_MAX = 4096

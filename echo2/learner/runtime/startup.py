@@ -20,7 +20,6 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
-from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
@@ -37,6 +36,7 @@ from echo2.learner.runtime.trainer import Trainer
 from echo2.learner.runtime.training_side import PublishedModel, StepCounter, TrainingSide
 from echo2.learner.selection import PruningRule
 from echo2.staleness.ledger import Ledger
+from echo2.weights.fingerprint import key_of_run
 
 _log = logging.getLogger("echo2.learner")
 

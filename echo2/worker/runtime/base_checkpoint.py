@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from echo2.base.ids import RunId, Version
-from echo2.broadcast.delta import HostWeights
-from echo2.broadcast.delta.fingerprint import key_of_run
+from echo2.weights import HostWeights
+from echo2.weights.fingerprint import key_of_run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILES = ["*.safetensors", "*.json"]

@@ -23,13 +23,13 @@ from echo2.base.clock import SystemClock
 from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
-from echo2.broadcast.identity import JoinLink
-from echo2.broadcast.runtime.enrolling import find_coordinator, keep_renewed
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
-from echo2.broadcast.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.trust.identity import JoinLink
+from echo2.trust.runtime.enrolling import find_coordinator, keep_renewed
+from echo2.trust.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from echo2.base.errors import ResourceError, StateError, TrustError, Unreachable
-from echo2.broadcast.identity import JoinLink, Role
-from echo2.broadcast.runtime.enrolling import enrol
-from echo2.broadcast.runtime.tls import (
+from echo2.trust.identity import JoinLink, Role
+from echo2.trust.runtime.enrolling import enrol
+from echo2.trust.runtime.tls import (
     Credentials,
     load_credentials,
     load_or_create_identity,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from echo2 import weights as delta
 from echo2.base.errors import ConfigError, MalformedMessage
-from echo2.broadcast import delta
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base

@@ -20,7 +20,7 @@ import grpc.aio
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rollout import RolloutSegment
-from echo2.broadcast.runtime.tls import Credentials, open_channel
+from echo2.trust.runtime.tls import Credentials, open_channel
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
 from echo2.worker import duties

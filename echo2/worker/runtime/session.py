@@ -20,8 +20,8 @@ import grpc.aio
 from echo2.base import errors
 from echo2.base.errors import EchoError, MalformedMessage, ProtocolError
 from echo2.base.ids import LeaseId, Version
-from echo2.broadcast.runtime.enrolling import FAILURES_BEFORE_SEARCH
-from echo2.broadcast.runtime.tls import Credentials, error_of, open_channel
+from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
+from echo2.trust.runtime.tls import Credentials, error_of, open_channel
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 from echo2.worker import duties
 from echo2.worker.backoff import Backoff

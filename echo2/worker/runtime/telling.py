@@ -13,8 +13,8 @@ from echo2.base.clock import SystemClock
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import NodeStats
-from echo2.broadcast.runtime.tls import PROTOCOL_VERSION
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding

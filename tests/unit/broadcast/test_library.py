@@ -8,10 +8,10 @@ import pytest
 from echo2.base.errors import CorruptChunk
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.chunks import signed_chunks
-from echo2.broadcast.identity import Identity
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Header, Seal, root_of
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.library import Library, LibraryLimits
+from echo2.trust.identity import Identity
 
 RUN = RunId("run")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from echo2.broadcast.identity import Identity
 from echo2.cli import doctor
 from echo2.cli.main import main
+from echo2.trust.identity import Identity
 from echo2.worker.runtime import running
 
 

@@ -10,8 +10,8 @@ import torch
 
 import echo2
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.broadcast.identity import Identity
 from echo2.cli import own_trainer
+from echo2.trust.identity import Identity
 from tests.unit.learner.tiny import make_tiny_model
 
 WITHIN_S = 30.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echo2.broadcast.identity import Role
 from echo2.coordinator.membership import Setting
+from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
 

@@ -14,10 +14,7 @@ import pytest
 
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError
 from echo2.base.ids import RunId
-from echo2.broadcast.identity import Identity, JoinLink, Role
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.addresses import outward_host
-from echo2.broadcast.runtime.enrolling import enrol, renew
 from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.broadcast.topology import can_connect
@@ -26,6 +23,9 @@ from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.coordinator.runtime.web.state import StateView
+from echo2.trust.identity import Identity, JoinLink, Role
+from echo2.trust.runtime import tls
+from echo2.trust.runtime.enrolling import enrol, renew
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.coordinator import worker_hello_to_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2

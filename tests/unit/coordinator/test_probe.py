@@ -14,10 +14,10 @@ import pytest
 
 from echo2.base.errors import BadToken, LimitExceeded, PortBusy, TrustError
 from echo2.broadcast import probing as limits
-from echo2.broadcast.identity import Identity, JoinLink
 from echo2.broadcast.runtime.probing import look_at_own_link
 from echo2.coordinator.runtime import probe
 from echo2.coordinator.runtime.enrolment import caller_address, caller_host
+from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
 from tests.unit.coordinator.test_daemon import options, play, running

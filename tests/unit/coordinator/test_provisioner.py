@@ -12,7 +12,6 @@ import pytest
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Unreachable
 from echo2.base.ids import GroupId, PeerId
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.broadcast.identity import Identity
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.fleet_advice import Advice, Surrender, Wish
 from echo2.coordinator.membership import Setting
@@ -24,6 +23,7 @@ from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.provisioner import Provisioner
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.telemetry import Heartbeat, WorkerHello
+from echo2.trust.identity import Identity
 from tests.unit.coordinator.test_daemon import RUN, options
 from tests.unit.coordinator.test_fleet_advice import plan as made_plan
 

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from echo2.broadcast.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
-from echo2.broadcast.runtime import tls
-from echo2.broadcast.runtime.enrolling import fetch_certificate
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
+from echo2.trust.runtime import tls
+from echo2.trust.runtime.enrolling import fetch_certificate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import enrolment_pb2
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import Role
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.session import Session
+from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import options, running
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 from starlette.routing import Route
 
-from echo2.broadcast.identity import Role
 from echo2.coordinator.runtime.web.app import Web
 from echo2.coordinator.runtime.web.guard import Guard
 from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
 from echo2.coordinator.runtime.web.openapi import document
+from echo2.trust.identity import Role
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"

@@ -18,10 +18,9 @@ import grpc
 
 from echo2.base.ids import GroupId, LeaseId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
-from echo2.broadcast.delta import Decoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
-from echo2.broadcast.delta.container import HeaderFrame
-from echo2.broadcast.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.broadcast.runtime.tls import (
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime.tls import (
     Credentials,
     bind_server,
     coordinator_credentials,
@@ -31,7 +30,8 @@ from echo2.broadcast.runtime.tls import (
     save_credentials,
     server_credentials,
 )
-from echo2.learner.runtime.options import LearnerOptions
+from echo2.weights import Decoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
+from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import group_from_message, segment_to_message, verdicts_from_message
 from echo2.wire.ticket import Ticket, sign_ticket

@@ -25,7 +25,6 @@ from echo2.base.errors import (
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
-from echo2.broadcast.delta import Encoding, HostWeights, fingerprint
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
 from echo2.learner.runtime.model import PolicyModel
@@ -33,6 +32,7 @@ from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, 
 from echo2.learner.runtime.prometheus import gauge_name
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import Prepared, export_run, prepare
+from echo2.weights import Encoding, HostWeights, fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.unit.learner.fleet import (
     Coordinator,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from echo2.broadcast.delta import Setting
 from echo2.learner.delta_setting import SettingChoice, encode_cores
+from echo2.weights import Setting
 
 WEIGHTS = 16 * 10**9
 

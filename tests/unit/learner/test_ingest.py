@@ -10,8 +10,6 @@ import torch
 
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import Verdict
-from echo2.broadcast.identity import Identity, Role
-from echo2.broadcast.runtime.tls import bind_server, new_server, open_channel, server_credentials
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began
 from echo2.learner.offers import OfferConfig
@@ -20,6 +18,8 @@ from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.journal import Journal, read_journal
 from echo2.learner.runtime.prompts import Prompts
 from echo2.staleness.ledger import Ledger
+from echo2.trust.identity import Identity, Role
+from echo2.trust.runtime.tls import bind_server, new_server, open_channel, server_credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import rollouts_from_partials, segment_to_message, verdicts_from_message
 from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, issue, new_authority, options_for

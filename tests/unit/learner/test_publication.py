@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from echo2.base.ids import Step, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK
-from echo2.broadcast.delta.policy import Edge, plan_catch_up
 from echo2.learner.publication import MERGED_LAG_MAX, Merge, MergeSchedule, PublicationConfig, PublicationSchedule
 from echo2.staleness.rule import is_admissible
+from echo2.weights.policy import Edge, plan_catch_up
 
 
 @given(bound=st.integers(0, 16), fixed=st.none() | st.integers(1, 16), planned=st.none() | st.integers(1, 16))

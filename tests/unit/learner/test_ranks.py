@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
-from echo2.broadcast.delta import fingerprint
-from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import CheckpointStore
@@ -27,6 +25,8 @@ from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import new_team, prepare
+from echo2.weights import fingerprint
+from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner import two_ranks
 from tests.unit.learner.fleet import RUN
 from tests.unit.learner.test_trainer import random_groups

@@ -6,9 +6,9 @@ import asyncio
 
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.broadcast.identity import Identity, Role
-from echo2.broadcast.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.learner.runtime.session import CoordinatorSession
+from echo2.trust.identity import Identity, Role
+from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.wire.rollout import group_to_message
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority

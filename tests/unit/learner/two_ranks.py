@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import EchoError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
-from echo2.broadcast.delta import HostWeights
-from echo2.broadcast.delta.fingerprint import key_of_run
 from echo2.broadcast.runtime import sharded
 from echo2.learner.batcher import Batch
 from echo2.learner.runtime.checkpoint import CheckpointStore
@@ -24,6 +22,8 @@ from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 from echo2.learner.runtime.ranks import own_part, own_rank, ranks_of_environment
 from echo2.learner.runtime.startup import follow, new_team
 from echo2.learner.runtime.team import Team
+from echo2.weights import HostWeights
+from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_trainer import random_groups
 

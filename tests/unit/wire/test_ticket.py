@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import BadSignature, EchoError, MalformedMessage, NotAllowed
 from echo2.base.ids import GroupId, LeaseId, RunId
-from echo2.broadcast.identity import Identity
+from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
 

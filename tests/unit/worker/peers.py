@@ -17,13 +17,13 @@ import torch
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict, spans_of
-from echo2.broadcast.delta import DeltaHeader, HostWeights, encode_delta, encode_keyframe
-from echo2.broadcast.delta.fingerprint import key_of_run
-from echo2.broadcast.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
+from echo2.weights import DeltaHeader, HostWeights, encode_delta, encode_keyframe
+from echo2.weights.fingerprint import key_of_run
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import (
     coordinator_pb2,

@@ -12,7 +12,7 @@ from echo2.base.clock import SystemClock
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, SamplingParams
-from echo2.broadcast.identity import Role
+from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import ingest_pb2
 from echo2.wire.ticket import Ticket, sign_ticket
 from echo2.worker import duties as d

@@ -11,7 +11,7 @@ import pytest
 from echo2.base.clock import SystemClock
 from echo2.base.errors import NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.base.ids import LeaseId, Version
-from echo2.broadcast.identity import Role
+from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.backoff import Backoff
 from echo2.worker.duties import EndReason

@@ -23,9 +23,9 @@ from multiaddr import Multiaddr
 
 from echo2.base.errors import TrustError
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import NodeCertificate
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.relay import peer_of_stream, reset
+from echo2.trust.identity import NodeCertificate
 
 ADDRESSES_MAX = 2
 PAUSE_S = 1.0

@@ -28,7 +28,6 @@ from multiaddr import Multiaddr
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import PeerIdentity
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.p2p import membership
@@ -37,7 +36,8 @@ from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.punching import HolePuncher
 from echo2.broadcast.runtime.p2p.relay import MemberRelay, dial_circuit, peer_of_stream, reserve, reset
 from echo2.broadcast.runtime.p2p.yamux import widen
-from echo2.broadcast.runtime.tls import Credentials
+from echo2.trust.identity import PeerIdentity
+from echo2.trust.runtime.tls import Credentials
 
 EXCHANGE = TProtocol("/echo2/exchange/1")
 PUNCH_S = 5.0

@@ -18,8 +18,8 @@ from libp2p.custom_types import TProtocol
 
 from echo2.base.errors import MalformedMessage, TrustError
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import NodeCertificate, PeerIdentity
-from echo2.broadcast.runtime.tls import Credentials
+from echo2.trust.identity import NodeCertificate, PeerIdentity
+from echo2.trust.runtime.tls import Credentials
 
 PROTOCOL = TProtocol("/echo2/member/1")
 CERTIFICATE_BYTES_MAX = 16 << 10

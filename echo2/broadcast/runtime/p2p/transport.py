@@ -19,14 +19,14 @@ import trio
 
 from echo2.base.errors import EchoError, MalformedMessage, Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.identity import PeerIdentity
 from echo2.broadcast.reachability import LinkWay, relay_of
 from echo2.broadcast.runtime.p2p.bridge import Pipe, TrioThread
 from echo2.broadcast.runtime.p2p.host import CLOSE_S, HostFacts, HostOptions, P2pHost
 from echo2.broadcast.runtime.p2p.relay import reset
 from echo2.broadcast.runtime.p2p.yamux import write
-from echo2.broadcast.runtime.tls import MESSAGE_BYTES_MAX, Credentials
 from echo2.broadcast.runtime.transport import Accept
+from echo2.trust.identity import PeerIdentity
+from echo2.trust.runtime.tls import MESSAGE_BYTES_MAX, Credentials
 
 PIPE_BYTES = 256 << 10
 READ_BYTES = 1 << 20

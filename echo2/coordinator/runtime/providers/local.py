@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from echo2.base.errors import LimitExceeded, StateError
-from echo2.broadcast.runtime.tls import write_secret
 from echo2.coordinator.provisioning import MachineState, Offer, Sighting
+from echo2.trust.runtime.tls import write_secret
 
 RELEASE_GRACE_S = 10.0
 LOOK_S = 0.05

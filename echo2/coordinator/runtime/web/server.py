@@ -16,10 +16,10 @@ from pathlib import Path
 import uvicorn
 
 from echo2.base.errors import PortBusy
-from echo2.broadcast.runtime.tls import Credentials, read_secret, write_secret
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.web.app import Web
 from echo2.coordinator.runtime.web.guard import Guard, is_loopback
+from echo2.trust.runtime.tls import Credentials, read_secret, write_secret
 
 STOP_GRACE_S = 1
 CONNECTIONS_MAX = 512

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from echo2.base.errors import ConfigError, VersionMismatch
-from echo2.broadcast.delta.fingerprint import fingerprint
+from echo2.weights.fingerprint import fingerprint
 
 CONFIG_KEY = "echo2_adapter"
 """Where the learner's model config says that it publishes an adapter, and of what."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import EngineError
-from echo2.broadcast.delta.fingerprint import MODULUS
+from echo2.weights.fingerprint import MODULUS
 
 Covers = Sequence[tuple[str, int, str]]
 """Of each tensor: its name, how many of its elements a rank holds, and a text that is equal where the same ones are."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from echo2.base.errors import EngineError, VersionMismatch
-from echo2.broadcast.delta.elements import bits_of
-from echo2.broadcast.staged import StagedVersion, TensorUpdate
+from echo2.weights.elements import bits_of
+from echo2.weights.staged import StagedVersion, TensorUpdate
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.ranks import Ranks, joined

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from echo2.base.errors import EngineError
-from echo2.broadcast.delta.elements import TensorSpec, element_type_of
-from echo2.broadcast.delta.fingerprint import MODULUS, fingerprint_tensor, header_term
+from echo2.weights.elements import TensorSpec, element_type_of
+from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term
 from echo2.worker.runtime.engines.derived import Derived
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from echo2.broadcast.runtime.tls import calls_have_ended
+from echo2.trust.runtime.tls import calls_have_ended
 
 
 def test_the_end_of_each_call_is_waited_for_after_the_server_has_stopped() -> None:

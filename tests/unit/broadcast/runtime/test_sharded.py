@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from echo2.base.errors import LimitExceeded, StateError, Unreachable
 from echo2.base.ids import Version
-from echo2.broadcast.delta import DeltaHeader, Setting, encode_delta, encode_keyframe, fingerprint, join_frames
-from echo2.broadcast.delta.block import EncodedBlock
-from echo2.broadcast.delta.container import Method
-from echo2.broadcast.delta.elements import ELEMENT_TYPES
-from echo2.broadcast.delta.layout import Block
 from echo2.broadcast.runtime.sharded import HELD_VERSIONS_MAX, Ahead, HeldVersions, ShardFollower, ShardLeader
-from tests.unit.broadcast.delta.models import KEY, with_changes
+from echo2.weights import DeltaHeader, Setting, encode_delta, encode_keyframe, fingerprint, join_frames
+from echo2.weights.block import EncodedBlock
+from echo2.weights.container import Method
+from echo2.weights.elements import ELEMENT_TYPES
+from echo2.weights.layout import Block
+from tests.unit.weights.models import KEY, with_changes
 
 BLOCK_ELEMENTS = 256
 OLD = {"a": torch.randn(64, 33, generator=torch.Generator().manual_seed(1)).bfloat16(), "b": torch.ones(7)}

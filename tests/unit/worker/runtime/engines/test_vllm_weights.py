@@ -12,8 +12,8 @@ import torch
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
-from echo2.broadcast.delta.fingerprint import fingerprint
-from echo2.broadcast.staged import TensorUpdate
+from echo2.weights.fingerprint import fingerprint
+from echo2.weights.staged import TensorUpdate
 from echo2.worker.runtime.engines.vllm_weights import NO_FINGERPRINT, VllmWeights, read_patches
 from echo2.worker.runtime.engines.weight_map import record_map
 from tests.contract.engine_rig import Staged, bits_of

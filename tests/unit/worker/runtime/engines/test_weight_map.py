@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import EngineError
-from echo2.broadcast.delta.fingerprint import fingerprint
+from echo2.weights.fingerprint import fingerprint
 from echo2.worker.runtime.engines.derived import Scaled
 from echo2.worker.runtime.engines.ranks import joined
 from echo2.worker.runtime.engines.weight_map import Patch, WeightMap, record_map

@@ -1,0 +1,388 @@
+"""Who a node is: its ed25519 identity, the join link that pins it, and the certificates that bind TLS keys to it.
+
+Guarantees: a certificate that parses here carries the libp2p TLS extension, and that extension was signed by the very
+identity that it names. TLS keys are P-256 (gRPC's TLS library negotiates no ed25519); the ed25519 identity vouches for
+them. Leaves to others: files, sockets and the clock (runtime/tls.py), tokens (coordinator).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import urllib.parse
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from echo2.base.errors import BadSignature, ConfigError, NotAllowed, TrustError
+from echo2.base.ids import PeerId, RunId
+from echo2.trust.peer_id import (
+    dns_name_of,
+    marshalled_public_key,
+    peer_id_of,
+    public_key_of,
+    unmarshalled_public_key,
+    verify_signature,
+)
+
+__all__ = [
+    "Identity", "JoinLink", "NodeCertificate", "PeerIdentity", "Role", "RunAuthority", "TlsKey",
+    "dns_name_of", "peer_id_of", "public_key_of", "self_signed_certificate", "verify_signature",
+]  # fmt: skip
+
+LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
+_HANDSHAKE_PREFIX = b"libp2p-tls-handshake:"
+# DER of SEQUENCE { OCTET STRING (36 bytes of key), OCTET STRING (64 bytes of signature) }.
+_SIGNED_KEY = re.compile(rb"\x30\x68\x04\x24(.{36})\x04\x40(.{64})", re.DOTALL)
+CLOCK_SKEW_S = 300.0
+AUTHORITY_LIFETIME_S = 10 * 365 * 86400.0
+NODE_LIFETIME_S = 30 * 86400.0
+
+
+class Role(enum.StrEnum):
+    """What a node is in a run; issued with its certificate."""
+
+    COORDINATOR = "coordinator"
+    LEARNER = "learner"
+    WORKER = "worker"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who is at the other end of a connection, proven by its certificate."""
+
+    peer_id: PeerId
+    role: Role
+
+
+class Identity:
+    """A node's long-lived ed25519 key."""
+
+    __slots__ = ("_key", "peer_id")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.peer_id = peer_id_of(key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A new identity from the system's randomness."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_private_bytes(cls, raw: bytes) -> Identity:
+        """The identity whose 32 secret bytes are `raw`."""
+        if len(raw) != 32:
+            raise TrustError(f"identity key: expected 32 bytes, got {len(raw)}")
+        return cls(Ed25519PrivateKey.from_private_bytes(raw))
+
+    def private_bytes(self) -> bytes:
+        """The 32 secret bytes."""
+        return self._key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes that `verify_signature(self.peer_id, message, ...)` accepts."""
+        return self._key.sign(message)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id})"
+
+
+def _without_token(text: str) -> str:
+    """What may be shown of a join link that is wrong."""
+    before, mark, _ = text.partition("token=")
+    return repr(before[:200] + mark + ("…" if mark else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLink:
+    """`echo2://HOST:PORT/PEER_ID?token=...`: where to enrol, whom to expect there, and the right to."""
+
+    host: str
+    port: int
+    peer_id: PeerId
+    token: str
+
+    @classmethod
+    def parse(cls, text: str) -> JoinLink:
+        """Raises ConfigError that says which part is wrong."""
+        shape = "echo2://HOST:PORT/PEER_ID?token=TOKEN"
+        try:
+            parts = urllib.parse.urlsplit(text.strip())
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"join link: expected {shape}, got {_without_token(text)} ({error})") from None
+        if parts.scheme != "echo2" or not host or not port:
+            raise ConfigError(f"join link: expected {shape}, got {_without_token(text)}")
+        peer_id = parts.path.strip("/")
+        try:
+            public_key_of(peer_id)
+        except TrustError as error:
+            raise ConfigError(f"join link: expected {shape}; {error}") from None
+        tokens = urllib.parse.parse_qs(parts.query).get("token", [])
+        if len(tokens) != 1 or not 0 < len(tokens[0]) <= 256:
+            raise ConfigError(f"join link: expected one token of at most 256 characters, as in {shape}")
+        return cls(host, port, PeerId(peer_id), tokens[0])
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"echo2://{self.address}/{self.peer_id}?token={urllib.parse.quote(self.token, safe='')}"
+
+
+class TlsKey:
+    """A P-256 key for TLS handshakes; an identity vouches for it."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
+        self.key = key
+
+    @classmethod
+    def generate(cls) -> TlsKey:
+        return cls(ec.generate_private_key(ec.SECP256R1()))
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> TlsKey:
+        try:
+            key = load_pem_private_key(pem, password=None)
+        except ValueError as error:
+            raise TrustError(f"TLS key: expected a P-256 key in PEM, got something else ({error})") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise TrustError(f"TLS key: expected a P-256 key, got {type(key).__name__}")
+        return cls(key)
+
+    def to_pem(self) -> bytes:
+        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+    def spki_der(self) -> bytes:
+        """The public key as certificates hold it."""
+        return self.key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _extension(identity: Identity, key: TlsKey) -> x509.UnrecognizedExtension:
+    signature = identity.sign(_HANDSHAKE_PREFIX + key.spki_der())
+    public = marshalled_public_key(public_key_of(identity.peer_id))
+    return x509.UnrecognizedExtension(LIBP2P_EXTENSION, b"\x30\x68\x04\x24" + public + b"\x04\x40" + signature)
+
+
+def _peer_bound_to(extensions: x509.Extensions, spki_der: bytes, what: str) -> PeerId:
+    """The identity that signed `spki_der` in the libp2p extension; TrustError when there is none or it is forged."""
+    try:
+        extension = extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
+    except x509.ExtensionNotFound:
+        raise TrustError(f"{what}: expected the libp2p TLS extension, got none") from None
+    assert isinstance(extension, x509.UnrecognizedExtension)
+    match = _SIGNED_KEY.fullmatch(extension.value)
+    if match is None:
+        raise TrustError(f"{what}: expected an ed25519 key and its signature in the libp2p TLS extension")
+    peer_id = peer_id_of(unmarshalled_public_key(match[1]))
+    try:
+        verify_signature(peer_id, _HANDSHAKE_PREFIX + spki_der, match[2])
+    except BadSignature:
+        raise BadSignature(f"{what}: its libp2p TLS extension names {peer_id}, which did not sign this key") from None
+    return peer_id
+
+
+def _spki_of(item: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+    return item.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _name(common_name: str, role: Role, run_id: str) -> x509.Name:
+    if not 0 < len(run_id) <= 64:
+        raise ConfigError(f"run id: expected 1 to 64 characters, got {len(run_id)}")
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, run_id),
+            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role.value),
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+        ]
+    )
+
+
+def _builder(name: x509.Name, issuer: x509.Name, now_unix_s: float, lifetime_s: float) -> x509.CertificateBuilder:
+    begin = datetime.fromtimestamp(now_unix_s - CLOCK_SKEW_S, UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(begin + timedelta(seconds=CLOCK_SKEW_S + lifetime_s))
+    )
+
+
+def _as_leaf(builder: x509.CertificateBuilder, peer_id: PeerId) -> x509.CertificateBuilder:
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name_of(peer_id))]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    )
+
+
+def certificate_request(identity: Identity, key: TlsKey) -> bytes:
+    """DER of a request for `key`, vouched for by `identity`; what a joiner hands in."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer_id)])
+    builder = x509.CertificateSigningRequestBuilder().subject_name(name)
+    builder = builder.add_extension(_extension(identity, key), critical=False)
+    return builder.sign(key.key, hashes.SHA256()).public_bytes(Encoding.DER)
+
+
+def self_signed_certificate(identity: Identity, key: TlsKey, now_unix_s: float, run_id: RunId) -> bytes:
+    """PEM of the coordinator's certificate for the enrolment port, where no common authority exists yet."""
+    name = _name(identity.peer_id, Role.COORDINATOR, run_id)
+    builder = _builder(name, name, now_unix_s, AUTHORITY_LIFETIME_S).public_key(key.key.public_key())
+    builder = _as_leaf(builder, identity.peer_id).add_extension(_extension(identity, key), critical=False)
+    return builder.sign(key.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCertificate:
+    """What a certificate of this project says, once its libp2p extension has been checked."""
+
+    pem: bytes
+    peer_id: PeerId
+    role: Role
+    run_id: RunId
+    not_before_unix_s: float
+    not_after_unix_s: float
+    spki_der: bytes
+
+    @classmethod
+    def parse(cls, certificate: bytes, what: str = "certificate") -> NodeCertificate:
+        """From PEM or DER. Checks the extension and the name; not the issuer, not the time."""
+        try:
+            is_pem = certificate.lstrip().startswith(b"-----")
+            read = x509.load_pem_x509_certificate if is_pem else x509.load_der_x509_certificate
+            parsed = read(certificate)
+            spki_der = _spki_of(parsed)
+            extensions = parsed.extensions
+            fields = {a.oid: str(a.value) for a in parsed.subject}
+            role = Role(fields.get(NameOID.ORGANIZATIONAL_UNIT_NAME, ""))
+        except ValueError as error:
+            raise TrustError(f"{what}: expected an X.509 certificate of a run, got something else ({error})") from None
+        peer_id = _peer_bound_to(extensions, spki_der, what)
+        if fields.get(NameOID.COMMON_NAME) != peer_id:
+            raise TrustError(f"{what}: expected the name {peer_id}, got {fields.get(NameOID.COMMON_NAME)!r}")
+        return cls(
+            pem=parsed.public_bytes(Encoding.PEM),
+            peer_id=peer_id,
+            role=role,
+            run_id=RunId(fields.get(NameOID.ORGANIZATION_NAME, "")),
+            not_before_unix_s=parsed.not_valid_before_utc.timestamp(),
+            not_after_unix_s=parsed.not_valid_after_utc.timestamp(),
+            spki_der=spki_der,
+        )
+
+    def check_time(self, now_unix_s: float) -> None:
+        """TrustError when it is not valid at `now_unix_s`."""
+        if not self.not_before_unix_s <= now_unix_s <= self.not_after_unix_s:
+            begin, end = (datetime.fromtimestamp(t, UTC) for t in (self.not_before_unix_s, self.not_after_unix_s))
+            raise TrustError(
+                f"certificate of {self.role} {self.peer_id}: expected now to lie between {begin:%Y-%m-%d %H:%M} and "
+                f"{end:%Y-%m-%d %H:%M} UTC, got {datetime.fromtimestamp(now_unix_s, UTC):%Y-%m-%d %H:%M}"
+            )
+
+    def check_peer(self, peer_id: PeerId) -> None:
+        """TrustError when it is another peer's."""
+        if self.peer_id != peer_id:
+            raise TrustError(f"expected the peer {peer_id}, got a certificate of {self.peer_id}")
+
+    def check_role(self, *allowed: Role) -> None:
+        """NotAllowed when its role is none of `allowed`."""
+        if self.role not in allowed:
+            wanted = " or ".join(role.value for role in allowed)
+            raise NotAllowed(f"expected the role {wanted}, got {self.role.value} of {self.peer_id}")
+
+    def check_issuer(self, authority_pem: bytes) -> None:
+        """TrustError when it was not issued by the authority."""
+        try:
+            mine = x509.load_pem_x509_certificate(self.pem)
+            mine.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
+        except (ValueError, TypeError, InvalidSignature):
+            raise TrustError(f"certificate of {self.peer_id}: expected one issued by this run's authority") from None
+
+
+class RunAuthority:
+    """The certificate authority of one run. Its certificate carries the coordinator's identity."""
+
+    __slots__ = ("_key", "certificate", "identity")
+
+    def __init__(self, identity: Identity, key: TlsKey, certificate_pem: bytes) -> None:
+        self.identity = identity
+        self._key = key
+        self.certificate = NodeCertificate.parse(certificate_pem, "the run's authority")
+        self.certificate.check_peer(identity.peer_id)
+        if self.certificate.spki_der != key.spki_der():
+            raise TrustError("the run's authority: its certificate is of another key")
+
+    @classmethod
+    def create(cls, identity: Identity, run_id: RunId, now_unix_s: float) -> RunAuthority:
+        key = TlsKey.generate()
+        # A name of its own: the coordinator's node certificate would else look self-signed, issuer and subject alike.
+        attributes = [*_name(identity.peer_id, Role.COORDINATOR, run_id)]
+        name = x509.Name([*attributes, x509.NameAttribute(NameOID.DN_QUALIFIER, "authority")])
+        usage = x509.KeyUsage(
+            digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False,
+            key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
+            decipher_only=False,
+        )  # fmt: skip
+        builder = (
+            _builder(name, name, now_unix_s, AUTHORITY_LIFETIME_S)
+            .public_key(key.key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(_extension(identity, key), critical=False)
+        )
+        return cls(identity, key, builder.sign(key.key, hashes.SHA256()).public_bytes(Encoding.PEM))
+
+    @property
+    def run_id(self) -> RunId:
+        return self.certificate.run_id
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self.certificate.pem
+
+    def key_pem(self) -> bytes:
+        """The secret key, to be kept in a file that only its owner reads."""
+        return self._key.to_pem()
+
+    def issue(
+        self, request_der: bytes, role: Role, now_unix_s: float, lifetime_s: float = NODE_LIFETIME_S
+    ) -> NodeCertificate:
+        """A certificate for whoever signed the request's extension. Whether it may join is not asked here."""
+        what = "certificate request"
+        try:
+            request = x509.load_der_x509_csr(request_der)
+            is_signed = request.is_signature_valid
+            public_key, extensions = request.public_key(), request.extensions
+        except ValueError as error:
+            raise TrustError(f"{what}: expected DER of a PKCS#10 request, got something else ({error})") from None
+        if not isinstance(public_key, ec.EllipticCurvePublicKey) or not isinstance(public_key.curve, ec.SECP256R1):
+            raise TrustError(f"{what}: expected a P-256 key, got {type(public_key).__name__}")
+        if not is_signed:
+            raise BadSignature(f"{what}: expected it signed by its own key")
+        peer_id = _peer_bound_to(extensions, _spki_of(request), what)
+        extension = extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
+        name, issuer = _name(peer_id, role, self.run_id), x509.load_pem_x509_certificate(self.certificate_pem).subject
+        builder = _as_leaf(_builder(name, issuer, now_unix_s, lifetime_s).public_key(public_key), peer_id)
+        builder = builder.add_extension(extension, critical=False)
+        return NodeCertificate.parse(builder.sign(self._key.key, hashes.SHA256()).public_bytes(Encoding.PEM))

@@ -1,0 +1,187 @@
+"""First contact and its renewal: a certificate request in, a certificate of the run out.
+
+Guarantees: a joiner talks to the very coordinator that its link names, before anything is shown to it; a certificate is
+renewed while it is in force, over mutual TLS and without a token. Waits: `timeout_s` for the coordinator. Leaves to
+others: tokens and who may join (the coordinator), keeping credentials on disk (tls).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import EchoError, TrustError, Unreachable
+from echo2.base.ids import RunId
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request, dns_name_of
+from echo2.trust.runtime.tls import PROTOCOL_VERSION, Credentials, channel_options, error_of, open_channel
+from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
+
+ENROL_TIMEOUT_S = 20.0
+RENEW_AFTER_SHARE = 2 / 3
+"""Of a certificate's life: ten days of thirty are left for a coordinator that is away."""
+LOOK_S_MAX = 3600.0
+FAILURES_BEFORE_SEARCH = 3
+"""Times in a row that the coordinator was not met before it is looked for."""
+_log = logging.getLogger("echo2.broadcast")
+
+
+def fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
+    """The certificate that the enrolment port shows, not yet believed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((link.host, link.port), timeout=timeout_s) as raw:
+            with context.wrap_socket(raw, server_hostname=dns_name_of(link.peer_id)) as connection:
+                shown = connection.getpeercert(binary_form=True)
+    except ssl.SSLError as error:
+        raise TrustError(f"coordinator at {link.address}: expected TLS, got {error}") from None
+    except OSError as error:
+        raise Unreachable(
+            f"coordinator at {link.address}: expected an answer within {timeout_s:.0f} s, got: {error}"
+        ) from None
+    if shown is None:
+        raise TrustError(f"coordinator at {link.address}: expected a certificate, got none")
+    return shown
+
+
+def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> float:
+    """Whether the coordinator that `link` pins answers there; returns the seconds that the handshake took.
+
+    Nothing is joined and no token is used. Unreachable, TrustError for another peer or a certificate out of its time.
+    """
+    began = time.perf_counter()
+    shown = NodeCertificate.parse(fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
+    taken_s = time.perf_counter() - began
+    shown.check_peer(link.peer_id)
+    shown.check_time(time.time())
+    return taken_s
+
+
+async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
+    """Joins the run that `link` names. TrustError for a wrong peer or role, BadToken, Unreachable."""
+    shown = NodeCertificate.parse(
+        await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
+    )
+    shown.check_peer(link.peer_id)
+    shown.check_time(time.time())
+    key = TlsKey.generate()
+    request = enrolment_pb2.EnrolRequest(
+        protocol_version=PROTOCOL_VERSION,
+        token=link.token,
+        role=role.value,
+        certificate_request_der=certificate_request(identity, key),
+    )
+    reply = await _call_enrol(link, shown.pem, request, timeout_s)
+    certificate = NodeCertificate.parse(reply.certificate_pem, "certificate issued to us")
+    certificate.check_role(role)
+    credentials = Credentials(
+        identity=identity,
+        tls_key_pem=key.to_pem(),
+        certificate=certificate,
+        authority_pem=reply.authority_pem,
+        run_id=RunId(reply.run_id),
+        coordinator_peer_id=link.peer_id,
+        coordinator_address=reply.coordinator_address,
+    )
+    credentials.check(time.time())
+    return credentials
+
+
+async def find_coordinator(
+    link: JoinLink, link_file: Path | None, credentials: Credentials, kept: Callable[[Credentials], None]
+) -> None:
+    """Asks where the coordinator is now: the link's host, or the one that the link's file names by now.
+
+    Who answers is the very peer that the first link pinned. `credentials` then name its address and `kept` saves them; they
+    stay as they are while nobody answers, or the token is used up.
+    """
+    if link_file is not None:
+        with contextlib.suppress(OSError, EchoError):
+            newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
+            link = newer if newer.peer_id == link.peer_id else link
+    try:
+        found = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
+    except EchoError as error:
+        _log.debug("the coordinator was not found anew: %s", error)
+        return
+    if found != credentials.coordinator_address:
+        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, found)
+        credentials.coordinator_address = found
+        kept(credentials)
+
+
+async def _call_enrol(
+    link: JoinLink, root_pem: bytes, request: enrolment_pb2.EnrolRequest, timeout_s: float
+) -> enrolment_pb2.EnrolReply:
+    """The call itself, over TLS that trusts exactly the certificate that was checked."""
+    root = grpc.ssl_channel_credentials(root_pem)
+    async with grpc.aio.secure_channel(link.address, root, channel_options(link.peer_id, ())) as channel:
+        try:
+            reply: enrolment_pb2.EnrolReply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"coordinator at {link.address}") from None
+    return reply
+
+
+def renewal_due_unix_s(certificate: NodeCertificate) -> float:
+    life_s = certificate.not_after_unix_s - certificate.not_before_unix_s
+    return certificate.not_before_unix_s + RENEW_AFTER_SHARE * life_s
+
+
+async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) -> None:
+    """Another certificate for the same node, with a fresh TLS key. Unreachable, NotAllowed, TrustError."""
+    key = TlsKey.generate()
+    request = enrolment_pb2.RenewRequest(
+        protocol_version=PROTOCOL_VERSION, certificate_request_der=certificate_request(credentials.identity, key)
+    )
+    c = credentials
+    async with open_channel(c.coordinator_address, c.coordinator_peer_id, c) as channel:
+        try:
+            reply: enrolment_pb2.RenewReply = await enrolment_pb2_grpc.RenewalStub(channel).Renew(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"coordinator at {c.coordinator_address}") from None
+    certificate = NodeCertificate.parse(reply.certificate_pem, "certificate renewed for us")
+    certificate.check_role(c.role)
+    certificate.check_time(time.time())
+    if certificate.spki_der != key.spki_der():
+        raise TrustError("certificate renewed for us: expected one of the key that we asked for, got another's")
+    credentials.renew(key.to_pem(), certificate)
+
+
+async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], None]) -> None:
+    """Renews before expiry for as long as the node lives; `kept` saves what came. Ends only by cancellation.
+
+    Waits for two thirds of the certificate's life (looking every hour: clocks are set), then for the coordinator,
+    trying every thirtieth of a life, an hour at most. A refusal is said and tried again: it may be lifted.
+    """
+    while True:
+        certificate = credentials.certificate
+        life_s = certificate.not_after_unix_s - certificate.not_before_unix_s
+        left_s = renewal_due_unix_s(certificate) - time.time()
+        if left_s > 0:
+            await asyncio.sleep(min(left_s, LOOK_S_MAX))
+            continue
+        try:
+            await renew(credentials)
+            kept(credentials)
+            _log.info("certificate renewed until %s", time.ctime(credentials.certificate.not_after_unix_s))
+        except (EchoError, OSError) as error:
+            days = (certificate.not_after_unix_s - time.time()) / 86400
+            _log.warning("certificate ends in %.1f days and could not be renewed: %s", days, error)
+            await asyncio.sleep(min(LOOK_S_MAX, life_s / 30) * random.uniform(0.5, 1.0))

@@ -1,0 +1,327 @@
+"""Keys in files, enrolment, and gRPC channels and servers on mutual TLS.
+
+Guarantees: a channel talks to the very peer it was opened for (its certificate's DNS name is derived from the peer
+ID, and only the run's authority can issue it); a server built here refuses clients without a certificate of the run;
+secret files are readable by their owner alone. Leaves to others: the Enrolment service itself and its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import (
+    BadToken,
+    ConfigError,
+    EchoError,
+    NotAllowed,
+    PortBusy,
+    StateError,
+    TrustError,
+    Unreachable,
+    VersionMismatch,
+)
+from echo2.base.ids import PeerId, RunId
+from echo2.trust.identity import (
+    Identity,
+    NodeCertificate,
+    PeerIdentity,
+    Role,
+    RunAuthority,
+    TlsKey,
+    certificate_request,
+    dns_name_of,
+    self_signed_certificate,
+)
+
+PROTOCOL_VERSION = 1
+"""Of all messages, and of the delta containers within them."""
+CALLS_END_WITHIN_S = 2.0
+MESSAGE_BYTES_MAX = 16 * 2**20
+STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better
+# Bulk streams must see a dead peer within seconds, also while nothing is sent.
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # without this a busy port is silently shared
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Writes `data` whole or not at all, readable by the owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """Reads a secret; refuses one that others can read."""
+    if path.stat().st_mode & 0o077:
+        raise TrustError(f"{path}: expected mode 0600, got {path.stat().st_mode & 0o777:04o}; run chmod 600 on it")
+    return path.read_bytes()
+
+
+def load_or_create_identity(folder: Path) -> Identity:
+    """The identity kept in `folder`/identity.key; made on first use."""
+    path = folder / "identity.key"
+    if not path.exists():
+        write_secret(path, Identity.generate().private_bytes())
+    return Identity.from_private_bytes(read_secret(path))
+
+
+def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) -> RunAuthority:
+    """The run's authority kept in `folder`; made on first use. StateError when the folder is another run's."""
+    key_path, certificate_path = folder / "authority.key", folder / "authority.pem"
+    if not (key_path.exists() and certificate_path.exists()):
+        made = RunAuthority.create(identity, run_id, time.time())
+        write_secret(key_path, made.key_pem())
+        write_secret(certificate_path, made.certificate_pem)
+    authority = RunAuthority(identity, TlsKey.from_pem(read_secret(key_path)), certificate_path.read_bytes())
+    if authority.run_id != run_id:
+        raise StateError(f"{folder}: expected the authority of run {run_id!r}, got that of {authority.run_id!r}")
+    return authority
+
+
+@dataclass(slots=True)
+class Credentials:
+    """All that a node needs to talk to the others of its run.
+
+    Everybody in a process holds the same object: `renew` reaches all new connections, and servers at their next
+    handshake. Connections that stand are not touched.
+    """
+
+    identity: Identity
+    tls_key_pem: bytes
+    certificate: NodeCertificate
+    authority_pem: bytes
+    run_id: RunId
+    coordinator_peer_id: PeerId
+    coordinator_address: str
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def renew(self, tls_key_pem: bytes, certificate: NodeCertificate) -> None:
+        """Puts another certificate of this node in place of the present one."""
+        certificate.check_peer(self.peer_id)
+        certificate.check_issuer(self.authority_pem)
+        with self._lock:
+            self.tls_key_pem, self.certificate = tls_key_pem, certificate
+
+    def key_and_certificate(self) -> tuple[bytes, bytes]:
+        """PEMs that belong together, from any thread."""
+        with self._lock:
+            return self.tls_key_pem, self.certificate.pem
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.identity.peer_id
+
+    @property
+    def role(self) -> Role:
+        return self.certificate.role
+
+    def check(self, now_unix_s: float) -> None:
+        """TrustError unless everything belongs together and is in force."""
+        authority = NodeCertificate.parse(self.authority_pem, "the run's authority")
+        authority.check_peer(self.coordinator_peer_id)
+        self.certificate.check_peer(self.peer_id)
+        self.certificate.check_issuer(self.authority_pem)
+        self.certificate.check_time(now_unix_s)
+        if self.certificate.spki_der != TlsKey.from_pem(self.tls_key_pem).spki_der():
+            raise TrustError(f"certificate of {self.peer_id}: it is of another TLS key than the one kept beside it")
+
+
+def save_credentials(folder: Path, credentials: Credentials) -> None:
+    """Keeps them for the next start, so that a restart needs no token."""
+    fields = {
+        "tls_key_pem": credentials.tls_key_pem.decode(),
+        "certificate_pem": credentials.certificate.pem.decode(),
+        "authority_pem": credentials.authority_pem.decode(),
+        "run_id": credentials.run_id,
+        "coordinator_peer_id": credentials.coordinator_peer_id,
+        "coordinator_address": credentials.coordinator_address,
+    }
+    write_secret(folder / "credentials.json", json.dumps(fields, indent=1).encode())
+
+
+def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
+    """What `save_credentials` kept, checked; None when nothing was kept."""
+    path = folder / "credentials.json"
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(read_secret(path))
+        credentials = Credentials(
+            identity=identity,
+            tls_key_pem=fields["tls_key_pem"].encode(),
+            certificate=NodeCertificate.parse(fields["certificate_pem"].encode(), str(path)),
+            authority_pem=fields["authority_pem"].encode(),
+            run_id=RunId(fields["run_id"]),
+            coordinator_peer_id=PeerId(fields["coordinator_peer_id"]),
+            coordinator_address=fields["coordinator_address"],
+        )
+    except (ValueError, KeyError, AttributeError) as error:
+        raise StateError(f"{path}: expected saved credentials, got something else ({error!r}); remove it") from None
+    credentials.check(time.time())
+    return credentials
+
+
+def coordinator_credentials(authority: RunAuthority, address: str) -> Credentials:
+    """The coordinator's own, for the port of the run's services at `address`."""
+    key = TlsKey.generate()
+    request = certificate_request(authority.identity, key)
+    certificate = authority.issue(request, Role.COORDINATOR, time.time(), lifetime_s=365 * 86400.0)
+    return Credentials(
+        authority.identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id,
+        authority.identity.peer_id, address,
+    )  # fmt: skip
+
+
+def enrolment_server_credentials(authority: RunAuthority) -> grpc.ServerCredentials:
+    """For the enrolment port: a certificate that carries the coordinator's identity; clients have none yet."""
+    key = TlsKey.generate()
+    pem = self_signed_certificate(authority.identity, key, time.time(), authority.run_id)
+    return grpc.ssl_server_credentials([(key.to_pem(), pem)])
+
+
+def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Mutual TLS: a client without a certificate of this run is refused in the handshake. A renewed one is shown next."""
+    shown = credentials.key_and_certificate()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([shown], credentials.authority_pem)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC, on a thread of its own, before each handshake; None: as before."""
+        nonlocal shown
+        newest = credentials.key_and_certificate()
+        if newest == shown:
+            return None
+        shown = newest
+        return configuration()
+
+    fetch: Any = changed  # the stubs forget that None means "as before"
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
+
+
+def new_server(*, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
+    """A server with the project's limits; bind it with `bind_server`."""
+    return grpc.aio.server(options=[*SERVER_OPTIONS, *options])
+
+
+def bind_server(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
+    """Listens on `address` (port 0: any) and returns the port; PortBusy names an address that is taken."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
+    check_free(host.strip("[]"), int(port), address)
+    try:
+        bound = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise PortBusy(f"expected to listen on {address}, but the address is taken or not this machine's")
+    return bound
+
+
+async def calls_have_ended() -> None:
+    """The last thing that a process with servers awaits: until what gRPC runs for each call has ended as well.
+
+    `server.stop` does not wait for that; a loop that ends meanwhile cancels it, and gRPC prints a traceback for each.
+    """
+    until = time.monotonic() + CALLS_END_WITHIN_S
+    while (calls := _calls()) and (left_s := until - time.monotonic()) > 0:
+        await asyncio.wait(calls, timeout=left_s)
+
+
+def _calls() -> set[asyncio.Task[Any]]:
+    """gRPC's own tasks of this loop, one for each call that is served; by the name of what they run."""
+    return {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"}
+
+
+def check_free(host: str, port: int, address: str) -> None:
+    """PortBusy for a port that is taken. gRPC's own message does not tell a busy port from a foreign address; the system's does."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortBusy(f"expected to listen on {address}: {error.strerror}") from None
+
+
+def open_channel(
+    address: str, expected_peer_id: PeerId, credentials: Credentials, options: Sequence[tuple[str, int | str]] = ()
+) -> grpc.aio.Channel:
+    """A channel to `expected_peer_id` at `address`. Whoever else listens there fails the handshake."""
+    channel_credentials = grpc.ssl_channel_credentials(
+        credentials.authority_pem, credentials.tls_key_pem, credentials.certificate.pem
+    )
+    return grpc.aio.secure_channel(address, channel_credentials, channel_options(expected_peer_id, options))
+
+
+def channel_options(peer_id: PeerId, options: Sequence[tuple[str, int | str]]) -> list[tuple[str, int | str]]:
+    return [
+        *_COMMON_OPTIONS,
+        ("grpc.ssl_target_name_override", dns_name_of(peer_id)),
+        ("grpc.initial_reconnect_backoff_ms", 250),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.enable_http_proxy", 0),
+        *options,
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _certificate(pem: bytes) -> NodeCertificate:
+    return NodeCertificate.parse(pem, "client certificate")
+
+
+def peer_of(context: Any) -> PeerIdentity:
+    """Who calls: from the client certificate that the handshake verified. TrustError without one."""
+    pems = context.auth_context().get("x509_pem_cert", [])
+    if not pems:
+        raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
+    certificate = _certificate(bytes(pems[0]))
+    certificate.check_time(time.time())
+    return PeerIdentity(certificate.peer_id, certificate.role)
+
+
+_ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: BadToken,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
+    grpc.StatusCode.FAILED_PRECONDITION: VersionMismatch,
+    grpc.StatusCode.INVALID_ARGUMENT: TrustError,
+}
+
+
+def error_of(error: grpc.aio.AioRpcError, whose: str) -> EchoError:
+    """Our exception for a gRPC status, with the server's own words."""
+    kind = _ERRORS_BY_STATUS.get(error.code(), Unreachable)
+    return kind(f"{whose}: {error.details() or error.code().name}")

@@ -1,0 +1,66 @@
+"""Weight deltas: lossless, near the entropy bound, at memory speed.
+
+A version travels as a container: a header frame, independent block frames and an end frame, all bytes; the broadcast
+packs frames into chunks as it likes and `FrameReader` cuts them out again. Typical use:
+
+    learner   base = HostWeights.from_tensors(weights, Version(0), key)
+              header = DeltaHeader(target_version=.., parent_version=base.version,
+                                   parent_fingerprint=base.fingerprint(), fingerprint_key=key)
+              frames = encode_delta(base, snapshot, header, Setting.DENSE)    # frames.fingerprint after the last
+    worker    decoder = Decoder(host)
+              decoder.feed(frame)                                             # in any order, as they come
+              staged = decoder.finish()                                       # verified; a `StagedVersion`
+              host.commit(staged)                                             # wholly or not at all
+
+A sharded learner encodes where its weights lie: `section_blocks` on each rank, put together by
+broadcast/runtime/sharded.py. `compose` merges deltas without weights, policy.py says which pieces to fetch, which edges
+to publish and what to keep. `warm_up` compiles the kernels ahead, once a machine. Names are the Hugging Face ones; of
+tied tensors one name is kept (`untied`). Every call that takes weights reads their raw bits and never converts.
+`fingerprint(weights, key)` says whether two nodes hold the same weights.
+"""
+
+from echo2.weights.compose import compose, densified
+from echo2.weights.container import DeltaHeader, FrameReader, Setting, join_frames, parse_frame
+from echo2.weights.decode import DecodeLimits, Decoder, StagedDelta
+from echo2.weights.device import apply_updates
+from echo2.weights.elements import WeightSet, untied
+from echo2.weights.encode import Encoding, encode_delta, encode_keyframe
+from echo2.weights.fingerprint import fingerprint, fingerprint_tensor, fingerprint_update
+from echo2.weights.host import HostWeights
+from echo2.weights.shards import (
+    encode_sections,
+    section_blocks,
+    section_fingerprint,
+    sharded_table,
+    whole_fingerprint,
+)  # fmt: skip
+from echo2.weights.warm import warm_up
+
+__all__ = [
+    "DecodeLimits",
+    "Decoder",
+    "DeltaHeader",
+    "Encoding",
+    "FrameReader",
+    "HostWeights",
+    "Setting",
+    "StagedDelta",
+    "WeightSet",
+    "apply_updates",
+    "compose",
+    "densified",
+    "encode_delta",
+    "encode_keyframe",
+    "encode_sections",
+    "fingerprint",
+    "fingerprint_tensor",
+    "fingerprint_update",
+    "join_frames",
+    "parse_frame",
+    "section_blocks",
+    "section_fingerprint",
+    "sharded_table",
+    "untied",
+    "warm_up",
+    "whole_fingerprint",
+]

@@ -1,0 +1,184 @@
+"""Changes by exponent class: sorting a block's marks into eight runs, and putting them together again; compiled.
+
+The probability that a weight changes doubles with every octave that it is smaller, and both sides know the old weights.
+An element's class is its old exponent, cut off at eight consecutive octaves; each class's elements form a run of marks
+of its own, in which changes are nearly independent draws, and likewise its changes one of those with larger magnitudes.
+64 elements are sorted at a time, by moving bits within words: time does not depend on how many changed.
+
+Guarantees: runs are of exactly as many marks as the class has elements (`count_classes`), so no claim of a sender can
+lead outside. Leaves to others: the code of the runs (bitset.py), what the marks mean (marks.py).
+
+Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = changes before
+the segment, larger ones before it. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from echo2.weights.bits import I64, U8, U32, U64, Int, below, bits_at, put
+from echo2.weights.elements import Bits
+from echo2.weights.jit import compiled, count_ones, deposit, extract, inlined, trailing_zeros
+from echo2.weights.lanes import LANES, octaves
+
+CLASS_COUNT = 8
+_GROUPS, _GROUP = 512, 64  # of neighbours, for the sample from which the classes are chosen
+_0 = np.uint64(0)
+_1 = np.uint64(1)
+_7 = np.uint64(7)
+Octave = tuple[np.uint64, np.uint64, np.uint64, U64]
+Sample = TypeVar("Sample", Bits, torch.Tensor)
+
+
+def choose_class_base(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
+    """The exponent at and below which elements are of class 0, from a sample: the last class begins in the octave of the
+    median, as changes are the rarer the larger elements are, and what matters is to tell the small ones."""
+    return choose_class_base_of_sample(sample_of(old), exponent_shift, exponent_bits)
+
+
+def sample_of(old: Sample) -> Sample:
+    """Groups of neighbours, evenly spread; all elements where they are few."""
+    stride = old.shape[0] // _GROUPS
+    return old if stride <= _GROUP else old[: _GROUPS * stride].reshape(_GROUPS, stride)[:, :_GROUP].reshape(-1)
+
+
+def choose_class_base_of_sample(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
+    """`choose_class_base` once the sample is drawn."""
+    mask = (1 << exponent_bits) - 1
+    exponents = (old >> old.dtype.type(exponent_shift)) & old.dtype.type(mask)
+    counts = np.bincount(exponents.astype(np.int64), minlength=mask + 1)
+    top = int(np.searchsorted(counts.cumsum(), 0.6 * exponents.size))
+    return min(255, max(0, top - CLASS_COUNT + 1))
+
+
+@inlined
+def class_of(exponent: np.uint64, base: np.uint64) -> np.int64:
+    """The class of an exponent."""
+    return np.int64(0) if exponent <= base else np.int64(min(exponent - base, _7))
+
+
+@inlined
+def _masks_at(bits: Bits, start: Int, octave: Octave) -> None:
+    """Which of the next elements, 64 or as many as are left, are of which class."""
+    shift, mask, base, masks = octave
+    if start + LANES <= bits.size:
+        octaves(bits, start, shift, mask, base, masks)
+        return
+    for c in range(CLASS_COUNT):
+        masks[c] = _0
+    for i in range(start, bits.size):
+        masks[class_of((np.uint64(bits[i]) >> shift) & mask, base)] |= _1 << np.uint64(i - start)
+
+
+@compiled
+def count_classes(old: Bits, octave: Octave, counts: I64) -> None:
+    """Adds a segment's elements to the number of each class."""
+    masks = octave[3]
+    c0, c1, c2, c3, c4, c5, c6, c7 = _0, _0, _0, _0, _0, _0, _0, _0  # in registers
+    for start in range(0, old.size, LANES):
+        _masks_at(old, start, octave)
+        c0 += count_ones(masks[0])
+        c1 += count_ones(masks[1])
+        c2 += count_ones(masks[2])
+        c3 += count_ones(masks[3])
+        c4 += count_ones(masks[4])
+        c5 += count_ones(masks[5])
+        c6 += count_ones(masks[6])
+        c7 += count_ones(masks[7])
+    for c, found in enumerate((c0, c1, c2, c3, c4, c5, c6, c7)):
+        counts[c] += np.int64(found)
+
+
+@compiled
+def sort_marks(
+    old: Bits, base: int, octave: Octave, marks: tuple[U64, U32], cursor: I64, at: I64, ranks: I64,
+    out: tuple[U64, U8, U32],
+) -> None:  # fmt: skip
+    """Sorts a segment's changes into the classes' runs. `marks` = changed, larger.
+
+    `out` = marks of all runs, all 0 before, and for each larger change its class and its rank among the class's changes.
+    """
+    changed, larger = marks
+    words, larger_class, larger_rank = out
+    shift, mask, lowest, work = octave
+    rank, found = cursor[0], cursor[1]
+    for start in range(0, old.size, LANES):
+        _masks_at(old, start, octave)
+        word = bits_at(changed, base + start) & below(old.size - start)
+        if word:
+            following = rank + np.int64(count_ones(word))
+            while found < larger.size and np.int64(larger[found]) < following:
+                bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
+                i = start + np.int64(trailing_zeros(bit))
+                mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
+                larger_class[found] = mine
+                larger_rank[found] = ranks[mine] + np.int64(count_ones(word & work[mine] & (bit - _1)))
+                found += 1
+            for c in range(CLASS_COUNT):
+                part = extract(word, work[c])
+                ranks[c] += np.int64(count_ones(part))
+                at[c] = put(words, at[c], part, np.int64(count_ones(work[c])))
+            rank = following
+        else:
+            for c in range(CLASS_COUNT):
+                at[c] += np.int64(count_ones(work[c]))
+    cursor[0], cursor[1] = rank, found
+
+
+@compiled
+def split_larger(marks: tuple[U8, U32, Bits], at: I64, out: tuple[U32, Bits]) -> None:
+    """Larger changes sorted by class. `marks` = class, rank and excess of each; `at` = places of the classes' first."""
+    larger_class, larger_rank, excess = marks
+    ranks, sorted_excess = out
+    for i in range(larger_class.size):
+        place = at[larger_class[i]]
+        ranks[place] = larger_rank[i]
+        sorted_excess[place] = excess[i]
+        at[larger_class[i]] = place + 1
+
+
+@compiled
+def join_marks(
+    old: Bits, octave: Octave, runs: tuple[I64, I64, I64], coded: tuple[U64, U64, Bits], so_far: I64,
+    out: tuple[U64, U32, Bits],
+) -> None:  # fmt: skip
+    """The reverse of all this, for one segment. `coded` = marks of all runs, marks of their larger changes, and the excess
+    of these by class; `runs` = where each class is in each of them.
+
+    `so_far` = elements, changes and larger ones; `out` = changed, larger, excess.
+    """
+    words, larger_words, sorted_excess = coded
+    at, larger_at, listed = runs
+    changed, larger, excess = out
+    shift, mask, lowest, work = octave
+    bits, rank, found = so_far[0], so_far[1], so_far[2]
+    any_larger = larger.size > 0
+    for start in range(0, old.size, LANES):
+        _masks_at(old, start, octave)
+        word = _0
+        for c in range(CLASS_COUNT):
+            part = deposit(bits_at(words, at[c]), work[c])
+            at[c] += np.int64(count_ones(work[c]))
+            work[c] = part
+            word |= part
+        bits = put(changed, bits, word, min(LANES, old.size - start))
+        if not word:
+            continue
+        lanes = _0
+        if any_larger:
+            for c in range(CLASS_COUNT):
+                lanes |= deposit(bits_at(larger_words, larger_at[c]), work[c])
+                larger_at[c] += np.int64(count_ones(work[c]))
+        while lanes:
+            bit = lanes & (_0 - lanes)
+            lanes ^= bit
+            mine = class_of((np.uint64(old[start + np.int64(trailing_zeros(bit))]) >> shift) & mask, lowest)
+            larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
+            excess[found] = sorted_excess[listed[mine]]
+            listed[mine] += 1
+            found += 1
+        rank += np.int64(count_ones(word))
+    so_far[0], so_far[1], so_far[2] = bits, rank, found

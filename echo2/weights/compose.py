@@ -1,0 +1,181 @@
+"""Merging consecutive deltas into one, without the weights.
+
+Steps of consecutive versions add modulo 2^width, so positions and steps suffice; deltas must be of setting `FAST`,
+whose positions do not depend on the weights. The merged container is the one that direct encoding would have made,
+byte for byte, except for blocks that would travel as whole elements. `densified` codes a merged delta by the old
+exponents, for which the target's weights are enough (the old ones are the target's less the steps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from echo2.base.errors import DeltaFormatError
+from echo2.weights.bits import I64, U32
+from echo2.weights.block import decode_whole, encode_block, encode_whole, finds_for
+from echo2.weights.changes import Changes, read_plain
+from echo2.weights.container import (
+    BlockFrame,
+    DeltaHeader,
+    EndFrame,
+    HeaderFrame,
+    Method,
+    Setting,
+    container_id_of,
+    encode_block_frame,
+    encode_end,
+    encode_header,
+    encode_header_of,
+    parse_frame,
+)  # fmt: skip
+from echo2.weights.elements import TYPE_BY_CODE, Bits
+from echo2.weights.host import HostWeights
+from echo2.weights.layout import blocks_of
+
+COMPOSED_MAX = 1 << 12
+
+
+class _Container:
+    """The frames of one container in order, parsed one by one."""
+
+    def __init__(self, frames: Iterable[bytes]) -> None:
+        self._frames = (parse_frame(frame) for frame in frames)
+        head = next(self._frames, None)
+        if not isinstance(head, HeaderFrame):
+            raise DeltaFormatError("expected a container that begins with its header")
+        self.head = head
+        self.whose = head.header.describe()
+        if head.header.parent_version is None or head.header.setting is not Setting.FAST:
+            raise DeltaFormatError(f"{self.whose}: expected a delta of setting FAST, only these merge without weights")
+
+    def next_frame(self) -> BlockFrame | EndFrame:
+        frame = next(self._frames, None)
+        if frame is None or isinstance(frame, HeaderFrame) or frame.container_id != self.head.container_id:
+            raise DeltaFormatError(f"{self.whose}: expected its blocks in order and an end frame")
+        return frame
+
+
+def _check_neighbours(first: _Container, second: _Container) -> None:
+    a, b = first.head, second.head
+    same = a.table_digest == b.table_digest and replace(
+        a.header, target_version=b.header.target_version, parent_version=b.header.parent_version,
+        parent_fingerprint=b.header.parent_fingerprint, target_fingerprint=b.header.target_fingerprint,
+    ) == b.header  # fmt: skip
+    if not same or a.header.target_version != b.header.parent_version:
+        raise DeltaFormatError(f"{first.whose} and {second.whose}: expected consecutive deltas, cut in the same way")
+
+
+Listed = tuple[U32, I64]
+
+
+def _merged(first: Listed, second: Listed) -> Listed:
+    positions = np.concatenate((first[0], second[0]))
+    order = np.argsort(positions, kind="stable")
+    positions = positions[order]
+    moves = np.concatenate((first[1], second[1]))[order]
+    twice = positions[1:] == positions[:-1]
+    moves[:-1][twice] += moves[1:][twice]
+    keep = moves != 0
+    keep[1:] &= ~twice
+    return positions[keep], moves[keep]
+
+
+def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
+    """One block of the merged delta. What came before a whole block does not matter."""
+    element, count = TYPE_BY_CODE[frames[0].element_code], frames[0].element_count
+    whole: Bits | None = None
+    changes: Listed = np.empty(0, np.uint32), np.empty(0, np.int64)
+    moved = [frame for frame in frames if frame.method is not Method.UNCHANGED]
+    if len(moved) == 1:
+        return moved[0].method, bytes(moved[0].payload)
+    for frame in moved:
+        if frame.method is not Method.SPARSE:
+            whole = np.empty(count, element.bits_dtype)
+            decode_whole(frame.method, frame.payload, element, whole)
+            continue
+        these = read_plain(frame.payload, element, count)
+        positions, moves = these.positions(), these.steps()
+        if whole is not None:
+            whole[positions] += moves.view(np.uint64).astype(element.bits_dtype)
+        else:
+            changes = _merged(changes, (positions, moves))
+    if whole is not None:
+        return encode_whole([whole], element)
+    if not changes[0].size:
+        return Method.UNCHANGED, b""
+    return Method.SPARSE, Changes.of_steps(*changes, count, element).payload()
+
+
+def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
+    """The frames of one delta from the first one's parent to the last one's target, block by block.
+
+    `compose(a, b)` for a: u -> v and b: v -> w gives u -> w. Each argument is a container's frames in order.
+    """
+    if not 1 <= len(deltas) <= COMPOSED_MAX:
+        raise DeltaFormatError(f"expected 1 to {COMPOSED_MAX} deltas to merge, got {len(deltas)}")
+    containers = [_Container(frames) for frames in deltas]
+    for a, b in pairwise(containers):
+        _check_neighbours(a, b)
+    first, last = containers[0].head.header, containers[-1].head.header
+    header = replace(last, parent_version=first.parent_version, parent_fingerprint=first.parent_fingerprint)
+    head = encode_header_of(header, containers[-1].head.table_digest)
+    yield head
+    index = 0
+    while True:
+        frames = [container.next_frame() for container in containers]
+        blocks = [frame for frame in frames if isinstance(frame, BlockFrame)]
+        if len(blocks) != len(frames):
+            break
+        if any((b.index, b.element_count, b.element_code) != (index, blocks[0].element_count, blocks[0].element_code)
+               for b in blocks):  # fmt: skip
+            raise DeltaFormatError(f"{header.describe()}: expected block {index} of every delta, alike")
+        method, payload = _composed_block(blocks)
+        yield encode_block_frame(
+            container_id_of(head), index, blocks[0].element_count, blocks[0].element_code, method, payload
+        )
+        index += 1
+    ends = [frame for frame in frames if isinstance(frame, EndFrame)]
+    if len(ends) != len(frames) or any(end.block_count != index for end in ends):
+        raise DeltaFormatError(f"{header.describe()}: expected all deltas to end after {index} blocks")
+    for end, after in zip(ends, containers[1:], strict=False):
+        if end.target_fingerprint != after.head.header.parent_fingerprint:
+            raise DeltaFormatError(f"{after.whose}: expected its parent to be where the delta before it ends")
+    yield encode_end(container_id_of(head), index, ends[-1].target_fingerprint)
+
+
+def densified(delta: Iterable[bytes], target: HostWeights) -> Iterator[bytes]:
+    """The same delta in setting `DENSE`. `target` holds the version that it leads to; it is only read."""
+    container = _Container(delta)
+    header: DeltaHeader = replace(container.head.header, setting=Setting.DENSE)
+    if container.head.table_digest != target.table_digest or header.target_version != target.version:
+        raise DeltaFormatError(f"{container.whose}: expected the weights of its target, got version {target.version}")
+    head = encode_header(header, target.table)
+    yield head
+    blocks = blocks_of(target.table.specs, header.block_elements, header.shard_count)
+    for block in blocks:
+        frame = container.next_frame()
+        if not isinstance(frame, BlockFrame) or (frame.index, frame.element_count) != (
+            block.index,
+            block.element_count,
+        ):
+            raise DeltaFormatError(f"{container.whose}: expected {block.describe()}")
+        method, payload = frame.method, bytes(frame.payload)
+        if method is Method.SPARSE:
+            new = target.segments(block)
+            changes = read_plain(frame.payload, block.element, block.element_count)
+            flat = np.concatenate(new)
+            flat[changes.positions()] -= changes.steps().view(np.uint64).astype(flat.dtype)
+            old = [flat[s.base : s.base + s.count] for s in block.segments]
+            coded = encode_block(block, old, new, Setting.DENSE, header.fingerprint_key, finds_for(block))
+            method, payload = coded.method, coded.payload
+        yield encode_block_frame(
+            container_id_of(head), block.index, block.element_count, block.element.code, method, payload
+        )
+    end = container.next_frame()
+    if not isinstance(end, EndFrame) or end.block_count != len(blocks):
+        raise DeltaFormatError(f"{container.whose}: expected it to end after {len(blocks)} blocks")
+    yield encode_end(container_id_of(head), end.block_count, end.target_fingerprint)

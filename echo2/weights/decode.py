@@ -1,0 +1,440 @@
+"""Decoding: frames, in any order, to a staged version that is verified and ready to commit.
+
+Guarantees: a frame is decoded as soon as it is here and the header is; every error names the version, the block and
+its tensor; nothing of the base changes before `HostWeights.commit`; `finish` hands out nothing whose fingerprint
+differs. Feeding a frame twice does no harm. Memory: a staged block is kept in the code without classes, about a byte a
+change, and decoded again when it is put in place or taken back; what goes beyond `DecodeLimits.staging_share` of the
+weights goes to the caller's spill, if there is one. Leaves to others: fetching, signatures, when to swap.
+
+`feed` may be called from several threads, for different frames, once the header was fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
+from echo2.base.ids import Version
+from echo2.weights.bits import I64, U32
+from echo2.weights.block import decode_sparse, decode_whole, is_plain
+from echo2.weights.changes import Changes, read_plain
+from echo2.weights.container import (
+    BlockFrame,
+    DeltaHeader,
+    EndFrame,
+    HeaderFrame,
+    Method,
+    TensorTable,
+    parse_frame,
+)  # fmt: skip
+from echo2.weights.elements import Bits, TensorSpec
+from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
+from echo2.weights.host import HostWeights
+from echo2.weights.layout import Block, Segment, blocks_of
+from echo2.weights.staged import TensorUpdate
+from echo2.weights.staging import Kept, Spill, Staging
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """What a decoder accepts. `weights_bytes_max` bounds what a keyframe may claim to be."""
+
+    weights_bytes_max: int = 1 << 36
+    pending_bytes_max: int = 1 << 26
+    staging_share: float = 0.04
+    staging_bytes_min: int = 1 << 24
+
+
+@dataclass(slots=True)
+class _StagedBlock:
+    """A block that is to be put in place: its payload, of changes without classes or of whole elements.
+
+    `before`: the bits that whole elements replaced, while they are in place and not yet committed.
+    """
+
+    block: Block
+    method: Method
+    payload: Kept
+    before: Kept | None = None
+    is_in_place: bool = False
+
+    def changes(self) -> Changes:
+        return read_plain(memoryview(self.payload.read()), self.block.element, self.block.element_count)
+
+    def whole(self) -> Bits:
+        return _whole_bits(self.block, self.method, memoryview(self.payload.read()))
+
+
+def _parts(positions: U32, block: Block) -> list[slice]:
+    """Which of a block's changes are of which segment."""
+    bases = np.array([segment.base for segment in block.segments], np.uint32)
+    borders = [*np.searchsorted(positions, bases).tolist(), positions.size]
+    return [slice(begin, end) for begin, end in pairwise(borders)]
+
+
+def _whole_bits(block: Block, method: Method, payload: memoryview) -> Bits:
+    bits = np.empty(block.element_count, block.element.bits_dtype)
+    decode_whole(method, payload, block.element, bits)
+    return bits
+
+
+def _whole_step(block: Block, bits: Bits, old: list[Bits], key: int) -> int:
+    """What whole elements add to the fingerprint."""
+    step = 0
+    for segment, before in zip(block.segments, old, strict=True):
+        name, after = segment.spec.name, bits[segment.base : segment.base + segment.count]
+        step += sum_bits(name, after, key, segment.start) - sum_bits(name, before, key, segment.start)
+    return step % MODULUS
+
+
+def _moved(held: Bits, steps: I64) -> Bits | None:
+    """Elements after their steps; None if one left its range."""
+    after = held.astype(np.uint64).view(np.int64) + steps
+    if held.itemsize < 8 and after.size and not 0 <= int(after.min()) <= int(after.max()) < 1 << (8 * held.itemsize):
+        return None
+    moved: Bits = after.view(np.uint64).astype(held.dtype)
+    return moved
+
+
+class StagedDelta:
+    """A verified version in host memory; fits `StagedVersion`. `updates` works before and after it is committed."""
+
+    def __init__(
+        self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights, staging: Staging
+    ) -> None:
+        self._header = header
+        self._staging = staging
+        self._table = table
+        self._fingerprint = fingerprint
+        self._host = base
+        self._blocks: dict[int, _StagedBlock] = {}
+        self._whole: dict[str, Bits] | None = None
+        self._is_committed = False
+
+    def fill(self, blocks: dict[int, _StagedBlock], whole: dict[str, Bits] | None) -> StagedDelta:
+        """Takes what the decoder staged."""
+        self._blocks, self._whole = dict(sorted(blocks.items())), whole
+        return self
+
+    @property
+    def version(self) -> Version:
+        return self._header.target_version
+
+    @property
+    def parent(self) -> Version | None:
+        return self._header.parent_version
+
+    @property
+    def fingerprint(self) -> int:
+        return self._fingerprint
+
+    @property
+    def base_fingerprint(self) -> int | None:
+        return self._header.parent_fingerprint
+
+    @property
+    def key(self) -> int:
+        return self._header.fingerprint_key
+
+    @property
+    def table(self) -> TensorTable:
+        return self._table
+
+    def whole(self) -> dict[str, Bits] | None:
+        return self._whole
+
+    def updates(self) -> Iterator[TensorUpdate]:
+        """New raw bits by tensor: of a delta in parts, a block each, and only where something changed."""
+        if self._whole is not None:
+            for spec in self._table.specs:
+                yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self._whole[spec.name])
+            return
+        for staged in self._blocks.values():
+            yield from self._block_updates(staged)
+
+    def _block_updates(self, staged: _StagedBlock) -> Iterator[TensorUpdate]:
+        block, live = staged.block, self._live(staged.block)
+        if staged.method is not Method.SPARSE:
+            bits = None if self._is_committed else staged.whole()
+            for segment, held in zip(block.segments, live, strict=True):
+                values = held.copy() if bits is None else bits[segment.base : segment.base + segment.count]
+                yield _update(segment, np.arange(segment.start, segment.start + segment.count), values)
+            return
+        changes = staged.changes()
+        positions, steps = changes.positions(), None if self._is_committed else changes.steps()
+        for segment, held, part in zip(block.segments, live, _parts(positions, block), strict=True):
+            places = positions[part].astype(np.int64) - segment.base
+            # After the commit the new bits are the host's.
+            moved = held[places] if steps is None else _moved(held[places], steps[part])
+            if moved is None:
+                raise self._wrapped(block)
+            if places.size:
+                yield _update(segment, places + segment.start, moved)
+
+    def _wrapped(self, block: Block) -> FingerprintMismatch:
+        return FingerprintMismatch(
+            f"{self._header.describe()}: {block.describe()}: expected changes within the range of its elements, one "
+            "leaves it: the host's bits are not those of the parent"
+        )
+
+    def _live(self, block: Block) -> list[Bits]:
+        expected = self.version if self._is_committed else self.parent
+        if self._host.version != expected:
+            raise StateError(
+                f"staged version {self.version}: expected its host at version {expected}, it went on to "
+                f"{self._host.version}: stage it again"
+            )
+        return self._host.segments(block)
+
+    def exchange_parts(self) -> Iterable[int]:
+        return list(self._blocks)
+
+    def exchange(self, part: int, live: HostWeights) -> None:
+        """Puts a block's changes in place; a second call takes them back."""
+        staged = self._blocks[part]
+        block, held = staged.block, live.segments(staged.block)
+        if staged.method is not Method.SPARSE:
+            self._exchange_whole(staged, held)
+            return
+        changes = staged.changes()
+        wrapped = changes.move(block, held, staged.is_in_place)
+        if wrapped and not staged.is_in_place:
+            changes.move(block, held, True)
+            raise self._wrapped(block)
+        staged.is_in_place = not staged.is_in_place
+
+    def _exchange_whole(self, staged: _StagedBlock, held: list[Bits]) -> None:
+        block = staged.block
+        if staged.before is None:
+            bits = staged.whole()
+            staged.before = self._staging.keep(b"".join(part.tobytes() for part in held))
+        else:
+            bits = np.frombuffer(staged.before.read(), block.element.bits_dtype)
+            staged.before = None
+        for segment, target in zip(block.segments, held, strict=True):
+            target[:] = bits[segment.base : segment.base + segment.count]
+        staged.is_in_place = not staged.is_in_place
+
+    def committed(self, host: HostWeights) -> None:
+        self._host = host
+        self._is_committed = True
+        for staged in self._blocks.values():
+            staged.before = None
+
+
+def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
+    return TensorUpdate(segment.spec.name, segment.spec.element.name, segment.spec.shape, indices, bits)
+
+
+class Decoder:
+    """Takes the frames of one container and stages the version that they carry upon `base`."""
+
+    def __init__(self, base: HostWeights, limits: DecodeLimits | None = None, spill: Spill | None = None) -> None:
+        self._base = base
+        self._limits = limits or DecodeLimits()
+        self._head: HeaderFrame | None = None
+        self._end: EndFrame | None = None
+        self._table = base.table
+        self._plan: tuple[Block, ...] = ()
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._digests: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        self._staged: dict[int, _StagedBlock] = {}
+        share = int(base.total_bytes * self._limits.staging_share)
+        self._staging = Staging(max(self._limits.staging_bytes_min, share), spill)
+        self._whole: dict[str, Bits] | None = None
+
+    @property
+    def header(self) -> DeltaHeader | None:
+        """What the container is; None before its header came."""
+        return None if self._head is None else self._head.header
+
+    @property
+    def staged_block_count(self) -> int:
+        return len(self._digests)
+
+    def feed(self, frame: bytes) -> None:
+        """Decodes one frame. Frames that come before the header wait, up to a limit."""
+        try:
+            parsed = parse_frame(frame)
+        except DeltaFormatError as error:
+            raise DeltaFormatError(f"{self._whose()}: {error}{self._tensor_hint(frame)}") from None
+        if isinstance(parsed, HeaderFrame):
+            self._begin(parsed)
+            return
+        if self._head is None:
+            self._wait(frame)
+            return
+        if parsed.container_id != self._head.container_id:
+            raise DeltaFormatError(f"{self._whose()}: got a frame of another container ({parsed.container_id:016x})")
+        if isinstance(parsed, EndFrame):
+            if parsed.block_count != len(self._plan) or (self._end is not None and self._end != parsed):
+                raise DeltaFormatError(
+                    f"{self._whose()}: expected an end frame for {len(self._plan)} blocks, got {parsed.block_count}"
+                )
+            self._end = parsed
+            return
+        self._take_block(parsed)
+
+    def _whose(self) -> str:
+        return "delta container" if self._head is None else self._head.header.describe()
+
+    def _tensor_hint(self, frame: bytes) -> str:
+        """Which tensor a damaged block claims to be of, as far as can be told."""
+        index = int.from_bytes(frame[16:20], "little")
+        return f" ({self._plan[index].describe()})" if len(frame) >= 36 and index < len(self._plan) else ""
+
+    def _wait(self, frame: bytes) -> None:
+        if self._pending_bytes + len(frame) > self._limits.pending_bytes_max:
+            raise LimitExceeded(
+                f"delta container: expected its header within {self._limits.pending_bytes_max} bytes of blocks"
+            )
+        self._pending.append(frame)
+        self._pending_bytes += len(frame)
+
+    def _begin(self, head: HeaderFrame) -> None:
+        if self._head is not None:
+            if head.container_id != self._head.container_id:
+                raise DeltaFormatError(f"{self._whose()}: got a second header ({head.header.describe()})")
+            return
+        self._check_base(head)
+        if head.table is not None:
+            self._table = head.table
+            claimed = sum(spec.element_count * spec.element.bytes for spec in head.table.specs)
+            if claimed > self._limits.weights_bytes_max:
+                raise DeltaFormatError(
+                    f"{head.header.describe()}: expected at most {self._limits.weights_bytes_max} bytes of weights, "
+                    f"its table claims {claimed}"
+                )
+            self._whole = {}
+        self._plan = blocks_of(self._table.specs, head.header.block_elements, head.header.shard_count)
+        self._head = head
+        waiting, self._pending, self._pending_bytes = self._pending, [], 0
+        for frame in waiting:
+            self.feed(frame)
+
+    def _check_base(self, head: HeaderFrame) -> None:
+        header = head.header
+        if header.set_name != self._base.set_name:
+            raise DeltaFormatError(f"{header.describe()}: expected a version of set {self._base.set_name or 'base'!r}")
+        if header.parent_version is None:
+            return
+        if header.parent_version != self._base.version:
+            raise StateError(f"{header.describe()}: expected a host at that version, it is at {self._base.version}")
+        if head.table_digest != self._base.table_digest:
+            raise DeltaFormatError(f"{header.describe()}: the tensors of the learner are not those of the host")
+        found = self._base.fingerprint(header.fingerprint_key)
+        if found != header.parent_fingerprint:
+            raise FingerprintMismatch(
+                f"{header.describe()}: expected the parent's fingerprint {header.parent_fingerprint:016x}, "
+                f"the host has {found:016x}"
+            )
+
+    def _take_block(self, frame: BlockFrame) -> None:
+        assert self._head is not None, "blocks wait for the header"
+        if frame.index >= len(self._plan):
+            raise DeltaFormatError(f"{self._whose()}: expected {len(self._plan)} blocks, got number {frame.index}")
+        block = self._plan[frame.index]
+        whose = f"{self._whose()}: {block.describe()}"
+        if (frame.element_count, frame.element_code) != (block.element_count, block.element.code):
+            raise DeltaFormatError(
+                f"{whose}: expected {block.element_count} elements of type {block.element.code}, it claims "
+                f"{frame.element_count} of type {frame.element_code}"
+            )
+        if block.index in self._digests:
+            if self._digests[block.index] != frame.digest:
+                raise DeltaFormatError(f"{whose}: came twice with different bytes")
+            return
+        try:
+            if self._whole is None:
+                self._stage(block, frame)
+            else:
+                self._place(block, frame, self._whole)
+        except DeltaFormatError as error:
+            raise DeltaFormatError(f"{whose}: {error}") from None
+        self._digests[block.index] = frame.digest
+
+    def _stage(self, block: Block, frame: BlockFrame) -> None:
+        assert self._head is not None, "blocks wait for the header"
+        if frame.method is Method.UNCHANGED:
+            if len(frame.payload):
+                raise DeltaFormatError(f"expected no payload for an unchanged block, got {len(frame.payload)} bytes")
+            return
+        old, key = self._base.segments(block), self._head.header.fingerprint_key
+        if frame.method is Method.SPARSE:
+            plain: list[bytes | memoryview] = []
+            changes = decode_sparse(frame.payload, block, old, plain)
+            self._steps[block.index] = changes.settle(block, key)
+            kept = self._staging.keep(self._plain_payload(frame.payload, changes, plain))
+        else:
+            self._steps[block.index] = _whole_step(block, _whole_bits(block, frame.method, frame.payload), old, key)
+            kept = self._staging.keep(bytes(frame.payload))
+        self._staged[block.index] = _StagedBlock(block, frame.method, kept)
+
+    def _plain_payload(self, payload: memoryview, changes: Changes, plain: list[bytes | memoryview]) -> bytes:
+        """The code without classes, of which nothing depends on the old weights; without its entropy coding as well, if
+        there is room."""
+        if is_plain(payload):
+            return b"".join(plain) if self._staging.has_room(sum(map(len, plain))) else bytes(payload)
+        quick = changes.payload(is_coded=False)
+        if self._staging.has_room(len(quick)) or self._staging.can_spill:
+            return quick
+        return changes.payload()
+
+    def _place(self, block: Block, frame: BlockFrame, whole: dict[str, Bits]) -> None:
+        assert self._head is not None, "blocks wait for the header"
+        if frame.method not in (Method.RAW, Method.PLANES):
+            raise DeltaFormatError(f"expected whole elements in a keyframe, got method {frame.method.name}")
+        bits = np.empty(block.element_count, block.element.bits_dtype)
+        decode_whole(frame.method, frame.payload, block.element, bits)
+        step = 0
+        for segment in block.segments:
+            part = bits[segment.base : segment.base + segment.count]
+            _tensor_bits(whole, segment.spec)[segment.start : segment.start + segment.count] = part
+            step += sum_bits(segment.spec.name, part, self._head.header.fingerprint_key, segment.start)
+        self._steps[block.index] = step % MODULUS
+
+    def missing_blocks(self) -> list[int]:
+        """Blocks that have not come yet, at most the first hundred."""
+        missing = (block.index for block in self._plan if block.index not in self._digests)
+        return [index for index, _ in zip(missing, range(100), strict=False)]
+
+    def finish(self) -> StagedDelta:
+        """The staged version. Raises if anything is missing or its fingerprint is not the learner's."""
+        head = self._head
+        if head is None or self._end is None:
+            raise DeltaFormatError(f"{self._whose()}: expected a header and an end frame, one has not come")
+        if missing := self.missing_blocks():
+            raise DeltaFormatError(f"{self._whose()}: {self._plan[missing[0]].describe()} has not come")
+        header = head.header
+        if header.parent_fingerprint is None:
+            start = sum(header_term(header.fingerprint_key, spec) for spec in self._table.specs)
+            for spec in self._table.specs:
+                _tensor_bits(self._whole if self._whole is not None else {}, spec)
+        else:
+            start = header.parent_fingerprint
+        found = (start + sum(self._steps.values())) % MODULUS
+        for claimed in (self._end.target_fingerprint, header.target_fingerprint):
+            if claimed is not None and claimed != found:
+                raise FingerprintMismatch(
+                    f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {found:016x}"
+                )
+        return StagedDelta(header, self._table, found, self._base, self._staging).fill(self._staged, self._whole)
+
+
+def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:
+    """The tensor's array, made when its first block came (its size was checked with the table)."""
+    return (
+        whole.setdefault(spec.name, np.empty(0, spec.element.bits_dtype))
+        if spec.element_count == 0
+        else (
+            whole[spec.name]
+            if spec.name in whole
+            else whole.setdefault(spec.name, np.empty(spec.element_count, spec.element.bits_dtype))
+        )
+    )

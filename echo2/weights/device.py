@@ -1,0 +1,140 @@
+"""The device path: compare, select and gather where the weights lie, so that only changed elements cross to the host.
+
+Guarantees: the same bytes as the CPU path (marks.py, classes.py), because only the finding of changes differs; the coding
+is shared. Plain torch operations, so any device will do, the CPU included (which is how it is tested without one). Leaves
+to others: which device (the tensors'), pinned buffers, streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from echo2.base.errors import DeltaFormatError
+from echo2.weights import classes
+from echo2.weights.bits import I64, U32, U64
+from echo2.weights.block import EncodedBlock, Run, coded_block, dense_payload, uses_classes
+from echo2.weights.changes import Changes
+from echo2.weights.classes import CLASS_COUNT
+from echo2.weights.container import Setting
+from echo2.weights.elements import Bits, ElementType, flat_bits
+from echo2.weights.fingerprint import MODULUS, ROW_ELEMENTS, column_coefficients, row_coefficients
+from echo2.weights.layout import Block, Segment
+from echo2.weights.staged import TensorUpdate
+
+
+def _wide(bits: torch.Tensor) -> torch.Tensor:
+    """Bit patterns as int64, not sign-extended (64-bit ones wrap)."""
+    width = 8 * bits.element_size()
+    return bits.to(torch.int64) if width == 64 else bits.to(torch.int64) & ((1 << width) - 1)
+
+
+def _host_bits(bits: torch.Tensor, element: ElementType) -> Bits:
+    array: Bits = bits.cpu().numpy().view(element.bits_dtype)
+    return array
+
+
+def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
+    """As the CPU path chooses it: only the sample crosses."""
+    part = max(old, key=lambda part: part.numel())
+    sample = _host_bits(classes.sample_of(part), element)
+    return classes.choose_class_base_of_sample(sample, element.exponent_shift, element.exponent_bits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A segment's changes, on the host: positions in the block and steps; by class, if asked for: each one's class, its
+    place among the segment's elements of that class, and how many elements each class has."""
+
+    positions: U32
+    steps: I64
+    classes: I64
+    places: I64
+    sizes: I64
+
+
+def _find(segment: Segment, old: torch.Tensor, new: torch.Tensor, class_base: int | None) -> _Found:
+    index = (old != new).nonzero()[:, 0]
+    steps: I64 = (_wide(new[index]) - _wide(old[index])).cpu().numpy()
+    positions = (index.cpu().numpy() + segment.base).astype(np.uint32)
+    none: I64 = np.zeros(0, np.int64)
+    if class_base is None:
+        return _Found(positions, steps, none, none, none)
+    element = segment.spec.element
+    exponents = (_wide(old) >> element.exponent_shift) & ((1 << element.exponent_bits) - 1)
+    by_element = (exponents - class_base).clamp(0, CLASS_COUNT - 1)
+    mine = by_element[index]
+    places = torch.zeros_like(index)
+    sizes = []
+    for c in range(CLASS_COUNT):
+        counted = (by_element == c).cumsum(0)
+        places = torch.where(mine == c, counted[index] - 1, places)
+        sizes.append(counted[-1] if counted.numel() else torch.zeros((), dtype=torch.int64, device=old.device))
+    totals: I64 = torch.stack(sizes).cpu().numpy()
+    return _Found(positions, steps, mine.cpu().numpy(), places.cpu().numpy(), totals)
+
+
+def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run]:
+    """Every class's run, of a block's segments."""
+    sizes = np.stack([part.sizes for part in found])
+    before = np.cumsum(sizes, axis=0) - sizes
+    mine = np.concatenate([part.classes for part in found])
+    places = np.concatenate([part.places + start[part.classes] for part, start in zip(found, before, strict=True)])
+    for c in range(CLASS_COUNT):
+        chosen = places[mine == c].astype(np.uint32)
+        own = Changes.of_steps(chosen, steps[mine == c], int(sizes[:, c].sum()), element)
+        yield own.changed, own.larger, own.excess
+
+
+def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) -> int:
+    index = positions - np.uint64(segment.base) + np.uint64(segment.start)
+    rows = row_coefficients(key, segment.spec.name, index // np.uint64(ROW_ELEMENTS))
+    columns = column_coefficients(key)[index % np.uint64(ROW_ELEMENTS)]
+    with np.errstate(over="ignore"):
+        return int((rows * columns * steps).sum(dtype=np.uint64))
+
+
+def encode_block_on_device(
+    block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: Setting, key: int
+) -> EncodedBlock:
+    """As `block.encode_block`, for segments of flat integer bit patterns (`flat_bits`) on one device."""
+    element = block.element
+    class_base = _class_base(old, element) if uses_classes(element, setting) else None
+    found = [_find(s, before, after, class_base) for s, before, after in zip(block.segments, old, new, strict=True)]
+    step = 0
+    for segment, part in zip(block.segments, found, strict=True):
+        step += _fingerprint_step(segment, key, part.positions.astype(np.uint64), part.steps.view(np.uint64))
+    steps = np.concatenate([part.steps for part in found])
+    changes = Changes.of_steps(np.concatenate([p.positions for p in found]), steps, block.element_count, element)
+
+    def sparse() -> bytes:
+        if class_base is None:
+            return changes.payload()
+        return dense_payload(changes, class_base, _runs(found, steps, element))
+
+    return coded_block(
+        block, changes.count, sparse, step % MODULUS, lambda: [_host_bits(part, element) for part in new]
+    )  # fmt: skip
+
+
+def apply_updates(weights: dict[str, torch.Tensor], updates: Iterable[TensorUpdate]) -> None:
+    """Scatters staged bits into live tensors of the same names, types and shapes, in place, on their devices.
+
+    Every index is checked before the first write: one out of range would take a device down.
+    """
+    for update in updates:
+        flat = flat_bits(weights[update.name])
+        same = tuple(weights[update.name].shape) == update.shape and flat.element_size() == update.bits.itemsize
+        if not same or not weights[update.name].is_contiguous():
+            raise DeltaFormatError(f"tensor {update.name}: expected contiguous {update.dtype} of shape {update.shape}")
+        signed = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[update.bits.itemsize]
+        values = torch.from_numpy(np.ascontiguousarray(update.bits).view(signed)).to(flat.device)
+        if update.indices is None:
+            flat.copy_(values)
+            continue
+        if update.indices.size and not 0 <= int(update.indices.min()) <= int(update.indices.max()) < flat.numel():
+            raise DeltaFormatError(f"tensor {update.name}: expected indices below {flat.numel()}")
+        flat[torch.from_numpy(update.indices).to(flat.device)] = values

@@ -1,0 +1,173 @@
+"""A keyed fingerprint of full weights: a multilinear sum modulo 2^64 over raw bits.
+
+    sum over tensors ( header(key, name, type, shape) + sum over i of T[i mod 4096] * M[name, i div 4096] * bits[i] )
+
+T (4096 odd numbers) and M (an odd number for each row of 4096 elements of each tensor) are pseudo-random functions of
+the key. Guarantees: it does not depend on the order of tensors; shards add; changed elements update it in time
+proportional to their number; any single wrong element is always seen (odd coefficients are invertible), any other
+difference with probability about 1 - 2^-48 under a key that the other side did not know beforehand. With a fresh key
+it proves that a worker holds the weights. It is no cryptographic hash: bytes on the wire are signed elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from echo2.base.rng import derived_seed
+from echo2.weights.bits import U64
+from echo2.weights.elements import (
+    Bits,
+    ElementType,
+    TensorSpec,
+    WeightSet,
+    bits_of,
+    element_type_of,
+    flat_bits,
+    untied,
+)  # fmt: skip
+from echo2.weights.jit import compiled, inlined
+
+ROW_ELEMENTS = 4096
+ROW_SHIFT = 12
+ROW_MASK = ROW_ELEMENTS - 1
+MODULUS = 1 << 64
+_DEVICE_ROWS = 1024  # rows at a time on a device: 4M elements, 64 MB of products
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_27 = np.uint64(27)
+_30 = np.uint64(30)
+_31 = np.uint64(31)
+_1 = np.uint64(1)
+_0 = np.uint64(0)
+
+
+@lru_cache(maxsize=8)
+def key_of_run(run_id: str) -> int:
+    """The key under which all of a run's fingerprints are made."""
+    return derived_seed(0, "fingerprint", run_id)
+
+
+@lru_cache(maxsize=8)
+def column_coefficients(key: int) -> U64:
+    """T: the 4096 odd coefficients within a row. Drawing them takes as long as comparing 200 KiB of weights, so those of
+    the last few keys are kept; nobody may write to them."""
+    stream = hashlib.shake_256(b"echo2 fingerprint columns" + struct.pack("<Q", key % MODULUS))
+    return np.frombuffer(stream.digest(8 * ROW_ELEMENTS), "<u8").astype(np.uint64) | _1
+
+
+@lru_cache(maxsize=1 << 14)
+def row_seed(key: int, name: str) -> int:
+    """Seed of M for one tensor."""
+    digest = hashlib.sha256(b"echo2 fingerprint rows" + struct.pack("<Q", key % MODULUS) + name.encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def header_term(key: int, spec: TensorSpec) -> int:
+    """What a tensor's name, type and shape add to the sum."""
+    text = f"{spec.name}\0{spec.element.name}\0{','.join(map(str, spec.shape))}"
+    digest = hashlib.sha256(b"echo2 fingerprint header" + struct.pack("<Q", key % MODULUS) + text.encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+@inlined
+def row_coefficient(seed: np.uint64, row: np.uint64) -> np.uint64:
+    """M[row]: splitmix64, made odd."""
+    z = seed + (row + _1) * _GOLDEN
+    z = (z ^ (z >> _30)) * _MIX1
+    z = (z ^ (z >> _27)) * _MIX2
+    return (z ^ (z >> _31)) | _1
+
+
+@compiled
+def _sum_bits(bits: Bits, offset: int, seed: np.uint64, columns: U64) -> np.uint64:
+    total = _0
+    at = 0
+    while at < bits.size:
+        column = (offset + at) % ROW_ELEMENTS
+        length = min(ROW_ELEMENTS - column, bits.size - at)
+        row_sum = _0
+        for i in range(length):
+            row_sum += columns[column + i] * np.uint64(bits[at + i])
+        total += row_sum * row_coefficient(seed, np.uint64((offset + at) // ROW_ELEMENTS))
+        at += length
+    return total
+
+
+def sum_bits(name: str, bits: Bits, key: int, offset: int = 0) -> int:
+    """The sum over part of a tensor (from its flat element `offset` on), without its header term."""
+    return int(_sum_bits(bits, offset, np.uint64(row_seed(key, name)), column_coefficients(key)))
+
+
+def coefficients(name: str, key: int) -> tuple[np.uint64, U64]:
+    """What kernels need to sum over a tensor: its seed of M, and T."""
+    return np.uint64(row_seed(key, name)), column_coefficients(key)
+
+
+def fingerprint_update(
+    fingerprint: int, key: int, name: str, indices: np.ndarray, old_bits: Bits, new_bits: Bits
+) -> int:
+    """The fingerprint after elements `indices` of tensor `name` went from `old_bits` to `new_bits`. O(changed)."""
+    index = indices.astype(np.uint64)
+    columns = column_coefficients(key)[index % np.uint64(ROW_ELEMENTS)]
+    with np.errstate(over="ignore"):
+        rows = row_coefficients(key, name, index // np.uint64(ROW_ELEMENTS))
+        moved = new_bits.astype(np.uint64) - old_bits.astype(np.uint64)
+        return (fingerprint + int((columns * rows * moved).sum(dtype=np.uint64))) % MODULUS
+
+
+def row_coefficients(key: int, name: str, rows: U64) -> U64:
+    """M for the rows given."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(row_seed(key, name)) + (rows + _1) * _GOLDEN
+        z = (z ^ (z >> _30)) * _MIX1
+        z = (z ^ (z >> _27)) * _MIX2
+        return (z ^ (z >> _31)) | _1
+
+
+def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int, first_row: int = 0) -> int:
+    """`sum_bits` in torch, where the tensor lies, from a row on; int64 arithmetic wraps as uint64 does."""
+    columns = torch.from_numpy(column_coefficients(key).view(np.int64)).to(bits.device)
+    mask = (1 << (8 * element.bytes)) - 1 if element.bytes < 8 else -1
+    total = 0
+    step = _DEVICE_ROWS * ROW_ELEMENTS
+    for start in range(0, bits.numel(), step):
+        part = bits[start : start + step].to(torch.int64) & mask
+        whole = part.numel() // ROW_ELEMENTS
+        row = first_row + start // ROW_ELEMENTS
+        rows = np.arange(row, row + whole + 1, dtype=np.uint64)
+        scale = torch.from_numpy(row_coefficients(key, name, rows).view(np.int64)).to(bits.device)
+        sums = (part[: whole * ROW_ELEMENTS].reshape(-1, ROW_ELEMENTS) * columns).sum(1)
+        total += int((sums * scale[:whole]).sum())
+        rest = part[whole * ROW_ELEMENTS :]
+        total += int((rest * columns[: rest.numel()]).sum()) * int(scale[whole])
+    return total % MODULUS
+
+
+def fingerprint_part(name: str, part: torch.Tensor, element: ElementType, key: int, offset: int) -> int:
+    """`sum_bits` of flat bits from a tensor's element `offset` on, on host or device."""
+    if part.device.type == "cpu":
+        return sum_bits(name, bits_of(part), key, offset)
+    head = min(-offset % ROW_ELEMENTS, part.numel())  # the device sums whole rows
+    before = sum_bits(name, bits_of(part[:head].cpu()), key, offset)
+    return before + _sum_on_device(name, part[head:], element, key, (offset + head) // ROW_ELEMENTS)
+
+
+def fingerprint_tensor(name: str, tensor: torch.Tensor, key: int) -> int:
+    """One tensor's part of the sum, header term included; computed on the tensor's own device."""
+    element = element_type_of(name, tensor)
+    term = header_term(key, TensorSpec(name, element, tuple(tensor.shape)))
+    if tensor.device.type == "cpu":
+        return (term + sum_bits(name, bits_of(tensor), key)) % MODULUS
+    return (term + _sum_on_device(name, flat_bits(tensor), element, key)) % MODULUS
+
+
+def fingerprint(weights: WeightSet, key: int) -> int:
+    """The fingerprint of a set of named tensors, on CPU or device. Tied tensors count once (see `untied`)."""
+    distinct, _ = untied(weights)
+    return sum(fingerprint_tensor(name, tensor, key) for name, tensor in distinct.items()) % MODULUS

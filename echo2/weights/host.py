@@ -1,0 +1,188 @@
+"""The worker's host copy: the exact bits of its current version, changed only by whole, verified versions.
+
+Guarantees: `commit` moves from one version to the next or leaves every bit as it was; committing the same version
+again does nothing. Not for several writers: one thread commits, while others may read only between commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from echo2.base.errors import DeltaFormatError, FingerprintMismatch, StateError
+from echo2.base.ids import Version
+from echo2.weights.container import TensorTable
+from echo2.weights.elements import Bits, TensorSpec, WeightSet, bits_of, element_type_of, tensor_of, untied
+from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
+from echo2.weights.layout import Block, sorted_specs
+
+
+def table_of(weights: WeightSet) -> TensorTable:
+    """The tensor table of a set; tied tensors appear once, their other names as aliases."""
+    distinct, aliases = untied(weights)
+    specs = (TensorSpec(name, element_type_of(name, t), tuple(t.shape)) for name, t in distinct.items())
+    return TensorTable(sorted_specs(specs), tuple(sorted(aliases.items())))
+
+
+class Exchange(Protocol):
+    """What a staged version offers to `HostWeights.commit`: its bits, put in place or taken back."""
+
+    @property
+    def version(self) -> Version: ...
+
+    @property
+    def parent(self) -> Version | None: ...
+
+    @property
+    def fingerprint(self) -> int: ...
+
+    @property
+    def base_fingerprint(self) -> int | None: ...
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def table(self) -> TensorTable: ...
+
+    def exchange_parts(self) -> Iterable[int]: ...
+
+    def exchange(self, part: int, live: HostWeights) -> None:
+        """Swaps one part's staged bits with the live ones; a second call undoes it."""
+        ...
+
+    def whole(self) -> dict[str, Bits] | None:
+        """All bits by name if this is a keyframe."""
+        ...
+
+    def committed(self, host: HostWeights) -> None:
+        """Told once the host holds this version."""
+        ...
+
+
+class HostWeights:
+    """Exact bits by name, with their version and fingerprint.
+
+    `set_name` says which set this is: the base weights (empty) or an adapter; versions of another set are refused.
+    """
+
+    def __init__(
+        self, table: TensorTable, bits: dict[str, Bits], version: Version | None, key: int, set_name: str = ""
+    ) -> None:
+        self._adopt(table, bits)
+        self.set_name = set_name
+        self.version = version
+        self.key = key
+        self._fingerprint: int | None = None
+
+    @classmethod
+    def empty(cls, key: int = 0, set_name: str = "") -> HostWeights:
+        """A holder without weights: its first version must come as a keyframe."""
+        return cls(TensorTable((), ()), {}, None, key, set_name)
+
+    @classmethod
+    def from_tensors(
+        cls, weights: WeightSet, version: Version, key: int = 0, set_name: str = "", *, copy: bool = True
+    ) -> HostWeights:
+        """Holds CPU tensors. `copy=False` shares their memory: then nothing else may write to them."""
+        table = table_of(weights)
+        bits = {spec.name: bits_of(weights[spec.name]) for spec in table.specs}
+        return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key, set_name)
+
+    def _adopt(self, table: TensorTable, bits: dict[str, Bits]) -> None:
+        self.table = table
+        self._specs = {spec.name: spec for spec in table.specs}
+        self._bits = bits
+        self.table_digest = table.digest()
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors -> the name under which their bits are held."""
+        return dict(self.table.aliases)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(bits.nbytes for bits in self._bits.values())
+
+    def bits(self, name: str) -> Bits:
+        """The live bits of a tensor; do not write to them."""
+        return self._bits[name]
+
+    def segments(self, block: Block) -> list[Bits]:
+        """The live bits of a block's segments, without copying."""
+        return [self._bits[s.spec.name][s.start : s.start + s.count] for s in block.segments]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors by name, aliases included, sharing this holder's memory: read them before the next commit."""
+        out = {name: tensor_of(b, self._specs[name].element, self._specs[name].shape) for name, b in self._bits.items()}
+        return {**out, **{alias: out[name] for alias, name in self.table.aliases}}
+
+    def fingerprint(self, key: int | None = None) -> int:
+        """The fingerprint of the version held; under another key than the holder's it is computed from all bits."""
+        if key is not None and key != self.key:
+            return self._computed(key)
+        if self._fingerprint is None:
+            self._fingerprint = self._computed(self.key)
+        return self._fingerprint
+
+    def _computed(self, key: int) -> int:
+        total = sum(
+            header_term(key, spec) + sum_bits(spec.name, self._bits[spec.name], key) for spec in self.table.specs
+        )
+        return total % MODULUS
+
+    def verify(self) -> None:
+        """Recomputes the fingerprint from all bits; raises if memory differs from the version claimed."""
+        expected = self.fingerprint()
+        found = self._computed(self.key)
+        if found != expected:
+            raise FingerprintMismatch(
+                f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {found:016x}"
+            )
+
+    def commit(self, staged: Exchange) -> None:
+        """Moves to a staged version, wholly or not at all. A second commit of the version held does nothing."""
+        if self._is_held(staged):
+            return
+        whole = staged.whole()
+        if whole is not None:
+            self._adopt(staged.table, whole)
+        else:
+            self._check_parent(staged)
+            self._exchange_all(staged)
+        self.version, self.key, self._fingerprint = staged.version, staged.key, staged.fingerprint
+        staged.committed(self)
+
+    def _is_held(self, staged: Exchange) -> bool:
+        if self.version != staged.version or not self._has_tensors_of(staged):
+            return False
+        return self.fingerprint(staged.key) == staged.fingerprint
+
+    def _has_tensors_of(self, staged: Exchange) -> bool:
+        return staged.table is self.table or staged.table.digest() == self.table_digest
+
+    def _check_parent(self, staged: Exchange) -> None:
+        if staged.parent != self.version:
+            raise StateError(
+                f"staged version {staged.version}: expected the host at its parent {staged.parent}, "
+                f"it is at {self.version}"
+            )
+        if not self._has_tensors_of(staged):
+            raise DeltaFormatError(f"staged version {staged.version}: its tensors are not those of the host")
+        if staged.base_fingerprint != self.fingerprint(staged.key):
+            raise FingerprintMismatch(
+                f"staged version {staged.version}: its parent {staged.parent} has another fingerprint than the host's"
+            )
+
+    def _exchange_all(self, staged: Exchange) -> None:
+        done: list[int] = []
+        try:
+            for part in staged.exchange_parts():
+                staged.exchange(part, self)
+                done.append(part)
+        except BaseException:
+            for part in reversed(done):
+                staged.exchange(part, self)
+            raise

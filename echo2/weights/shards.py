@@ -1,0 +1,127 @@
+"""A sharded learner's weights, encoded where they lie: each rank codes its own rows into a section of one container.
+
+Guarantees: the sections in order of their shards make the bytes that `encode_delta` (or `encode_keyframe`) makes of
+the whole weights with as many shards; no rank needs another's weights, and fingerprints of sections add up. Leaves to
+others: bringing the sections together (broadcast/runtime/sharded.py).
+
+Shards are those of FSDP2: rows of dimension 0 in parts of equal height, the last ones shorter or empty. Plain tensors,
+and replicated ones, are whole on every rank; each rank codes its rows of them. Weights that are sharded otherwise
+(tensor parallelism) are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from echo2.base.errors import DeltaFormatError
+from echo2.weights.block import EncodedBlock
+from echo2.weights.container import DeltaHeader, TensorTable
+from echo2.weights.elements import TensorSpec, WeightSet, element_type_of, flat_bits, untied
+from echo2.weights.encode import Encoding, Source, delta_coder, in_order, keyframe_coder
+from echo2.weights.fingerprint import MODULUS, fingerprint_part, header_term
+from echo2.weights.layout import Block, blocks_of, shard_range, sorted_specs
+
+CodedBlock: TypeAlias = tuple[Block, EncodedBlock]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
+    """A shard's rows of a tensor as flat bits, and the place of the first of them in the whole tensor."""
+    spec = TensorSpec(name, element_type_of(name, tensor), tuple(tensor.shape))
+    start, stop = shard_range(spec, shard, shard_count)
+    local = flat_bits(_local(tensor))
+    placed = _split(tensor)
+    if not placed and local.numel() == spec.element_count:
+        return local[start:stop], start
+    if placed != [(Shard(0), shard, shard_count)] or local.numel() != stop - start:
+        raise DeltaFormatError(
+            f"tensor {name}: expected elements {start} to {stop} of it, part {shard} of {shard_count} of dimension 0; "
+            f"got {local.numel()} elements, split as {placed}"
+        )
+    return local, start
+
+
+def _split(tensor: torch.Tensor) -> list[tuple[Placement, int, int]]:
+    """How a tensor is split over its mesh, which part this rank holds and of how many; empty where it is whole."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate() or ()
+    found = zip(tensor.placements, here, mesh.shape, strict=True)
+    return [(placement, part, parts) for placement, part, parts in found if not placement.is_replicate()]
+
+
+def sharded_table(weights: WeightSet) -> TensorTable:
+    """The tensor table of a sharded set, whole shapes included. Ties are seen on the first shard's rank, which holds
+    rows of every tensor that has any: let that rank make the table, and give it to the others."""
+    distinct, aliases = untied({name: _local(tensor) for name, tensor in weights.items()})
+    whole = {name: weights[name] for name in distinct}
+    specs = (TensorSpec(name, element_type_of(name, t), tuple(t.shape)) for name, t in whole.items())
+    return TensorTable(sorted_specs(specs), tuple(sorted(aliases.items())))
+
+
+def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int) -> Source:
+    for spec in table.specs:
+        tensor = weights.get(spec.name)
+        if tensor is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.element.torch_dtype):
+            got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise DeltaFormatError(
+                f"tensor {spec.name}: expected {spec.element.name} {spec.shape}, got {got}: send a keyframe"
+            )
+    return Source({spec.name: rows_of(spec.name, weights[spec.name], shard, shard_count) for spec in table.specs})
+
+
+def section_fingerprint(weights: WeightSet, table: TensorTable, shard: int, shard_count: int, key: int) -> int:
+    """What a shard's rows add to the fingerprint. All sections' sum, by `whole_fingerprint`, is the whole set's."""
+    total = 0
+    for spec in table.specs:
+        rows, start = rows_of(spec.name, weights[spec.name], shard, shard_count)
+        total += fingerprint_part(spec.name, rows, spec.element, key, start)
+    return total % MODULUS
+
+
+def whole_fingerprint(table: TensorTable, key: int, sections: Iterable[int]) -> int:
+    """The fingerprint of a set from those of its sections."""
+    return (sum(header_term(key, spec) for spec in table.specs) + sum(sections)) % MODULUS
+
+
+def section_blocks(
+    parent: WeightSet | None,
+    target: WeightSet,
+    header: DeltaHeader,
+    table: TensorTable,
+    shard: int,
+    executor: Executor | None = None,
+    ahead: int = 2,
+) -> Iterator[CodedBlock]:
+    """One shard's blocks, coded: of a delta from `parent`, or of a keyframe where there is none."""
+    if (parent is None) != (header.parent_version is None):
+        raise DeltaFormatError(f"{header.describe()}: expected weights of the parent in a delta, and only there")
+    count = header.shard_count
+    if not 0 <= shard < count:
+        raise DeltaFormatError(f"{header.describe()}: expected a shard below {count}, got {shard}")
+    new = _source(target, table, shard, count)
+    if parent is None:
+        code = keyframe_coder(new, header.fingerprint_key)
+    else:
+        code = delta_coder(_source(parent, table, shard, count), new, header)
+    blocks = tuple(b for b in blocks_of(table.specs, header.block_elements, count) if b.shard == shard)
+    return in_order(blocks, code, executor, ahead)
+
+
+def encode_sections(header: DeltaHeader, table: TensorTable, coded: Iterator[CodedBlock]) -> Encoding:
+    """The frames of a container whose blocks were coded elsewhere: `coded` gives those of all shards, in order."""
+    start = header.parent_fingerprint
+    if header.parent_version is None:
+        start = whole_fingerprint(table, header.fingerprint_key, ())
+    if start is None:
+        raise DeltaFormatError(f"{header.describe()}: expected the parent's fingerprint")
+    return Encoding(header, table, blocks_of(table.specs, header.block_elements, header.shard_count), start).run(coded)

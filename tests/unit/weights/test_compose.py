@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from echo2.base.errors import DeltaFormatError
+from echo2.base.ids import Version
+from echo2.weights import HostWeights, Setting, compose, densified, encode_delta, fingerprint, parse_frame
+from echo2.weights.container import BlockFrame, Method
+from echo2.weights.elements import ELEMENT_TYPES
+from tests.unit.weights.models import decoded, delta_header, gaussian_pair, random_tensor, with_changes
+
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+Weights = dict[str, torch.Tensor]
+
+
+def chain(versions: list[Weights], setting: Setting = Setting.FAST, block_elements: int = 700) -> list[list[bytes]]:
+    """One container a step, from version 0 on."""
+    out = []
+    for number, (old, new) in enumerate(pairwise(versions)):
+        host = HostWeights.from_tensors(old, Version(number))
+        out.append(list(encode_delta(old, new, delta_header(host, number + 1, block_elements=block_elements), setting)))
+    return out
+
+
+def direct(versions: list[Weights], setting: Setting) -> list[bytes]:
+    host = HostWeights.from_tensors(versions[0], Version(0))
+    header = delta_header(host, len(versions) - 1, block_elements=700)
+    return list(encode_delta(versions[0], versions[-1], header, setting))
+
+
+def walk(seed: int, count: int, share: float, reach: int = 2) -> list[Weights]:
+    """Versions of random bf16, fp32 and fp8 tensors; reach 1 makes many changes cancel out."""
+    rng = np.random.default_rng(seed)
+    shapes = {0: (40, 50), 2: (900,), 4: (33,)}
+    versions = [{f"t{i}": random_tensor(rng, ELEMENT_TYPES[i], shape) for i, shape in shapes.items()}]
+    for _ in range(count):
+        versions.append({name: with_changes(rng, t, share, reach) for name, t in versions[-1].items()})
+    return versions
+
+
+@SLOW
+@given(
+    seed=st.integers(0, 1 << 32), count=st.integers(1, 6), share=st.sampled_from([0.0, 0.02, 0.3]),
+    reach=st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_composition_equals_direct_encoding_byte_for_byte(seed: int, count: int, share: float, reach: int) -> None:
+    versions = walk(seed, count, share, reach)
+    assert list(compose(*chain(versions))) == direct(versions, Setting.FAST)
+
+
+@SLOW
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.0, 0.3, 1.0]))
+def test_composition_with_blocks_of_whole_elements_leads_to_the_same_version(seed: int, share: float) -> None:
+    versions = walk(seed, 1, share)
+    rng = np.random.default_rng(seed + 1)
+    versions.append(
+        {name: random_tensor(rng, ELEMENT_TYPES[int(name[1:])], tuple(t.shape)) for name, t in versions[0].items()}
+    )
+    versions.append({name: with_changes(rng, t, share, 2) for name, t in versions[-1].items()})
+    containers = chain(versions, block_elements=500)
+    methods = {frame.method for frame in map(parse_frame, containers[1]) if isinstance(frame, BlockFrame)}
+    assert methods & {Method.RAW, Method.PLANES}
+    host = HostWeights.from_tensors(versions[0], Version(0))
+    host.commit(decoded(host, list(compose(*containers))))
+    assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
+
+
+def test_composition_is_associative() -> None:
+    versions = walk(5, 3, 0.1)
+    a, b, c = chain(versions)
+    assert list(compose(compose(a, b), c)) == list(compose(a, compose(b, c))) == list(compose(a, b, c))
+
+
+@SLOW
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.0, 0.05, 0.5]))
+def test_densified_leads_to_the_same_version(seed: int, share: float) -> None:
+    versions = walk(seed, 3, share)
+    target = HostWeights.from_tensors(versions[-1], Version(3))
+    frames = list(densified(compose(*chain(versions)), target))
+    host = HostWeights.from_tensors(versions[0], Version(0))
+    host.commit(decoded(host, frames))
+    host.verify()
+    assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
+    assert len(b"".join(frames)) == len(b"".join(direct(versions, Setting.DENSE)))
+
+
+def test_what_cannot_be_merged_is_told() -> None:
+    versions = walk(5, 3, 0.1)
+    a, b, c = chain(versions)
+    with pytest.raises(DeltaFormatError, match="consecutive"):
+        list(compose(a, c))
+    with pytest.raises(DeltaFormatError, match="consecutive"):
+        list(compose(a, chain(versions, block_elements=100)[1]))
+    with pytest.raises(DeltaFormatError, match="setting FAST"):
+        list(compose(a, chain(versions, Setting.DENSE)[1]))
+    with pytest.raises(DeltaFormatError, match="in order"):
+        list(compose(a, b[:-1]))
+    with pytest.raises(DeltaFormatError, match="begins with its header"):
+        list(compose(b[1:]))
+
+
+def test_a_merged_delta_is_shorter_than_the_chain() -> None:
+    versions = [gaussian_pair(rows=600, share=0.03)[0]]
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        versions.append({name: with_changes(rng, t, 0.03, 1) for name, t in versions[-1].items()})
+        versions[-1]["lm_head.weight"] = versions[-1]["model.embed_tokens.weight"]
+    containers = chain(versions, block_elements=1 << 20)
+    merged = sum(map(len, compose(*containers)))
+    assert merged < 0.85 * sum(len(frame) for container in containers for frame in container)

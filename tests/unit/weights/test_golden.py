@@ -1,0 +1,73 @@
+"""Golden containers: a change of these files is a change of the format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echo2.base.ids import Version
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
+from echo2.weights import (
+    DeltaHeader,
+    FrameReader,
+    HostWeights,
+    Setting,
+    encode_delta,
+    encode_keyframe,
+    join_frames,
+)
+from echo2.weights.container import FORMAT_VERSION
+from tests.unit.weights.models import KEY, decoded, delta_header
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def versions() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Two versions made by integer arithmetic alone, so that no library's random numbers matter."""
+    count = np.arange(3000, dtype=np.uint64)
+    mixed = (count * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
+    bits = (
+        (mixed & np.uint64(0x83FF)) | (((mixed >> np.uint64(10)) % np.uint64(9) + np.uint64(113)) << np.uint64(7))
+    ).astype(np.uint16)
+    moved = bits.copy()
+    moved[mixed % 37 == 0] += 1
+    moved[mixed % 41 == 0] -= 3
+    moved[5] = 0x7FC1
+    old = {"a.weight": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(50, 60), "b": torch.arange(5)}
+    new = {
+        "a.weight": torch.from_numpy(moved.view(np.int16)).view(torch.bfloat16).reshape(50, 60),
+        "b": torch.arange(5) * 2,
+    }
+    old["tied"], new["tied"] = old["a.weight"], new["a.weight"]
+    return old, new
+
+
+def container(name: str) -> bytes:
+    old, new = versions()
+    host = HostWeights.from_tensors(old, Version(6), KEY)
+    if name == "keyframe":
+        return join_frames(encode_keyframe(new, DeltaHeader(target_version=Version(7), fingerprint_key=KEY)))
+    return join_frames(encode_delta(old, new, delta_header(host, 7, block_elements=2000), Setting[name.upper()]))
+
+
+@pytest.mark.parametrize("name", ["fast", "dense"])
+def test_deltas_are_encoded_to_the_golden_bytes(name: str) -> None:
+    assert container(name) == (GOLDEN / f"{name}.bin").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["fast", "dense", "keyframe"])
+def test_golden_containers_decode(name: str) -> None:
+    old, new = versions()
+    host = HostWeights.empty(KEY) if name == "keyframe" else HostWeights.from_tensors(old, Version(6), KEY)
+    host.commit(decoded(host, FrameReader().feed((GOLDEN / f"{name}.bin").read_bytes())))
+    again = HostWeights.from_tensors(new, Version(7), KEY)
+    assert host.fingerprint() == again.fingerprint()
+    assert host.aliases == again.aliases
+
+
+def test_a_new_container_format_is_a_new_protocol() -> None:
+    """So a worker of the release before is told at its first message, not by containers that it cannot read."""
+    assert (PROTOCOL_VERSION, FORMAT_VERSION) == (1, 3), "raise both, and write both here"
