@@ -13,7 +13,6 @@ import resource
 import struct
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
 from echo2.config.load import load_config
 from echo2.learner.runtime.journal import read_journal
+from echo2.learner.runtime.segment import Framing
 from echo2.trust.identity import Identity, JoinLink
 from echo2.weights import (
     Decoder,
@@ -204,8 +204,8 @@ def _config(data: bytes) -> None:
 def _journal(data: bytes) -> None:
     """Each input is the payload of one record with a right checksum, then the raw bytes."""
     folder = Path(_FOLDER.name)
-    framed = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
-    (folder / "segment-00000000.log").write_bytes(framed + data)
+    path = folder / "segment-00000000.records"
+    path.write_bytes(Framing(path).framed(data) + data)
     read_journal(folder, Step(0))
 
 

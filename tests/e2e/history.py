@@ -27,7 +27,7 @@ class Archive:
 
     def look(self) -> None:
         """Call it now and then while the run lasts."""
-        for path in self.journal.glob("segment-*.log"):
+        for path in self.journal.glob("segment-*"):
             with contextlib.suppress(OSError):
                 os.link(path, self.folder / path.name)
 

@@ -1,12 +1,10 @@
 """The learner's journal on disk: records that outlive a kill.
 
 Guarantees: what was appended before `commit` returned is on the disk; a torn record at the end (a kill in the middle
-of a write) is cut off, a broken one elsewhere is a `StateError`. A segment begins with each checkpoint; records of a
-group stand in the segment in which it was opened or a later one, so a restart reads from the oldest segment in which a
-live group was opened. Leaves to others: what the records mean (learner/history), which segments are still needed
-(intake, daemon).
-
-Framing of a record: length, CRC-32 (both little-endian 32 bit), a serialised JournalRecord.
+of a write) is cut off, a damaged one anywhere is a `StateError` that says how to go on, and the file stays as it is. A
+segment begins with each checkpoint; records of a group stand in the segment in which it was opened or a later one, so a
+restart reads from the oldest segment in which a live group was opened. Leaves to others: framing, what is torn and what
+is damaged (segment), what the records mean (learner/history), which segments are still needed (intake, daemon).
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ import asyncio
 import errno
 import logging
 import os
-import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +23,11 @@ from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.learner.episodes import Sent
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, Opened, Published, Record
+from echo2.learner.runtime.segment import OLD_SUFFIX, SUFFIX, Break, Framing
 from echo2.wire.gen.echo2.v1 import journal_pb2
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
 
 FORMAT = 1
-RECORD_BYTES_MAX = 256 << 20
-_FRAME = struct.Struct("<II")
 _log = logging.getLogger("echo2.learner")
 
 
@@ -43,6 +38,7 @@ class Journal:
         self.folder = folder
         self.segment = Step(0)
         self._file: int | None = None
+        self._framing: Framing | None = None
         self._appended = 0
         self._synced = 0
         self._sync: asyncio.Task[None] | None = None
@@ -50,10 +46,11 @@ class Journal:
 
     def begin(self, first: Began) -> None:
         """Starts the segment of `first.step`, or goes on with it if a killed learner had begun it."""
-        path = self.folder / f"segment-{first.step:08d}.log"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        path = _path_of(self.folder, first.step)
+        file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, self.folder)
+        framing = Framing(path)
         try:
-            _write(file, _framed(first), self.folder)
+            _write(file, framing.framed(_payload(first)), self.folder)
             _synced(file, self.folder)
             _sync_folder(self.folder)
         except BaseException:
@@ -61,18 +58,19 @@ class Journal:
             raise
         if self._file is not None:
             _synced(self._file, self.folder)  # `commit` looks at the newest segment only
-        self._replace(file)
+        self._replace(file, framing)
         self.segment = first.step
 
     def go_on(self, step: Step) -> None:
         """Appends to the segment of `step`, which `read_journal` has mended."""
-        self._replace(os.open(self.folder / f"segment-{step:08d}.log", os.O_WRONLY | os.O_APPEND))
+        path = _path_of(self.folder, step)
+        self._replace(_open(path, os.O_WRONLY | os.O_APPEND, self.folder), Framing(path))
         self.segment = step
 
     def append(self, record: Record) -> None:
         """Hands the record to the system; a kill of this process does not lose it, a power cut may until `commit`."""
-        assert self._file is not None, "begin or go_on comes first"
-        _write(self._file, _framed(record), self.folder)
+        assert self._file is not None and self._framing is not None, "begin or go_on comes first"
+        _write(self._file, self._framing.framed(_payload(record)), self.folder)
         self._appended += 1
 
     async def commit(self) -> None:
@@ -92,7 +90,7 @@ class Journal:
         """Deletes the segments that no kept checkpoint needs."""
         for begun, path in _segments(self.folder):
             if begun < step:
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     async def _sync_once(self) -> None:
         reached = self._appended
@@ -104,9 +102,9 @@ class Journal:
             os.close(file)
         self._synced = max(self._synced, reached)
 
-    def _replace(self, file: int) -> None:
+    def _replace(self, file: int, framing: Framing) -> None:
         self.close()
-        self._file = file
+        self._file, self._framing = file, framing
 
 
 def has_journal(folder: Path) -> bool:
@@ -129,47 +127,80 @@ def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, Record]], S
 
 
 def _segments(folder: Path) -> list[tuple[Step, Path]]:
-    return sorted((Step(int(path.stem.removeprefix("segment-"))), path) for path in folder.glob("segment-*.log"))
+    paths = (path for suffix in (OLD_SUFFIX, SUFFIX) for path in _listed(folder, suffix))
+    return sorted((Step(int(path.stem.removeprefix("segment-"))), path) for path in paths)
+
+
+def _path_of(folder: Path, step: Step) -> Path:
+    """A segment that an older release began is gone on with in its framing."""
+    old = folder / f"segment-{step:08d}{OLD_SUFFIX}"
+    return old if old.exists() else old.with_suffix(SUFFIX)
 
 
 def _read_segment(path: Path, is_last: bool) -> Iterator[Record]:
-    data = path.read_bytes()
-    position = 0
-    while position < len(data):
-        end, payload = _record_at(data, position)
-        if payload is None:
-            # Only the end can be torn: a record's bytes reach the file in order.
-            if not is_last:
-                raise StateError(f"journal {path}: broken record at byte {position}")
-            _log.warning("journal %s: cut off %d bytes of a torn record", path, len(data) - position)
-            os.truncate(path, position)
-            return
-        position = end
-        yield _from_message(payload, path)
+    data = _read(path)
+    for payload in Framing(path).payloads(data):
+        if not isinstance(payload, Break):
+            yield _from_message(payload, path)
+            continue
+        # Only the end of the last segment can be torn: bytes reach a file in order, and `begin` syncs the one before.
+        if not (is_last and payload.is_torn):
+            raise _damage(path, payload, is_last)
+        _log.warning(
+            "journal %s: cut off %d bytes of a record whose write was interrupted; it was never acknowledged",
+            path, len(data) - payload.position,
+        )  # fmt: skip
+        _truncate(path, payload.position)
 
 
-def _record_at(data: bytes, position: int) -> tuple[int, bytes | None]:
-    if position + _FRAME.size > len(data):
-        return position, None
-    size, checksum = _FRAME.unpack_from(data, position)
-    end = position + _FRAME.size + size
-    if size > RECORD_BYTES_MAX or end > len(data):
-        return position, None
-    payload = data[position + _FRAME.size : end]
-    return end, payload if zlib.crc32(payload) == checksum else None
+def _damage(path: Path, found: Break, is_last: bool) -> StateError:
+    later = "" if is_last else ", and remove the later segments"
+    return StateError(
+        f"journal {path}: expected a whole record at byte {found.position}, found a broken record (changed on the disk) "
+        f"with at least {found.whole_after} whole ones right behind it; the file is unchanged. Restore the learner's "
+        "folder from a backup; or give up this record and all after it: truncate -s "
+        f"{found.position} {path}{later}"
+    )
 
 
-def _framed(record: Record) -> bytes:
-    payload = _to_message(record).SerializeToString()
-    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+# ---- files
+
+
+def _listed(folder: Path, suffix: str) -> list[Path]:
+    return list(folder.glob(f"segment-*{suffix}"))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StateError(f"journal {path}: expected to read it, got: {error.strerror}") from None
+
+
+def _open(path: Path, flags: int, folder: Path) -> int:
+    try:
+        return os.open(path, flags, 0o644)
+    except OSError as error:
+        raise _disk_error(error, folder) from error
+
+
+def _truncate(path: Path, size: int) -> None:
+    os.truncate(path, size)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
 
 
 def _write(file: int, data: bytes, folder: Path) -> None:
+    """Appends all of `data` or nothing: a part before later records would be damage in the middle."""
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(file, view) :]
         except OSError as error:
+            if part := len(data) - len(view):
+                os.ftruncate(file, os.fstat(file).st_size - part)
             raise _disk_error(error, folder) from error
 
 
@@ -183,6 +214,8 @@ def _synced(file: int, folder: Path) -> None:
 def _disk_error(error: OSError, folder: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"journal: no space left in {folder}: {error}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+        return StateError(f"journal: expected to write in {folder}, got: {error}")
     return error
 
 
@@ -192,6 +225,10 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _payload(record: Record) -> bytes:
+    return _to_message(record).SerializeToString()
 
 
 def _to_message(record: Record) -> journal_pb2.JournalRecord:

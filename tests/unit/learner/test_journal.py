@@ -16,6 +16,7 @@ from echo2.learner.episodes import Sent
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, Published, Record
 from echo2.learner.runtime.journal import Journal, read_journal
+from echo2.learner.runtime.journal import _payload as journal_payload
 
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
 
@@ -54,7 +55,7 @@ def written(folder: Path) -> Path:
         journal.append(record)
     asyncio.run(journal.commit())
     journal.close()
-    return folder / "segment-00000000.log"
+    return folder / "segment-00000000.records"
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -79,18 +80,88 @@ def test_a_torn_end_is_cut_off_and_writing_goes_on(tmp_path_factory: pytest.Temp
     assert [record for _, record in read_journal(folder, Step(0))[0]] == [*kept, RECORDS[-1]]
 
 
+def test_every_flipped_bit_of_a_journal_stops_the_start_and_changes_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        for bit in (0, 3, 7):
+            data = bytearray(whole)
+            data[position] ^= 1 << bit
+            path.write_bytes(data)
+            with pytest.raises(StateError, match=r"found a broken record .* truncate -s \d+"):
+                read_journal(tmp_path, Step(0))
+            assert path.read_bytes() == data
+
+
+def old_segment(folder: Path) -> Path:
+    """As releases without a checksum of the length wrote it."""
+    path = folder / "segment-00000000.log"
+    path.touch()
+    assert written(folder) == folder / "segment-00000000.records" and not (folder / "segment-00000000.records").exists()
+    return path
+
+
+def test_every_flipped_bit_of_an_older_journal_is_found_but_for_the_last_length(tmp_path: Path) -> None:
+    path = old_segment(tmp_path)
+    whole = path.read_bytes()
+    assert [record for _, record in read_journal(tmp_path, Step(0))[0]] == RECORDS
+    last = len(whole) - 8 - len(journal_payload(RECORDS[-1]))
+    for position in range(len(whole)):
+        if last <= position < last + 4:
+            continue
+        data = bytearray(whole)
+        data[position] ^= 16
+        path.write_bytes(data)
+        with pytest.raises(StateError, match="found a broken record"):
+            read_journal(tmp_path, Step(0))
+
+
+def test_an_older_journal_is_written_on_in_its_own_framing(tmp_path: Path) -> None:
+    old_segment(tmp_path)
+    journal = Journal(tmp_path)
+    journal.go_on(Step(0))
+    journal.append(RECORDS[-1])
+    journal.begin(Began("run", Step(3), 5, (Version(0),)))
+    journal.close()
+    records = [record for _, record in read_journal(tmp_path, Step(0))[0]]
+    assert records == [*RECORDS, RECORDS[-1], Began("run", Step(3), 5, (Version(0),))]
+    assert (tmp_path / "segment-00000003.records").exists()
+
+
+def test_the_remedy_in_the_message_keeps_what_stands_before_the_damage(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StateError) as told:
+        read_journal(tmp_path, Step(0))
+    os.truncate(path, int(str(told.value).split("truncate -s ")[1].split()[0]))
+    kept = [record for _, record in read_journal(tmp_path, Step(0))[0]]
+    assert kept == RECORDS[: len(kept)] and 2 <= len(kept) < len(RECORDS) - 2
+
+
 @settings(max_examples=60, deadline=None)
-@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_a_flipped_bit_never_gives_a_false_record(
-    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
+@given(whole=st.integers(1, 8), stored=st.integers(0, 2000))
+def test_sectors_that_a_power_cut_lost_are_a_torn_end(
+    tmp_path_factory: pytest.TempPathFactory, whole: int, stored: int
 ) -> None:
     folder = tmp_path_factory.mktemp("journal")
-    path = written(folder)
+    journal = Journal(folder)
+    assert isinstance(RECORDS[0], Began)
+    journal.begin(RECORDS[0])
+    for record in RECORDS[1:whole]:
+        journal.append(record)
+    path = folder / "segment-00000000.records"
+    synced = path.stat().st_size
+    long = Opened(Draw(9, 0, (7,) * 3000, SAMPLING), GroupSpec(GroupId("g9"), (7,) * 3000, 2, SAMPLING, 0))
+    journal.append(long)
+    journal.close()
     data = bytearray(path.read_bytes())
-    data[position % len(data)] ^= 1 << bit
+    lost_from = -(-(synced + stored) // 512) * 512
+    data[lost_from:] = bytes(len(data) - lost_from)
     path.write_bytes(data)
-    records = [record for _, record in read_journal(folder, Step(0))[0]]
-    assert records == RECORDS[: len(records)] and len(records) < len(RECORDS)
+    assert [record for _, record in read_journal(folder, Step(0))[0]] == RECORDS[:whole]
+    assert path.stat().st_size == synced
 
 
 def test_a_broken_record_before_the_last_segment_is_an_error(tmp_path: Path) -> None:
@@ -99,7 +170,7 @@ def test_a_broken_record_before_the_last_segment_is_an_error(tmp_path: Path) -> 
     journal.begin(Began("run", Step(2), 5, (Version(0), Version(2))))
     journal.close()
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(StateError, match="broken record"):
+    with pytest.raises(StateError, match="found a broken record .* and remove the later segments"):
         read_journal(tmp_path, Step(0))
     assert read_journal(tmp_path, Step(2))[1] == 2
     with pytest.raises(StateError, match="segment of step 1"):
@@ -150,6 +221,36 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DiskFull, match="journal"):
         journal.append(opened(0))
     journal.close()
+
+
+def test_a_record_that_found_no_room_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path)
+    journal = Journal(tmp_path)
+    journal.go_on(Step(0))
+    real, calls = os.write, iter(range(9))
+
+    def half(file: int, data: bytes) -> int:
+        if next(calls) > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data[: len(data) // 2])
+
+    before = path.stat().st_size
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", half)
+        with pytest.raises(DiskFull, match="journal"):
+            journal.append(opened(5))
+    assert path.stat().st_size == before
+    journal.append(opened(6))  # there is room again
+    journal.close()
+    assert [record for _, record in read_journal(tmp_path, Step(0))[0]] == [*RECORDS, opened(6)]
+
+
+def test_a_journal_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StateError, match="expected to read it"):
+        read_journal(tmp_path, Step(0))
 
 
 def test_a_journal_says_who_sent_which_tokens() -> None:
