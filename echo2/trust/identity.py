@@ -8,6 +8,7 @@ them. Leaves to others: files, sockets and the clock (runtime/tls.py), tokens (c
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 import urllib.parse
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _HANDSHAKE_PREFIX = b"libp2p-tls-handshake:"
 # DER of SEQUENCE { OCTET STRING (36 bytes of key), OCTET STRING (64 bytes of signature) }.
 _SIGNED_KEY = re.compile(rb"\x30\x68\x04\x24(.{36})\x04\x40(.{64})", re.DOTALL)
+TLS_SECRET_BYTES = 64
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 CLOCK_SKEW_S = 300.0
 AUTHORITY_LIFETIME_S = 10 * 365 * 86400.0
 NODE_LIFETIME_S = 30 * 86400.0
@@ -159,6 +162,12 @@ class TlsKey:
         return cls(ec.generate_private_key(ec.SECP256R1()))
 
     @classmethod
+    def of(cls, secret: bytes) -> TlsKey:
+        """The key of `TLS_SECRET_BYTES` random bytes: twice the curve's, so that no key is likelier than another."""
+        assert len(secret) == TLS_SECRET_BYTES, "too few bytes for a key"
+        return cls(ec.derive_private_key(1 + int.from_bytes(secret, "big") % (_P256_ORDER - 1), ec.SECP256R1()))
+
+    @classmethod
     def from_pem(cls, pem: bytes) -> TlsKey:
         try:
             key = load_pem_private_key(pem, password=None)
@@ -216,13 +225,19 @@ def _name(common_name: str, role: Role, run_id: str) -> x509.Name:
     )
 
 
-def _builder(name: x509.Name, issuer: x509.Name, now_unix_s: float, lifetime_s: float) -> x509.CertificateBuilder:
+def _builder(
+    name: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, now_unix_s: float, lifetime_s: float
+) -> x509.CertificateBuilder:
+    """The serial number follows from what is certified and when: the same request at the same moment is the same certificate."""
+    spki_der = public_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    serial = hashlib.sha256(f"{now_unix_s!r} {lifetime_s!r} {issuer} {name} ".encode() + spki_der).digest()[:19]
     begin = datetime.fromtimestamp(now_unix_s - CLOCK_SKEW_S, UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(issuer)
-        .serial_number(x509.random_serial_number())
+        .serial_number(1 + int.from_bytes(serial, "big"))
+        .public_key(public_key)
         .not_valid_before(begin)
         .not_valid_after(begin + timedelta(seconds=CLOCK_SKEW_S + lifetime_s))
     )
@@ -242,15 +257,15 @@ def certificate_request(identity: Identity, key: TlsKey) -> bytes:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer_id)])
     builder = x509.CertificateSigningRequestBuilder().subject_name(name)
     builder = builder.add_extension(_extension(identity, key), critical=False)
-    return builder.sign(key.key, hashes.SHA256()).public_bytes(Encoding.DER)
+    return builder.sign(key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.DER)
 
 
 def self_signed_certificate(identity: Identity, key: TlsKey, now_unix_s: float, run_id: RunId) -> bytes:
     """PEM of the coordinator's certificate for the enrolment port, where no common authority exists yet."""
     name = _name(identity.peer_id, Role.COORDINATOR, run_id)
-    builder = _builder(name, name, now_unix_s, AUTHORITY_LIFETIME_S).public_key(key.key.public_key())
+    builder = _builder(name, name, key.key.public_key(), now_unix_s, AUTHORITY_LIFETIME_S)
     builder = _as_leaf(builder, identity.peer_id).add_extension(_extension(identity, key), critical=False)
-    return builder.sign(key.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    return builder.sign(key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +349,9 @@ class RunAuthority:
             raise TrustError("the run's authority: its certificate is of another key")
 
     @classmethod
-    def create(cls, identity: Identity, run_id: RunId, now_unix_s: float) -> RunAuthority:
-        key = TlsKey.generate()
+    def create(cls, identity: Identity, run_id: RunId, now_unix_s: float, key: TlsKey | None = None) -> RunAuthority:
+        """`key`: a fresh one where none is given."""
+        key = key or TlsKey.generate()
         # A name of its own: the coordinator's node certificate would else look self-signed, issuer and subject alike.
         attributes = [*_name(identity.peer_id, Role.COORDINATOR, run_id)]
         name = x509.Name([*attributes, x509.NameAttribute(NameOID.DN_QUALIFIER, "authority")])
@@ -345,13 +361,14 @@ class RunAuthority:
             decipher_only=False,
         )  # fmt: skip
         builder = (
-            _builder(name, name, now_unix_s, AUTHORITY_LIFETIME_S)
-            .public_key(key.key.public_key())
+            _builder(name, name, key.key.public_key(), now_unix_s, AUTHORITY_LIFETIME_S)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
             .add_extension(_extension(identity, key), critical=False)
         )
-        return cls(identity, key, builder.sign(key.key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        return cls(
+            identity, key, builder.sign(key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
+        )
 
     @property
     def run_id(self) -> RunId:
@@ -383,6 +400,8 @@ class RunAuthority:
         peer_id = _peer_bound_to(extensions, _spki_of(request), what)
         extension = extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
         name, issuer = _name(peer_id, role, self.run_id), x509.load_pem_x509_certificate(self.certificate_pem).subject
-        builder = _as_leaf(_builder(name, issuer, now_unix_s, lifetime_s).public_key(public_key), peer_id)
+        builder = _as_leaf(_builder(name, issuer, public_key, now_unix_s, lifetime_s), peer_id)
         builder = builder.add_extension(extension, critical=False)
-        return NodeCertificate.parse(builder.sign(self._key.key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        return NodeCertificate.parse(
+            builder.sign(self._key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
+        )

@@ -13,13 +13,15 @@ FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
 PARAMETERS_MAX = 8
 
-# What each room may import of echo2. The order of design: base < config < {cost_model, staleness, trust, weights}
+# What each room may import of echo2. The order of design: base < {outside, config} < {cost_model, staleness, trust, weights}
 # < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < trust.runtime < broadcast.runtime < {role}.runtime < cli.
 _BASE = {"base"}
+_OUTSIDE = {"base", "outside"}  # what only shells are handed
 _PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "broadcast"}
 _ROLES = {"coordinator", "learner", "worker", "tasks"}
 ALLOWED: dict[str, set[str]] = {
     "base": _BASE,
+    "outside": _OUTSIDE,
     "config": _BASE | {"config"},
     "cost_model": _BASE | {"config", "cost_model"},
     "staleness": _BASE | {"config", "staleness"},
@@ -32,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": _PURE | {"tasks"},
     "wire": _PURE | _ROLES | {"wire"},
     "sim": _PURE | _ROLES | {"sim"},
-    "trust.runtime": _BASE | {"trust", "wire", "trust.runtime"},
+    "trust.runtime": _OUTSIDE | {"trust", "wire", "trust.runtime"},
     "broadcast.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime"},
     "coordinator.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "coordinator", "coordinator.runtime"},
     "learner.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "learner", "learner.runtime", "tasks"},
@@ -40,6 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "tasks.runtime": _PURE | {"tasks", "tasks.runtime"},
 }
 ALLOWED["learner.runtime"] |= {"tasks.runtime"}
+for _room in ("broadcast.runtime", "coordinator.runtime", "learner.runtime", "worker.runtime"):
+    ALLOWED[_room] |= _OUTSIDE
 
 IO_MODULES = {"socket", "asyncio", "threading", "subprocess", "grpc", "trio", "sqlalchemy", "sqlite3", "requests"}
 TORCH_ALLOWED_IN_CORE = {
@@ -90,7 +94,7 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_core_code_does_no_io_and_reads_no_clock(path: Path) -> None:
     relative = str(path.relative_to(ROOT))
     room = room_of(module_of(path))
-    if room is None or room.endswith(".runtime") or room in {"base", "sim", "wire"}:
+    if room is None or room.endswith(".runtime") or room in {"base", "outside", "sim", "wire"}:
         return
     roots = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
     assert not roots & IO_MODULES, f"{relative} is core code and imports {roots & IO_MODULES}"
@@ -125,3 +129,22 @@ def test_nothing_on_the_wire_is_pickled() -> None:
     for path in sources():
         names = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
         assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path} imports a pickler"
+
+
+# They time real hardware or real subprocesses on threads of their own, or keep real sockets that no simulation opens.
+READS_THE_MACHINE = (
+    "echo2/outside/", "echo2/cli/", "echo2/sim/", "echo2/tasks/runtime/rewards.py", "echo2/worker/runtime/engines/",
+    "echo2/learner/runtime/trainer.py", "echo2/broadcast/runtime/p2p/", "echo2/broadcast/runtime/probing.py",
+    "echo2/coordinator/runtime/web/", "echo2/coordinator/runtime/probe.py",
+)  # fmt: skip
+MACHINE_CALLS = {"time", "monotonic", "perf_counter", "urandom", "token_bytes", "token_hex", "token_urlsafe", "fsync"}
+MACHINE_MODULES = {"time", "os", "secrets", "random"}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_daemons_ask_their_outside_for_time_randomness_and_syncs(path: Path) -> None:
+    if str(path.relative_to(ROOT)).startswith(READS_THE_MACHINE):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MACHINE_MODULES:
+            assert node.attr not in MACHINE_CALLS, f"{path.name}:{node.lineno}: ask `here()` of echo2.outside"

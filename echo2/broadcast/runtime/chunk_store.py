@@ -17,6 +17,7 @@ from pathlib import Path
 
 from echo2.base.errors import DiskFull, LimitExceeded
 from echo2.broadcast.manifest import ArtifactKey
+from echo2.outside import here
 
 _LENGTH = struct.Struct(">I")
 RECORD_BYTES_MAX = 8 << 20
@@ -89,7 +90,7 @@ class ChunkStore:
         if self.used_bytes + size > self.bytes_max:
             raise LimitExceeded(f"{self.folder}: expected at most {self.bytes_max} bytes of chunks, got more")
         try:
-            written = os.pwritev(file.handle, [_LENGTH.pack(len(frame)), frame], file.end)
+            written = here().files.write_at(file.handle, [_LENGTH.pack(len(frame)), frame], file.end)
         except OSError as error:
             raise _disk_error(error, self.folder) from None
         if written != size:

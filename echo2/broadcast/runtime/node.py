@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 import grpc.aio
@@ -65,6 +64,7 @@ from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
+from echo2.outside import unix_now
 from echo2.trust.identity import Role
 from echo2.trust.runtime.tls import Credentials
 
@@ -237,7 +237,7 @@ class BroadcastNode:
             artifact,
             self.credentials.run_id,
             self.options.lineage,
-            time.time(),
+            unix_now(),
             full_snapshot_bytes,
             is_pushed,
             self.peer_id,

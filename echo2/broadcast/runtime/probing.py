@@ -12,11 +12,9 @@ import contextlib
 import os
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 
-import grpc
 import grpc.aio
 
 from echo2.base.errors import PortBusy
@@ -30,9 +28,10 @@ from echo2.broadcast.probing import (
     Throughput,
 )
 from echo2.broadcast.runtime.sockets import local_end
+from echo2.outside import monotonic, unix_now
 from echo2.trust.identity import JoinLink, NodeCertificate
 from echo2.trust.runtime.enrolling import fetch_certificate
-from echo2.trust.runtime.tls import PROTOCOL_VERSION, channel_options, error_of
+from echo2.trust.runtime.tls import PROTOCOL_VERSION, error_of, open_enrolment_channel
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
 
@@ -64,8 +63,7 @@ async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: 
         await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
     )
     shown.check_peer(link.peer_id)
-    root = grpc.ssl_channel_credentials(shown.pem)
-    async with grpc.aio.secure_channel(link.address, root, channel_options(link.peer_id, ())) as channel:
+    async with open_enrolment_channel(link, shown.pem) as channel:
         stub = probe_pb2_grpc.ProbeStub(channel)
         try:
             question = pb.ReachRequest(protocol_version=PROTOCOL_VERSION, token=link.token)
@@ -97,10 +95,10 @@ async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, time
         ) from None
     async with listener:
         tried = port or listener.sockets[0].getsockname()[1]
-        began = time.time()
+        began = unix_now()
         request = pb.ReachRequest(protocol_version=PROTOCOL_VERSION, token=link.token, port=tried, nonce=nonce)
         reply: pb.ReachReply = await stub.Reach(request, timeout=timeout_s + DIAL_BACK_S)
-        ended = time.time()
+        ended = unix_now()
         skew_s = min(0.0, reply.unix_s - began) + max(0.0, reply.unix_s - ended)  # 0 where it may be in between
     dialled = tried if reply.is_dialled else 0
     seen = Seen(local_end(link.port), (reply.host, reply.port), dialled, reply.has_relay)
@@ -119,8 +117,8 @@ async def _download(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:
     rate = Throughput()
     call = stub.Download(pb.DownloadRequest(token=token), timeout=TRANSFER_TIMEOUT_S)
     async for block in call:
-        rate.add(len(block.data), time.monotonic())
-        if rate.is_enough(time.monotonic()):
+        rate.add(len(block.data), monotonic())
+        if rate.is_enough(monotonic()):
             break
     call.cancel()
     return rate.bytes_per_s

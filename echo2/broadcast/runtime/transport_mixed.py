@@ -21,7 +21,8 @@ from echo2.broadcast.runtime.p2p.host import HostFacts, HostOptions
 from echo2.broadcast.runtime.p2p.transport import P2pTransport
 from echo2.broadcast.runtime.transport import Accept, Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.trust.runtime.tls import Credentials, check_free
+from echo2.outside.grpc_net import check_free
+from echo2.trust.runtime.tls import Credentials
 
 _log = logging.getLogger("echo2.broadcast")
 

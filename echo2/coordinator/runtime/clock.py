@@ -3,7 +3,7 @@ so they are kept in unix time; within a process a step of the system's clock mus
 
 from __future__ import annotations
 
-import time
+from echo2.outside import monotonic, unix_now
 
 
 class SteadyUnixClock:
@@ -12,7 +12,7 @@ class SteadyUnixClock:
     __slots__ = ("_offset_s",)
 
     def __init__(self) -> None:
-        self._offset_s = time.time() - time.monotonic()
+        self._offset_s = unix_now() - monotonic()
 
     def now(self) -> float:
-        return time.monotonic() + self._offset_s
+        return monotonic() + self._offset_s

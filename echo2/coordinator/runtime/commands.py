@@ -5,7 +5,7 @@ Guarantees: what a command has done is kept before it returns. Leaves to others:
 
 from __future__ import annotations
 
-import secrets
+from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from echo2.coordinator.provisioning import Offer, Provider
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.provisioner import Provisioner
 from echo2.coordinator.tokens import LABEL_CHARS_MAX, Token
+from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
 from echo2.wire.coordinator import (
     heartbeat_to_message,
@@ -57,7 +58,7 @@ class Commands:
 
     def create_token(self, role: str, label: str, lifetime_s: float, use_limit: int) -> tuple[Token, str]:
         """The token and its join link, which is shown this once."""
-        secret = secrets.token_urlsafe(32)
+        secret = urlsafe_b64encode(here().rng.randbytes(32)).rstrip(b"=").decode()
         token = self.hub.tokens.create(secret, role, label, lifetime_s, use_limit, self.hub.clock.now())
         self.hub.keeper.token(token.token_id)
         self.hub.note("token", f"{token.token_id} ({label or role}) made for the role {role}")

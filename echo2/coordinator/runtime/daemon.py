@@ -14,7 +14,6 @@ import fcntl
 import importlib
 import logging
 import os
-import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -40,6 +39,7 @@ from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import Dashboard, listening
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.tokens import token_hash
+from echo2.outside import unix_now
 from echo2.trust.identity import JoinLink, Role, RunAuthority
 from echo2.trust.runtime import tls
 from echo2.trust.runtime.enrolling import LOOK_S_MAX, renewal_due_unix_s
@@ -205,8 +205,8 @@ def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
 async def _renew_own(own: tls.Credentials, authority: RunAuthority) -> None:
     """The coordinator's own certificate, in time and for ever."""
     while True:
-        await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(own.certificate) - time.time())))
-        if time.time() >= renewal_due_unix_s(own.certificate):
+        await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(own.certificate) - unix_now())))
+        if unix_now() >= renewal_due_unix_s(own.certificate):
             fresh = tls.coordinator_credentials(authority, own.coordinator_address)
             own.renew(fresh.tls_key_pem, fresh.certificate)
 

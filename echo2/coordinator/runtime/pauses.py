@@ -15,9 +15,10 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-import time
 from collections.abc import Callable
 from types import TracebackType
+
+from echo2.outside import monotonic
 
 SWITCH_S = 0.0005
 WALK_SHARE_MAX = 1 / 2000
@@ -33,7 +34,7 @@ def peak_kilobytes() -> int:
 class ShortPauses:
     """In force between entering and leaving."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, peak: Callable[[], int] = peak_kilobytes) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic, peak: Callable[[], int] = peak_kilobytes) -> None:
         self._clock, self._peak = clock, peak
         self._was_enabled, self._switch_s = True, 0.0
         self._walked_at = self._walk_s = 0.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.weighting import is_fit, weighted_plan
@@ -22,6 +21,7 @@ from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+from echo2.outside import unix_now
 
 SETTLE_S = 0.2
 SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
@@ -54,7 +54,7 @@ async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
 class Planning:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._epoch = int(time.time() * 1000)
+        self._epoch = int(unix_now() * 1000)
 
     async def run(self) -> None:
         """Both loops, until cancelled."""
@@ -106,7 +106,7 @@ class Planning:
             if known is not None and await asyncio.to_thread(is_fit, known, nodes, needs):
                 continue
             size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
-            self._epoch = max(self._epoch + 1, int(time.time() * 1000))
+            self._epoch = max(self._epoch + 1, int(unix_now() * 1000))
             plan = await asyncio.to_thread(weighted_plan, nodes, needs, self._epoch, max(1, size))
             if known is not None and (known.nodes, known.trees) == (plan.nodes, plan.trees):
                 continue

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from echo2.broadcast.probing import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANS
 from echo2.coordinator.runtime.enrolment import TOKEN_CHARS_MAX, caller_address, caller_host, refuse
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter, Token
+from echo2.outside import monotonic
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
@@ -68,9 +68,9 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
             self._token(request.token, context)
             async with self._turn():
                 sent, block = Throughput(), pb.ProbeBlock(data=os.urandom(BLOCK_BYTES))
-                while not sent.is_enough(time.monotonic()):
+                while not sent.is_enough(monotonic()):
                     yield block
-                    sent.add(BLOCK_BYTES, time.monotonic())
+                    sent.add(BLOCK_BYTES, monotonic())
         except EchoError as error:
             await refuse(context, error, "probe")
             raise
@@ -84,8 +84,8 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(2 * TRANSFER_S):
                         async for block in request_iterator:
-                            received.add(len(block.data), time.monotonic())
-                            if received.is_enough(time.monotonic()):
+                            received.add(len(block.data), monotonic())
+                            if received.is_enough(monotonic()):
                                 break
         except EchoError as error:
             await refuse(context, error, "probe")

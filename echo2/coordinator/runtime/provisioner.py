@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
@@ -25,6 +24,7 @@ from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.preemption import preempted, send_home
 from echo2.coordinator.saved import PaidAction
 from echo2.coordinator.tokens import Token
+from echo2.outside import here
 
 LOOK_S = 5.0
 LOST_AFTER_S = 60.0
@@ -60,7 +60,7 @@ class Provisioner:
         """One machine of an offer, perhaps still on its way. LimitExceeded beyond the offer's number, cap or budget."""
         offer, now = self._offer(offer_name), self._hub.clock.now()
         self._check_room(offer)
-        machine_id = machine_prefix(self._hub.options.run_id, offer.name) + secrets.token_hex(3)
+        machine_id = machine_prefix(self._hub.options.run_id, offer.name) + here().rng.randbytes(3).hex()
         token, link = self._make_link(label or machine_id, self._providers[offer.name].link_uses)
         machine = Machine(
             machine_id, offer.name, offer.provider, label, MachineState.WANTED, offer.usd_per_hour, now,

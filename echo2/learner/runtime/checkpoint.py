@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import warnings
 from collections import Counter
@@ -35,6 +34,7 @@ from echo2.learner.batcher import Batcher, BatcherCounts
 from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
 from echo2.learner.runtime.trainer import Trainer
+from echo2.outside import here
 
 FORMAT = 2
 STATE_FILE = "state.json"
@@ -186,11 +186,11 @@ class CheckpointStore:
             write_shards({**checkpoint.shards, **published_shards(checkpoint.published)}, partial, checkpoint.ranks)
             (partial / STATE_FILE).write_text(json.dumps(checkpoint.state))
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                here().files.sync_path(path)
             if target.exists():
                 shutil.rmtree(target)
-            partial.rename(target)
-            _sync(self.folder)
+            here().files.rename(partial, target)
+            here().files.sync_path(self.folder)
         except (OSError, SafetensorError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
             if _is_disk_full(error):
@@ -236,7 +236,7 @@ class CheckpointStore:
     def check_room(self, tensor_bytes: int) -> None:
         """A checkpoint of this size, with the reserve, must fit on the disk."""
         needed = tensor_bytes + self.options.free_bytes_min
-        free = shutil.disk_usage(self.folder).free
+        free = here().files.free_bytes(self.folder)
         if free < needed:
             raise DiskFull(
                 f"checkpoint: expected {needed} bytes free in {self.folder} ({tensor_bytes} for it, the rest "
@@ -271,11 +271,3 @@ def _is_disk_full(error: BaseException) -> bool:
     text = str(error).lower()
     is_said = isinstance(error, SafetensorError) and ("os error 28" in text or "no space" in text)
     return is_said or any(_is_disk_full(cause) for cause in causes if isinstance(cause, BaseException))
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

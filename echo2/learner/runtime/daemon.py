@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.session import CoordinatorSession
 from echo2.learner.runtime.startup import Prepared, export, prepare_here
+from echo2.outside import monotonic
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.runtime.enrolling import enrol, find_coordinator, keep_renewed
 from echo2.trust.runtime.tls import (
@@ -139,11 +139,11 @@ class LearnerDaemon:
     def waits_for(self) -> tuple[str, float]:
         """What the learner waits for and for how many seconds; empty text when it works."""
         if self._ending is not None:
-            return self._ending[0], time.monotonic() - self._ending[1]
+            return self._ending[0], monotonic() - self._ending[1]
         if self.loop is None:
             return self.starting, 0.0
         text, since = self.loop.waiting
-        return (self.loop.intake.waits_for, time.monotonic() - since) if text else ("", 0.0)
+        return (self.loop.intake.waits_for, monotonic() - since) if text else ("", 0.0)
 
     async def run(self) -> RunSummary:
         """Until the last step, `stop`, or an error."""
@@ -292,7 +292,7 @@ class LearnerDaemon:
             await asyncio.gather(training, session, reminding, renewing, return_exceptions=True)
 
     def _end_waits_for(self, what: str) -> None:
-        self._ending = (what, time.monotonic())
+        self._ending = (what, monotonic())
 
     async def _remind(self, loop: TrainingLoop) -> None:
         """A batch that does not fill for long: every group that lacks rollouts is offered again.
@@ -330,8 +330,8 @@ class LearnerDaemon:
         if not loop.is_finished or self.options.linger_s <= 0:
             return
         _log.info("finished; serving the last version while it is fetched, up to %.0f s", self.options.linger_s)
-        lingering = Lingering(time.monotonic(), self.options.linger_s)
-        while not self._stop.is_set() and not lingering.is_over(broadcaster.is_needed(), time.monotonic()):
+        lingering = Lingering(monotonic(), self.options.linger_s)
+        while not self._stop.is_set() and not lingering.is_over(broadcaster.is_needed(), monotonic()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), LINGER_LOOK_S)
 
@@ -358,7 +358,7 @@ class LearnerDaemon:
     def _numbers_now(self, loop: TrainingLoop) -> dict[str, float]:
         """For Prometheus, from its own thread."""
         text, since = loop.waiting
-        return {"step": loop.step, "waiting_s": time.monotonic() - since if text else 0.0}
+        return {"step": loop.step, "waiting_s": monotonic() - since if text else 0.0}
 
     # ---- talking to the coordinator
 

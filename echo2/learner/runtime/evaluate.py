@@ -6,7 +6,6 @@ to others: scoring (tasks), when (daemon).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ import torch
 from echo2.base.rollout import SamplingParams
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.world import Answer
+from echo2.outside import monotonic
 
 BATCH_PROMPTS = 64
 
@@ -63,7 +63,7 @@ def complete(
     model: PolicyModel, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
 ) -> Completions:
     """One completion of each prompt. Runs on the trainer's thread."""
-    began = time.perf_counter()
+    began = monotonic()
     found: list[tuple[int, ...]] = []
     was_training = model.hf_model.training
     model.hf_model.eval()
@@ -73,7 +73,7 @@ def complete(
             found += _batch(model, prompts[start : start + BATCH_PROMPTS], sampling, greedy, generator)
     finally:
         model.hf_model.train(was_training)
-    return Completions(tuple(found), time.perf_counter() - began)
+    return Completions(tuple(found), monotonic() - began)
 
 
 def _batch(

@@ -24,6 +24,7 @@ from echo2.learner.episodes import Sent
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, Opened, Published, Record
 from echo2.learner.runtime.segment import OLD_SUFFIX, SUFFIX, Break, Framing
+from echo2.outside import here
 from echo2.wire.gen.echo2.v1 import journal_pb2
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
 
@@ -52,7 +53,7 @@ class Journal:
         try:
             _write(file, framing.framed(_payload(first)), self.folder)
             _synced(file, self.folder)
-            _sync_folder(self.folder)
+            here().files.sync_path(self.folder)
         except BaseException:
             os.close(file)
             raise
@@ -197,7 +198,7 @@ def _write(file: int, data: bytes, folder: Path) -> None:
     view = memoryview(data)
     while view:
         try:
-            view = view[os.write(file, view) :]
+            view = view[here().files.write(file, view) :]
         except OSError as error:
             if part := len(data) - len(view):
                 os.ftruncate(file, os.fstat(file).st_size - part)
@@ -206,7 +207,7 @@ def _write(file: int, data: bytes, folder: Path) -> None:
 
 def _synced(file: int, folder: Path) -> None:
     try:
-        os.fsync(file)
+        here().files.sync(file)
     except OSError as error:
         raise _disk_error(error, folder) from error
 
@@ -217,14 +218,6 @@ def _disk_error(error: OSError, folder: Path) -> Exception:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
         return StateError(f"journal: expected to write in {folder}, got: {error}")
     return error
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _payload(record: Record) -> bytes:

@@ -10,7 +10,6 @@ optimiser, and their checkpoints (the user), everything else (daemon, loop).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.trainer import StepResult
+from echo2.outside import monotonic
 from echo2.weights import fingerprint
 
 
@@ -205,7 +205,7 @@ class LentTrainer:
     # ---- the learner's trainer thread
 
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
-        began = time.perf_counter()
+        began = monotonic()
         with self._changed:
             self._batch, self._is_published = batch, is_published
             wanted = self.step_count + 1
@@ -215,7 +215,7 @@ class LentTrainer:
                 raise TrainerLeft(f"step {wanted}: the trainer left before it was done")
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         prompts = sum(len(group.spec.prompt_token_ids) * len(group.rollouts) for group in batch.groups)
-        phases = {"train": time.perf_counter() - began}
+        phases = {"train": monotonic() - began}
         return StepResult(wanted, phases, None, 0.0, 0.0, False, prompts + sampled, sampled)
 
     def snapshot(self) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, stat
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
+from echo2.outside import monotonic, unix_now
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
@@ -120,15 +120,15 @@ class TrainingLoop:
         is_unknown = self._is_evaluation_due() and self.step not in self.evaluations
         if is_unknown or self.step == 0:
             await self._evaluate(StepTimes())
-            self._write({"step": self.step, "unix_s": time.time(), **self.facts.evaluation})
+            self._write({"step": self.step, "unix_s": unix_now(), **self.facts.evaluation})
 
     async def _one_step(self) -> None:
         times = StepTimes()
-        began = time.perf_counter()
-        self.waiting = ("rollouts", time.monotonic())
+        began = monotonic()
+        self.waiting = ("rollouts", monotonic())
         batch = await self.intake.next_batch()
         self.waiting = ("", 0.0)
-        times.wait_s = time.perf_counter() - began
+        times.wait_s = monotonic() - began
         if batch is None:
             self._is_stopping = True
             return
@@ -137,7 +137,7 @@ class TrainingLoop:
         except TrainingError:
             self._keep_for_inspection(batch)
             raise
-        self.auditor.consider(batch, time.time())
+        self.auditor.consider(batch, unix_now())
         if snapshot is not None:
             await self._publish(snapshot, times)
         self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)
@@ -156,9 +156,9 @@ class TrainingLoop:
         next_step = Step(self.step + 1)
         is_due = self.p.schedule.is_due(next_step) or next_step >= self.options.steps
         result = self.p.team.step(batch, is_due)
-        began = time.perf_counter()
+        began = monotonic()
         snapshot = self._snapshot() if is_due else None
-        return result, snapshot, time.perf_counter() - began
+        return result, snapshot, monotonic() - began
 
     def _snapshot(self) -> Snapshot:
         """On the trainer's thread."""
@@ -183,7 +183,7 @@ class TrainingLoop:
         given = self.options.evaluation
         if given.prompts == 0:
             return
-        began = time.perf_counter()
+        began = monotonic()
         instances = self.p.prompts.held_out(given.prompts)
         prompts = [self.p.prompts.tokens_of(instance) for instance in instances]
         seed = derived_seed(self.options.seed, "evaluation", self.step)
@@ -204,7 +204,7 @@ class TrainingLoop:
         with (self.p.folder.path / "samples.jsonl").open("a", encoding="utf-8") as samples:
             for episode in episodes[: given.examples_kept]:
                 samples.write(json.dumps({"step": self.step, **episode.example(self.p.prompts.text_of)}) + "\n")
-        times.evaluation_s = time.perf_counter() - began
+        times.evaluation_s = monotonic() - began
         mean = statistics.fmean(rewards)
         self.evaluations[self.step] = mean
         self.facts.evaluation = {"eval/reward": mean} | {
@@ -218,7 +218,7 @@ class TrainingLoop:
         """Copies the state between two steps; the writing goes on beside the next ones."""
         if self._checkpointed == self.step:
             return
-        began = time.perf_counter()
+        began = monotonic()
         await self._checkpoint_written()
         await self.publisher.settled()
         assert self.intake.batcher.next_step == self.step, "checkpoints are taken between two steps"
@@ -231,7 +231,7 @@ class TrainingLoop:
         self._checkpoint_task = asyncio.get_running_loop().create_task(
             self._write_checkpoint(lambda: self.p.store.save(checkpoint))
         )
-        times.checkpoint_s = time.perf_counter() - began
+        times.checkpoint_s = monotonic() - began
 
     async def _write_checkpoint(self, save: Callable[[], Step]) -> None:
         self.p.journal.forget_before(await asyncio.to_thread(save))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from echo2.learner.history import Published
 from echo2.learner.publication import Merge, MergeSchedule, PublicationSchedule
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
+from echo2.outside import monotonic
 from echo2.weights import DeltaHeader, Encoding, Setting, compose
 
 _log = logging.getLogger("echo2.learner")
@@ -172,9 +172,9 @@ class Publisher:
 
     async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
         """Publishes `version` beside the next step. Returns the seconds that it waited for the version before."""
-        began = time.perf_counter()
+        began = monotonic()
         await self.settled()
-        waited_s = time.perf_counter() - began
+        waited_s = monotonic() - began
         self.batcher.publish(version)
         self.schedule.begin(version)
         self._task = asyncio.get_running_loop().create_task(self._publish(version, tensors))
@@ -260,7 +260,7 @@ class Publisher:
     async def _send(
         self, encoding: Encoding, version: Version, tensors: Mapping[str, Tensor], parent: Version | None
     ) -> PublishedArtifact:
-        began = time.perf_counter()
+        began = monotonic()
         full_bytes = _bytes_of(tensors)
         size = await self.broadcaster.publish(version, parent, encoding, full_bytes)
         # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
@@ -268,7 +268,7 @@ class Publisher:
             found = encoding.fingerprint
         else:
             found = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
-        artifact = PublishedArtifact(version, parent, size, full_bytes, time.perf_counter() - began, f"{found:016x}")
+        artifact = PublishedArtifact(version, parent, size, full_bytes, monotonic() - began, f"{found:016x}")
         self.last = artifact
         self.on_published(artifact)
         kind = "keyframe" if parent is None else f"delta from {parent}"

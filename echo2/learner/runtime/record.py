@@ -6,7 +6,6 @@ Names and meanings stand in docs/learner.md.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from echo2.learner.runtime.auditor import AuditCounts
 from echo2.learner.runtime.publisher import Publisher
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
+from echo2.outside import unix_now
 from echo2.staleness.rule import lag_of
 
 PEAK_FLOPS_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
@@ -165,7 +165,7 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
     completions = [len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts]
     return {
         "step": result.step,
-        "unix_s": time.time(),
+        "unix_s": unix_now(),
         **reward_fields(batch),
         **loss_fields(result.metrics),
         "grad_norm": result.grad_norm,

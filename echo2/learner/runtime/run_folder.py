@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from echo2.base.errors import StateError
+from echo2.outside import here
 
 
 class RunFolder:
@@ -62,7 +63,10 @@ class RunFolder:
 def _write(path: Path, content: Mapping[str, object]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1))
-    partial.replace(path)
+    files = here().files
+    files.sync_path(partial)
+    files.rename(partial, path)
+    files.sync_path(path.parent)
 
 
 def _short(value: object) -> str:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from echo2.base.errors import EchoError, NotAllowed, ProtocolError, StateError, VersionMismatch
+from echo2.outside import here, monotonic
 from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.trust.runtime.tls import Credentials, open_channel
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -57,7 +56,7 @@ class CoordinatorSession:
         self._on_order = on_order
         self._find = find
         self._outbox: asyncio.Queue[coordinator_pb2.LearnerMessage] | None = None
-        self._away_since: float | None = time.monotonic()
+        self._away_since: float | None = monotonic()
         self.heartbeat_interval_s = 5.0
         self.is_connected = False
         self.reconnects = 0
@@ -86,14 +85,14 @@ class CoordinatorSession:
         """Empty while connected."""
         if self._away_since is None:
             return ""
-        away_s = time.monotonic() - self._away_since
+        away_s = monotonic() - self._away_since
         return f"coordinator at {self.credentials.coordinator_address}, away for {away_s:.0f} s"
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled. Raises only when the coordinator refuses this learner for good."""
         failures = 0
         while True:
-            began = time.monotonic()
+            began = monotonic()
             try:
                 await self._one_stream()
                 reason = "the coordinator ended the stream"
@@ -105,12 +104,12 @@ class CoordinatorSession:
                 if isinstance(error, VersionMismatch):
                     raise
                 reason = str(error)
-            failures = 0 if self.is_connected and time.monotonic() - began > BACKOFF_MAX_S else failures + 1
+            failures = 0 if self.is_connected and monotonic() - began > BACKOFF_MAX_S else failures + 1
             self.is_connected = False
             self._outbox = None
-            self._away_since = self._away_since or time.monotonic()
+            self._away_since = self._away_since or monotonic()
             self.reconnects += 1
-            pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+            pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures, 10)) * here().rng.uniform(0.5, 1.0)
             _log.info("waiting for the %s (%s); next try in %.1f s", self.waits_for, reason, pause_s)
             await asyncio.sleep(pause_s)
             if self._find is not None and failures and failures % FAILURES_BEFORE_SEARCH == 0:

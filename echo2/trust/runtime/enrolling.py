@@ -10,20 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-import socket
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import grpc.aio
 
-from echo2.base.errors import EchoError, TrustError, Unreachable
+from echo2.base.errors import EchoError, TrustError
 from echo2.base.ids import RunId
-from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request, dns_name_of
-from echo2.trust.runtime.tls import PROTOCOL_VERSION, Credentials, channel_options, error_of, open_channel
+from echo2.outside import here, monotonic, unix_now
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, certificate_request, dns_name_of
+from echo2.trust.runtime.tls import (
+    PROTOCOL_VERSION,
+    Credentials,
+    error_of,
+    new_tls_key,
+    open_channel,
+    open_enrolment_channel,
+)
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 ENROL_TIMEOUT_S = 20.0
@@ -37,23 +41,7 @@ _log = logging.getLogger("echo2.broadcast")
 
 def fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
     """The certificate that the enrolment port shows, not yet believed."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        with socket.create_connection((link.host, link.port), timeout=timeout_s) as raw:
-            with context.wrap_socket(raw, server_hostname=dns_name_of(link.peer_id)) as connection:
-                shown = connection.getpeercert(binary_form=True)
-    except ssl.SSLError as error:
-        raise TrustError(f"coordinator at {link.address}: expected TLS, got {error}") from None
-    except OSError as error:
-        raise Unreachable(
-            f"coordinator at {link.address}: expected an answer within {timeout_s:.0f} s, got: {error}"
-        ) from None
-    if shown is None:
-        raise TrustError(f"coordinator at {link.address}: expected a certificate, got none")
-    return shown
+    return here().net.certificate_at(link.host, link.port, dns_name_of(link.peer_id), timeout_s)
 
 
 def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> float:
@@ -61,11 +49,11 @@ def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> flo
 
     Nothing is joined and no token is used. Unreachable, TrustError for another peer or a certificate out of its time.
     """
-    began = time.perf_counter()
+    began = monotonic()
     shown = NodeCertificate.parse(fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
-    taken_s = time.perf_counter() - began
+    taken_s = monotonic() - began
     shown.check_peer(link.peer_id)
-    shown.check_time(time.time())
+    shown.check_time(unix_now())
     return taken_s
 
 
@@ -75,8 +63,8 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
         await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
     )
     shown.check_peer(link.peer_id)
-    shown.check_time(time.time())
-    key = TlsKey.generate()
+    shown.check_time(unix_now())
+    key = new_tls_key()
     request = enrolment_pb2.EnrolRequest(
         protocol_version=PROTOCOL_VERSION,
         token=link.token,
@@ -95,7 +83,7 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
         coordinator_peer_id=link.peer_id,
         coordinator_address=reply.coordinator_address,
     )
-    credentials.check(time.time())
+    credentials.check(unix_now())
     return credentials
 
 
@@ -126,8 +114,7 @@ async def _call_enrol(
     link: JoinLink, root_pem: bytes, request: enrolment_pb2.EnrolRequest, timeout_s: float
 ) -> enrolment_pb2.EnrolReply:
     """The call itself, over TLS that trusts exactly the certificate that was checked."""
-    root = grpc.ssl_channel_credentials(root_pem)
-    async with grpc.aio.secure_channel(link.address, root, channel_options(link.peer_id, ())) as channel:
+    async with open_enrolment_channel(link, root_pem) as channel:
         try:
             reply: enrolment_pb2.EnrolReply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
                 request, timeout=timeout_s
@@ -144,7 +131,7 @@ def renewal_due_unix_s(certificate: NodeCertificate) -> float:
 
 async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) -> None:
     """Another certificate for the same node, with a fresh TLS key. Unreachable, NotAllowed, TrustError."""
-    key = TlsKey.generate()
+    key = new_tls_key()
     request = enrolment_pb2.RenewRequest(
         protocol_version=PROTOCOL_VERSION, certificate_request_der=certificate_request(credentials.identity, key)
     )
@@ -158,7 +145,7 @@ async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) ->
             raise error_of(error, f"coordinator at {c.coordinator_address}") from None
     certificate = NodeCertificate.parse(reply.certificate_pem, "certificate renewed for us")
     certificate.check_role(c.role)
-    certificate.check_time(time.time())
+    certificate.check_time(unix_now())
     if certificate.spki_der != key.spki_der():
         raise TrustError("certificate renewed for us: expected one of the key that we asked for, got another's")
     credentials.renew(key.to_pem(), certificate)
@@ -173,7 +160,7 @@ async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], N
     while True:
         certificate = credentials.certificate
         life_s = certificate.not_after_unix_s - certificate.not_before_unix_s
-        left_s = renewal_due_unix_s(certificate) - time.time()
+        left_s = renewal_due_unix_s(certificate) - unix_now()
         if left_s > 0:
             await asyncio.sleep(min(left_s, LOOK_S_MAX))
             continue
@@ -182,6 +169,6 @@ async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], N
             kept(credentials)
             _log.info("certificate renewed until %s", time.ctime(credentials.certificate.not_after_unix_s))
         except (EchoError, OSError) as error:
-            days = (certificate.not_after_unix_s - time.time()) / 86400
+            days = (certificate.not_after_unix_s - unix_now()) / 86400
             _log.warning("certificate ends in %.1f days and could not be renewed: %s", days, error)
-            await asyncio.sleep(min(LOOK_S_MAX, life_s / 30) * random.uniform(0.5, 1.0))
+            await asyncio.sleep(min(LOOK_S_MAX, life_s / 30) * here().rng.uniform(0.5, 1.0))

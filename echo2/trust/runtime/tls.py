@@ -11,9 +11,7 @@ import asyncio
 import functools
 import json
 import os
-import socket
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,17 +23,21 @@ import grpc.aio
 from echo2.base.errors import (
     BadToken,
     ConfigError,
+    DiskFull,
     EchoError,
     NotAllowed,
-    PortBusy,
     StateError,
     TrustError,
     Unreachable,
     VersionMismatch,
 )
 from echo2.base.ids import PeerId, RunId
+from echo2.outside import here, monotonic, unix_now
+from echo2.outside.net import Dialled, Shown
 from echo2.trust.identity import (
+    TLS_SECRET_BYTES,
     Identity,
+    JoinLink,
     NodeCertificate,
     PeerIdentity,
     Role,
@@ -74,10 +76,11 @@ def write_secret(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+        if here().files.write(file.fileno(), data) != len(data):
+            raise DiskFull(f"{path}: expected room for {len(data)} bytes")
+        here().files.sync(file.fileno())
+    here().files.rename(temporary, path)
+    here().files.sync_path(path.parent)
 
 
 def read_secret(path: Path) -> bytes:
@@ -91,7 +94,7 @@ def load_or_create_identity(folder: Path) -> Identity:
     """The identity kept in `folder`/identity.key; made on first use."""
     path = folder / "identity.key"
     if not path.exists():
-        write_secret(path, Identity.generate().private_bytes())
+        write_secret(path, here().rng.randbytes(32))
     return Identity.from_private_bytes(read_secret(path))
 
 
@@ -99,7 +102,7 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
     """The run's authority kept in `folder`; made on first use. StateError when the folder is another run's."""
     key_path, certificate_path = folder / "authority.key", folder / "authority.pem"
     if not (key_path.exists() and certificate_path.exists()):
-        made = RunAuthority.create(identity, run_id, time.time())
+        made = RunAuthority.create(identity, run_id, unix_now(), new_tls_key())
         write_secret(key_path, made.key_pem())
         write_secret(certificate_path, made.certificate_pem)
     authority = RunAuthority(identity, TlsKey.from_pem(read_secret(key_path)), certificate_path.read_bytes())
@@ -187,66 +190,48 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
         )
     except (ValueError, KeyError, AttributeError) as error:
         raise StateError(f"{path}: expected saved credentials, got something else ({error!r}); remove it") from None
-    credentials.check(time.time())
+    credentials.check(unix_now())
     return credentials
 
 
 def coordinator_credentials(authority: RunAuthority, address: str) -> Credentials:
     """The coordinator's own, for the port of the run's services at `address`."""
-    key = TlsKey.generate()
+    key = new_tls_key()
     request = certificate_request(authority.identity, key)
-    certificate = authority.issue(request, Role.COORDINATOR, time.time(), lifetime_s=365 * 86400.0)
+    certificate = authority.issue(request, Role.COORDINATOR, unix_now(), lifetime_s=365 * 86400.0)
     return Credentials(
         authority.identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id,
         authority.identity.peer_id, address,
     )  # fmt: skip
 
 
-def enrolment_server_credentials(authority: RunAuthority) -> grpc.ServerCredentials:
+def new_tls_key() -> TlsKey:
+    return TlsKey.of(here().rng.randbytes(TLS_SECRET_BYTES))
+
+
+def enrolment_server_credentials(authority: RunAuthority) -> Shown:
     """For the enrolment port: a certificate that carries the coordinator's identity; clients have none yet."""
-    key = TlsKey.generate()
-    pem = self_signed_certificate(authority.identity, key, time.time(), authority.run_id)
-    return grpc.ssl_server_credentials([(key.to_pem(), pem)])
+    key = new_tls_key()
+    pair = (key.to_pem(), self_signed_certificate(authority.identity, key, unix_now(), authority.run_id))
+    return Shown(lambda: pair, None)
 
 
-def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+def server_credentials(credentials: Credentials) -> Shown:
     """Mutual TLS: a client without a certificate of this run is refused in the handshake. A renewed one is shown next."""
-    shown = credentials.key_and_certificate()
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([shown], credentials.authority_pem)
-
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC, on a thread of its own, before each handshake; None: as before."""
-        nonlocal shown
-        newest = credentials.key_and_certificate()
-        if newest == shown:
-            return None
-        shown = newest
-        return configuration()
-
-    fetch: Any = changed  # the stubs forget that None means "as before"
-    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
+    return Shown(credentials.key_and_certificate, credentials.authority_pem)
 
 
 def new_server(*, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
     """A server with the project's limits; bind it with `bind_server`."""
-    return grpc.aio.server(options=[*SERVER_OPTIONS, *options])
+    return here().net.server([*SERVER_OPTIONS, *options])
 
 
-def bind_server(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
+def bind_server(server: grpc.aio.Server, address: str, shown: Shown) -> int:
     """Listens on `address` (port 0: any) and returns the port; PortBusy names an address that is taken."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
-    check_free(host.strip("[]"), int(port), address)
-    try:
-        bound = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise PortBusy(f"expected to listen on {address}, but the address is taken or not this machine's")
-    return bound
+    return here().net.listen(server, host, int(port), shown)
 
 
 async def calls_have_ended() -> None:
@@ -254,8 +239,8 @@ async def calls_have_ended() -> None:
 
     `server.stop` does not wait for that; a loop that ends meanwhile cancels it, and gRPC prints a traceback for each.
     """
-    until = time.monotonic() + CALLS_END_WITHIN_S
-    while (calls := _calls()) and (left_s := until - time.monotonic()) > 0:
+    until = monotonic() + CALLS_END_WITHIN_S
+    while (calls := _calls()) and (left_s := until - monotonic()) > 0:
         await asyncio.wait(calls, timeout=left_s)
 
 
@@ -264,33 +249,23 @@ def _calls() -> set[asyncio.Task[Any]]:
     return {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"}
 
 
-def check_free(host: str, port: int, address: str) -> None:
-    """PortBusy for a port that is taken. gRPC's own message does not tell a busy port from a foreign address; the system's does."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortBusy(f"expected to listen on {address}: {error.strerror}") from None
-
-
 def open_channel(
     address: str, expected_peer_id: PeerId, credentials: Credentials, options: Sequence[tuple[str, int | str]] = ()
 ) -> grpc.aio.Channel:
     """A channel to `expected_peer_id` at `address`. Whoever else listens there fails the handshake."""
-    channel_credentials = grpc.ssl_channel_credentials(
-        credentials.authority_pem, credentials.tls_key_pem, credentials.certificate.pem
-    )
-    return grpc.aio.secure_channel(address, channel_credentials, channel_options(expected_peer_id, options))
+    pair = credentials.key_and_certificate()
+    dialled = Dialled(dns_name_of(expected_peer_id), credentials.authority_pem, pair)
+    return here().net.channel(address, dialled, channel_options(options))
 
 
-def channel_options(peer_id: PeerId, options: Sequence[tuple[str, int | str]]) -> list[tuple[str, int | str]]:
+def open_enrolment_channel(link: JoinLink, shown_pem: bytes) -> grpc.aio.Channel:
+    """A channel to the port that a join link names, which must show the very certificate that was checked."""
+    return here().net.channel(link.address, Dialled(dns_name_of(link.peer_id), shown_pem), channel_options())
+
+
+def channel_options(options: Sequence[tuple[str, int | str]] = ()) -> list[tuple[str, int | str]]:
     return [
         *_COMMON_OPTIONS,
-        ("grpc.ssl_target_name_override", dns_name_of(peer_id)),
         ("grpc.initial_reconnect_backoff_ms", 250),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.enable_http_proxy", 0),
@@ -309,7 +284,7 @@ def peer_of(context: Any) -> PeerIdentity:
     if not pems:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
     certificate = _certificate(bytes(pems[0]))
-    certificate.check_time(time.time())
+    certificate.check_time(unix_now())
     return PeerIdentity(certificate.peer_id, certificate.role)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import grpc.aio
 
-from echo2.base.clock import SystemClock
 from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
@@ -27,6 +26,7 @@ from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.outside import SteadyClock
 from echo2.trust.identity import JoinLink
 from echo2.trust.runtime.enrolling import find_coordinator, keep_renewed
 from echo2.trust.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
@@ -75,8 +75,8 @@ class WorkerDaemon:
         link = JoinLink.parse(options.join_link)
         self.options = replace(options, listen_host=listen_host(options, link))
         self._progress: ShowsProgress = progress or ProgressLines()
-        self.waits = Waits(SystemClock())
-        self._clock = SystemClock()
+        self.waits = Waits(SteadyClock())
+        self._clock = SteadyClock()
         self._link = link
         if options.preemption_notice:
             source_of(options.preemption_notice)  # a wrong one is refused before anything starts

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 
 from echo2.base.errors import ResourceError, StateError, TrustError, Unreachable
+from echo2.outside import unix_now
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.runtime.enrolling import enrol
 from echo2.trust.runtime.tls import (
@@ -65,6 +65,6 @@ def _kept(folder: Path, link: JoinLink) -> Credentials | None:
             f"{folder}: it belongs to run {credentials.run_id} of coordinator {credentials.coordinator_peer_id}, the "
             f"link names {link.peer_id}; give this run a folder of its own"
         )
-    if credentials.certificate.not_after_unix_s < time.time() + RENEW_BEFORE_S:
+    if credentials.certificate.not_after_unix_s < unix_now() + RENEW_BEFORE_S:
         return None
     return credentials

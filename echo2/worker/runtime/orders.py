@@ -8,13 +8,13 @@ others: the stream (session), the leases (assignments).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from echo2.base.clock import Clock
 from echo2.base.errors import MalformedMessage, ProtocolError
 from echo2.base.ids import LeaseId, PeerId
 from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.outside import unix_now
 from echo2.wire import broadcast as broadcast_wire
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -54,7 +54,7 @@ class Orders:
     def welcomed(self, welcome: coordinator_pb2.WorkerWelcome) -> None:
         _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
         if welcome.unix_s:
-            self._skew_s = welcome.unix_s - time.time()
+            self._skew_s = welcome.unix_s - unix_now()
             self._skew_is(self._skew_s)
         if self.coordinator is not None:
             self.use_relay(self.coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
@@ -105,5 +105,5 @@ class Orders:
         if grant.is_renewal and self._desk.machine.group_of(lease_id) is None:
             return  # it has ended here meanwhile: its ticket is needed no longer
         self._reporting.keep_ticket(ticket)
-        deadline = self._clock.now() + ticket.deadline_unix_s - (time.time() + self._skew_s)
+        deadline = self._clock.now() + ticket.deadline_unix_s - (unix_now() + self._skew_s)
         self._desk.send(duties.Granted(lease_id, group, deadline, grant.is_continuation, grant.is_renewal))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from echo2.base.units import format_bytes
+from echo2.outside import monotonic
 
 LINE_EVERY_S = 3.0
 _log = logging.getLogger("echo2.worker")
@@ -32,7 +32,7 @@ class ShowsProgress(Protocol):
 class ProgressLines:
     """For logs."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
         self._told_at: dict[str, float] = {}
 

@@ -8,11 +8,11 @@ as no measurement. Leaves to others: declaring the rate (telemetry, heartbeats).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from echo2.base.errors import EngineError, LimitExceeded
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.outside import monotonic
 from echo2.worker.engine import Engine, GenerateRequest, TokenChunk
 
 PROBE_S_MAX = 1.0
@@ -32,16 +32,16 @@ class RateProbe:
     async def run(self) -> float:
         """Tokens per second; 0 where nothing could be measured."""
         engine = self._engine
-        began, before = time.monotonic(), engine.stats().sampled_tokens
+        began, before = monotonic(), engine.stats().sampled_tokens
         try:
             for index in range(engine.slot_count):
                 self._submit(f"{_LEASE}/{index}", index)
         except (EngineError, LimitExceeded):
             pass  # a context or vocabulary too small for the probe: what was taken is measured
         wanted = before + TOKENS_EACH * len(self._open)
-        while self._open and engine.stats().sampled_tokens < wanted and time.monotonic() < began + PROBE_S_MAX:
+        while self._open and engine.stats().sampled_tokens < wanted and monotonic() < began + PROBE_S_MAX:
             await asyncio.sleep(LOOK_S)
-        elapsed_s = time.monotonic() - began
+        elapsed_s = monotonic() - began
         tokens = engine.stats().sampled_tokens - before
         for request_id in list(self._open):
             await engine.abort(request_id)

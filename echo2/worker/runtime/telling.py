@@ -9,11 +9,11 @@ import logging
 import math
 from dataclasses import dataclass
 
-from echo2.base.clock import SystemClock
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
+from echo2.outside import SteadyClock
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.engine import Engine
@@ -69,7 +69,7 @@ class Telling:
         self._memory_bytes, self._memory_due = (0, 0), -math.inf
         self.run_id = run_id
         self._gpu, self._choice, self._price = machine
-        self._clock = SystemClock()
+        self._clock = SteadyClock()
         self.slot_count = options.slot_count  # of the engine, once it is known
         self.findings: dict[str, Finding] = {}
 

@@ -181,8 +181,7 @@ def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_path: Pa
 async def enrolment_channel(link: JoinLink) -> grpc.aio.Channel:
     """As a newcomer opens it."""
     shown = NodeCertificate.parse(await asyncio.to_thread(fetch_certificate, link, 10), "the coordinator")
-    credentials = grpc.ssl_channel_credentials(shown.pem)
-    return grpc.aio.secure_channel(link.address, credentials, tls.channel_options(link.peer_id, ()))
+    return tls.open_enrolment_channel(link, shown.pem)
 
 
 def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from echo2.base.clock import SystemClock
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, SamplingParams
+from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import ingest_pb2
 from echo2.wire.ticket import Ticket, sign_ticket
@@ -36,7 +36,7 @@ class Bench:
         self.run = run
         credentials = issued(run.authority, Role.WORKER, run.coordinator_address)
         self.peer_id = credentials.peer_id
-        self.clock = SystemClock()
+        self.clock = SteadyClock()
         self.desk = Desk(Assignments(WorkerLimits(), 0.05), self.clock, RateWindow())
         backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
         self.reporting = Reporting(credentials, self.desk, Waits(self.clock), backoff, connect_s=5.0)

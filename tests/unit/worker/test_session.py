@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from echo2.base.clock import SystemClock
 from echo2.base.errors import NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.base.ids import LeaseId, Version
+from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.backoff import Backoff
@@ -25,7 +25,7 @@ class Bench:
         self.orders: asyncio.Queue[coordinator_pb2.WorkerOrder] = asyncio.Queue()
         self.welcomes: asyncio.Queue[coordinator_pb2.WorkerWelcome] = asyncio.Queue()
         self.lost = asyncio.Event()
-        self.waits = Waits(SystemClock())
+        self.waits = Waits(SteadyClock())
         hooks = SessionHooks(
             hello=lambda: coordinator_pb2.WorkerHello(name="w"),
             heartbeat=lambda: coordinator_pb2.Heartbeat(version=7, has_version=True),

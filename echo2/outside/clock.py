@@ -1,0 +1,24 @@
+"""The clocks of a machine."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def unix_now(self) -> float: ...
+
+    def monotonic(self) -> float: ...
+
+
+class MachineClock:
+    """The system's."""
+
+    __slots__ = ()
+
+    def unix_now(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()

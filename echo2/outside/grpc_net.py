@@ -1,0 +1,90 @@
+"""`Net` over the network: gRPC on TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import PortBusy, TrustError, Unreachable
+from echo2.outside.net import Dialled, NetOptions, Shown
+
+
+class GrpcNet:
+    def server(self, options: NetOptions) -> grpc.aio.Server:
+        return grpc.aio.server(options=list(options))
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
+        address = f"{host}:{port}"
+        check_free(host.strip("[]"), port, address)
+        try:
+            bound = server.add_secure_port(address, _server_credentials(shown))
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise PortBusy(f"expected to listen on {address}, but the address is taken or not this machine's")
+        return bound
+
+    def channel(self, address: str, dialled: Dialled, options: NetOptions) -> grpc.aio.Channel:
+        key, certificate = dialled.pair or (None, None)
+        credentials = grpc.ssl_channel_credentials(dialled.root_pem, key, certificate)
+        name = ("grpc.ssl_target_name_override", dialled.server_name)
+        return grpc.aio.secure_channel(address, credentials, [name, *options])
+
+    def certificate_at(self, host: str, port: int, server_name: str, timeout_s: float) -> bytes:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        try:
+            with socket.create_connection((host, port), timeout=timeout_s) as raw:
+                with context.wrap_socket(raw, server_hostname=server_name) as connection:
+                    shown = connection.getpeercert(binary_form=True)
+        except ssl.SSLError as error:
+            raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
+        except OSError as error:
+            raise Unreachable(
+                f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {error}"
+            ) from None
+        if shown is None:
+            raise TrustError(f"coordinator at {host}:{port}: expected a certificate, got none")
+        return shown
+
+
+def check_free(host: str, port: int, address: str) -> None:
+    """PortBusy for a port that is taken. gRPC's own message does not tell a busy port from a foreign address; the system's does."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortBusy(f"expected to listen on {address}: {error.strerror}") from None
+
+
+def _server_credentials(shown: Shown) -> grpc.ServerCredentials:
+    """With an authority: mutual TLS, and a renewed certificate is shown at the next handshake."""
+    authority_pem = shown.authority_pem
+    if authority_pem is None:
+        return grpc.ssl_server_credentials([shown.pair()])
+    pair = shown.pair()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([pair], authority_pem)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC, on a thread of its own, before each handshake; None: as before."""
+        nonlocal pair
+        newest = shown.pair()
+        if newest == pair:
+            return None
+        pair = newest
+        return configuration()
+
+    fetch: Any = changed  # the stubs forget that None means "as before"
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)

@@ -1,0 +1,101 @@
+"""The outside is inherited by everything that a daemon starts, and only by that."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import DiskFull
+from echo2.outside import MACHINE, Machine, entered, here, monotonic, unix_now
+from echo2.trust.identity import TLS_SECRET_BYTES, Identity, RunAuthority, TlsKey
+from echo2.trust.runtime.tls import load_or_create_identity, write_secret
+
+
+class StoppedClock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def unix_now(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def outside_at(now: float) -> Machine:
+    machine = Machine()
+    machine.clock = StoppedClock(now)
+    return machine
+
+
+def test_tasks_timers_and_threads_have_the_outside_of_who_started_them() -> None:
+    async def told() -> list[float]:
+        later: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.001, lambda: later.set_result(unix_now()))
+        return [unix_now(), monotonic(), await asyncio.to_thread(unix_now), await later]
+
+    async def play() -> list[list[float]]:
+        tasks = []
+        for now in (1.0, 2.0):
+            with entered(outside_at(now)):
+                tasks.append(asyncio.create_task(told()))
+        assert here() is MACHINE
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(play()) == [[1.0] * 4, [2.0] * 4]
+
+
+def test_keys_follow_from_the_randomness_that_is_handed_in(tmp_path: Path) -> None:
+    def made(folder: str, seed: int) -> tuple[Identity, bytes]:
+        machine = outside_at(1e9)
+        machine.rng = random.Random(seed)
+        with entered(machine):
+            identity = load_or_create_identity(tmp_path / folder)
+            key = TlsKey.of(machine.rng.randbytes(TLS_SECRET_BYTES))
+            return identity, RunAuthority.create(identity, "run", unix_now(), key).certificate_pem  # type: ignore[arg-type]
+
+    first, again, other = made("a", 1), made("b", 1), made("c", 2)
+    assert first[0].peer_id == again[0].peer_id and first[1] == again[1]
+    assert first[0].peer_id != other[0].peer_id
+
+
+def test_a_secret_is_synced_before_it_has_its_name_and_the_name_after(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Watched:
+        def write(self, handle: int, data: bytes | memoryview) -> int:
+            done.append("write")
+            return MACHINE.files.write(handle, data)
+
+        def sync(self, handle: int) -> None:
+            done.append("sync")
+
+        def sync_path(self, path: Path) -> None:
+            done.append(f"sync {path.name}")
+
+        def rename(self, old: Path, new: Path) -> None:
+            done.append(f"rename to {new.name}")
+            MACHINE.files.rename(old, new)
+
+    machine = Machine()
+    machine.files = Watched()  # type: ignore[assignment]
+    with entered(machine):
+        write_secret(tmp_path / "keys" / "identity.key", b"x" * 32)
+    assert done == ["write", "sync", "rename to identity.key", "sync keys"]
+    assert (tmp_path / "keys" / "identity.key").read_bytes() == b"x" * 32
+
+
+def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path: Path) -> None:
+    class Full:
+        def write(self, handle: int, data: bytes | memoryview) -> int:
+            return 1
+
+    write_secret(tmp_path / "key", b"old")
+    machine = Machine()
+    machine.files = Full()  # type: ignore[assignment]
+    with entered(machine), pytest.raises(DiskFull):
+        write_secret(tmp_path / "key", b"new")
+    assert (tmp_path / "key").read_bytes() == b"old"
