@@ -3,14 +3,17 @@
 Guarantees: every rank writes its own shards beside the next steps, through torch.distributed.checkpoint; a checkpoint's
 folder gets its name by one rename after every byte of every rank is on the disk, so a kill at any instant leaves the
 earlier ones usable; one that needs more room than the disk has is refused with `DiskFull` before a byte is written; the
-newest `kept` remain; any number of ranks can read what any number wrote. Nothing is pickled: tensors are safetensors,
-the rest is JSON. Leaves to others: taking the snapshot between two steps (loop), what happened since (journal).
+newest `kept` remain; any number of ranks can read what any number wrote; a file that changed on the disk is a
+`StateError`, never weights. Nothing is pickled: tensors are safetensors, the rest is JSON. Leaves to others: checksums
+(sums), files of torch.distributed.checkpoint (tensor_files), taking the snapshot between two steps (loop), what happened
+since (journal).
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
 import warnings
 from collections import Counter
@@ -23,7 +26,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -33,13 +35,17 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.batcher import Batcher, BatcherCounts
 from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
+from echo2.learner.runtime.sums import SUMS_FILE, CheckedFile, damaged, gather_sums, read_sums, written_with_sums
+from echo2.learner.runtime.tensor_files import CheckedReader, SummingWriter
 from echo2.learner.runtime.trainer import Trainer
 from echo2.outside import here
 
-FORMAT = 2
+FORMAT = 3
+FORMAT_WITHOUT_SUMS = 2
 STATE_FILE = "state.json"
 # One process is what was asked for (`no_dist`); torch warns of it at every checkpoint all the same.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+_log = logging.getLogger("echo2.learner")
 _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
 
 
@@ -147,7 +153,7 @@ def put_back_batcher(state: Mapping[str, Any], step: Step, batcher: Batcher) -> 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs. A collective."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = SummingWriter(folder)
     save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.count == 1)
 
 
@@ -184,7 +190,9 @@ class CheckpointStore:
         partial = target.with_suffix(".partial")
         try:
             write_shards({**checkpoint.shards, **published_shards(checkpoint.published)}, partial, checkpoint.ranks)
-            (partial / STATE_FILE).write_text(json.dumps(checkpoint.state))
+            with written_with_sums(partial / STATE_FILE) as file:
+                file.write(json.dumps(checkpoint.state).encode())
+            gather_sums(partial)
             for path in (*partial.iterdir(), partial):
                 here().files.sync_path(path)
             if target.exists():
@@ -200,8 +208,11 @@ class CheckpointStore:
         for step in self.steps():
             if step not in kept:
                 shutil.rmtree(self.folder_of(step))
-        oldest = json.loads((self.folder_of(kept[0]) / STATE_FILE).read_text())
-        return Step(int(oldest["journal_from"]))
+        try:
+            return Step(int(_read_state(self.folder_of(kept[0]))["journal_from"]))
+        except StateError as error:  # the one before was damaged meanwhile; the one just written is good
+            _log.error("%s. The journal is kept whole", error)
+            return Step(0)
 
     def load(self, step: Step, trainer: Trainer | None) -> Checkpoint:
         """The checkpoint of `step`: the shards of `trainer`'s rank, everything whole where there is none."""
@@ -216,10 +227,10 @@ class CheckpointStore:
     def load_shards(folder: Path, trainer: Trainer | None, step: Step) -> Checkpoint:
         ranks = trainer.ranks if trainer is not None else Ranks()
         try:
-            state = json.loads((folder / STATE_FILE).read_text())
-            if state["format"] != FORMAT:
-                raise StateError(f"checkpoint {folder}: expected format {FORMAT}, got {state['format']}")
-            reader = HuggingFaceStorageReader(str(folder))
+            sums = read_sums(folder)
+            state = _read_state(folder)
+            _check_format(folder, state, has_sums=sums is not None)
+            reader = CheckedReader(folder, sums)
             found = {
                 key: said
                 for key, said in reader.read_metadata().state_dict_metadata.items()
@@ -228,7 +239,7 @@ class CheckpointStore:
             tensors = {key: _room_for(key, said, trainer, folder) for key, said in found.items()}
             load(tensors, storage_reader=reader, process_group=ranks.writers, no_dist=ranks.count == 1)
         except (OSError, ValueError, KeyError, IndexError, SafetensorError, CheckpointException) as error:
-            raise StateError(f"checkpoint {folder}: cannot be read: {error}") from error
+            raise _told_by_reader(error) or StateError(f"checkpoint {folder}: cannot be read: {error}") from error
         published = {key.removeprefix(_PUBLISHED): t for key, t in tensors.items() if key.startswith(_PUBLISHED)}
         shards = {key: t for key, t in tensors.items() if not key.startswith(_PUBLISHED)}
         return Checkpoint(step, shards, published, Version(state["published_version"]), state, ranks)
@@ -262,12 +273,42 @@ def _room_for(key: str, said: TensorStorageMetadata, trainer: Trainer | None, fo
     return as_sharded(part, master, trainer.ranks)
 
 
+def _read_state(folder: Path) -> dict[str, Any]:
+    """The JSON of a checkpoint, compared with its sum where one was kept."""
+    sums = read_sums(folder)
+    if sums is not None:
+        if STATE_FILE not in sums:
+            raise damaged(folder, f"{STATE_FILE} among its files, found it without a sum")
+        CheckedFile(folder / STATE_FILE, sums[STATE_FILE]).check_all()
+    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    return state
+
+
+def _check_format(folder: Path, state: Mapping[str, Any], *, has_sums: bool) -> None:
+    if state["format"] == FORMAT and not has_sums:
+        raise damaged(folder, f"{SUMS_FILE} in it, found none")
+    if state["format"] not in (FORMAT, FORMAT_WITHOUT_SUMS):
+        raise StateError(f"checkpoint {folder}: expected format {FORMAT}, got {state['format']}")
+    if not has_sums:
+        _log.warning("checkpoint %s: an older release wrote it without checksums; it is loaded unchecked", folder)
+
+
+def _told_by_reader(error: BaseException) -> StateError | None:
+    """What a rank found wrong with a file, in whatever the layers above made of that."""
+    return next((one for one in _causes(error) if isinstance(one, StateError)), None)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    reasons = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    return [
+        cause for cause in (r[0] if isinstance(r, tuple) else r for r in reasons) if isinstance(cause, BaseException)
+    ]
+
+
 def _is_disk_full(error: BaseException) -> bool:
     """Whether the disk was full, in whatever the writer's layers made of that."""
-    reasons = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    causes = [reason[0] if isinstance(reason, tuple) else reason for reason in reasons]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     text = str(error).lower()
     is_said = isinstance(error, SafetensorError) and ("os error 28" in text or "no space" in text)
-    return is_said or any(_is_disk_full(cause) for cause in causes if isinstance(cause, BaseException))
+    return is_said or any(map(_is_disk_full, _causes(error)))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import Step, Version
 from echo2.learner.batcher import Batch
+from echo2.learner.runtime import sums
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.runtime.options import CheckpointOptions
+from echo2.learner.runtime.sums import SUMS_FILE
 from echo2.learner.runtime.trainer import Trainer
 from tests.unit.learner.test_trainer import new_trainer, random_groups
 from tests.unit.learner.tiny import make_tiny_model
@@ -78,13 +82,85 @@ def test_a_torn_checkpoint_is_not_seen_and_the_one_before_is_used(model_path: Pa
     assert not (tmp_path / "step-00000009.partial").exists()
 
 
-def test_a_damaged_checkpoint_is_a_clear_error(model_path: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(model_path: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    saved(store, new_trainer(model_path))
+    files = sorted((tmp_path / "step-00000000").iterdir())
+    assert {path.suffix for path in files} == {".json", ".safetensors"} and len(files) == 3
+    chance = random.Random(3)
+    for path in files:
+        whole = path.read_bytes()
+        for position in {0, 7, 8, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(12))}:
+            data = bytearray(whole)
+            data[position] ^= 1 << chance.randrange(8)
+            path.write_bytes(data)
+            with pytest.raises(StateError, match="checkpoint .*step-00000000: expected .* found .* remove it to go on"):
+                store.load_newest()
+        path.write_bytes(whole)
+    assert store.load_newest() is not None
+
+
+def test_a_file_cut_short_missing_or_foreign_is_a_clear_error(model_path: Path, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
     saved(store, new_trainer(model_path))
     (path,) = (tmp_path / "step-00000000").glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(StateError, match="cannot be read"):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(StateError, match=f"of {len(whole)} bytes, found {len(whole) - 1} bytes"):
         store.load_newest()
+    path.unlink()
+    with pytest.raises(StateError, match="found none"):
+        store.load_newest()
+    path.write_bytes(whole)
+    (path.parent / "shard-00002-model-00001-of-00001.safetensors").write_bytes(whole)
+    with pytest.raises(StateError, match="only files of this checkpoint, found shard-00002"):
+        store.load_newest()
+    (path.parent / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    (path.parent / SUMS_FILE).unlink()
+    with pytest.raises(StateError, match=f"expected {SUMS_FILE} in it, found none"):
+        store.load_newest()
+
+
+def test_a_checkpoint_of_a_release_without_checksums_is_loaded(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    saved(store, new_trainer(model_path))
+    (tmp_path / "step-00000000" / SUMS_FILE).unlink()
+    state = tmp_path / "step-00000000" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "format": 2}))
+    assert store.load_newest() is not None and "loaded unchecked" in caplog.text
+
+
+def test_an_older_checkpoint_that_rots_neither_stops_the_next_nor_costs_journal(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    trainer = new_trainer(model_path)
+    saved(store, trainer, journal_from=0)
+    train(trainer, 1)
+    assert saved(store, trainer, journal_from=1) == 0
+    state = tmp_path / "step-00000000" / "state.json"
+    state.write_bytes(state.read_bytes().replace(b'"journal_from": 0', b'"journal_from": 8'))
+    assert saved(store, trainer, journal_from=1) == 0 and "The journal is kept whole" in caplog.text
+
+
+def test_every_tensor_is_compared_before_it_is_given_out(model_path: Path, tmp_path: Path) -> None:
+    """Also where tensors span blocks: the tiny model's file is summed in blocks of 1 kB here."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sums, "BLOCK_BYTES", 1000)
+        store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+        saved(store, new_trainer(model_path))
+        (path,) = (tmp_path / "step-00000000").glob("*.safetensors")
+        said = json.loads((path.parent / SUMS_FILE).read_text())["files"][path.name]
+        assert len(said["blocks"]) == -(-path.stat().st_size // 1000) > 20
+        assert store.load_newest() is not None
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        last = len(said["blocks"]) - 1
+        with pytest.raises(StateError, match=f"expected bytes {last * 1000} to "):
+            store.load_newest()
 
 
 def test_a_checkpoint_without_room_is_refused_before_a_byte_is_written(model_path: Path, tmp_path: Path) -> None:
