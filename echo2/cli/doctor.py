@@ -20,15 +20,23 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes
 from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, worker_findings
 from echo2.cli.extras import MODULES
 from echo2.cli.link_text import link_text
+from echo2.cli.run_shape import fit_rows, lengths_of, model_of
 from echo2.config.run import RunConfig
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.cost_model.sizing import CpuWeights, worker_fit
 from echo2.trust.identity import JoinLink
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding
+from echo2.worker.options import EngineChoice
+
+if TYPE_CHECKING:
+    from echo2.worker.runtime.machine import Machine
 
 TIMEOUT_S = 5.0
 DISK_WANTED_BYTES = 8 << 30
@@ -82,6 +90,8 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     yield _torch(bool(machine.gpus))
     yield memory_finding(machine.memory_bytes, machine.free_memory_bytes)
     yield disk_finding(str(folder), machine.free_disk_bytes, DISK_WANTED_BYTES)
+    if config.model.path:
+        yield from model_findings(machine, config)
     yield _disk_speed(folder)
     yield _clock()
     if link:
@@ -90,6 +100,26 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
         yield ports_finding(config)
         yield from no_link_findings()
     yield from worker_findings()
+
+
+def model_findings(machine: Machine, config: RunConfig) -> Iterator[Finding]:
+    """How the run's model goes on this machine as a worker, and on the kinds of machine that the catalogue knows."""
+    from echo2.worker.runtime.machine import chosen_engine
+
+    size, origin = model_of(config.model.path)
+    lengths = lengths_of(config)
+    shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
+    is_vllm = chosen_engine(EngineChoice(config.worker.engine), machine) is EngineChoice.VLLM
+    gpus = [gpu.memory_bytes for gpu in machine.gpus] if is_vllm else []
+    weights = CpuWeights.INT8 if config.worker.quantisation == "int8" else CpuWeights.FLOAT32
+    try:
+        here = worker_fit(size, gpus, machine.memory_bytes, lengths, weights).reason
+    except ResourceError as error:
+        here = f"no worker: {error}"
+    yield Finding("model", f"{shape}; here: {here}")
+    for name, gpu_count, sequences, *_, instead in fit_rows(size, lengths, built_in_catalogue().values()):
+        kind = f"{gpu_count} x {name}" if gpu_count else name
+        yield Finding(f"a worker on {kind}", f"{sequences} sequences" if sequences else f"would fit: {instead}")
 
 
 def _existing(folder: Path) -> Path:

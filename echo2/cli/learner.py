@@ -50,6 +50,8 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
     """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
     from echo2.broadcast.runtime.shaper import LinkShape
     from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
+    from echo2.tasks.runtime.registry import turns_of
+    from echo2.tasks.task import TaskSpec
 
     learner, sampling = config.learner, config.sampling
     return LearnerOptions(
@@ -83,6 +85,8 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         overlong_buffer_tokens=learner.overlong_buffer_tokens,
         audit_share=learner.audit_share,
         prunes_hopeless=learner.prune_hopeless,
+        prompt_tokens_max=sampling.max_prompt_tokens,
+        turns_max=turns_of(TaskSpec(config.task.name, config.task.args)),
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,
     )

@@ -10,18 +10,19 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.cli.run_shape import lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
-from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import Gpu, gpu_of, parse_catalogue, train_s_prior
-from echo2.cost_model.question import WHAT_IF, Offer, PlanQuestion, TokenCounts, billions_in, parse_what_if
+from echo2.cost_model.question import WHAT_IF, Offer, PlanQuestion, TokenCounts, parse_what_if
+from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
-DEFAULT_BILLIONS = 8.0
 
 
 def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +48,12 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     question = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
-    from echo2.cli.plan_answer import as_json, plot, print_answer  # loads the planner: only this command pays for it
+    from echo2.cli.plan_answer import (  # loads the planner: only this command pays for it
+        as_json,
+        plot,
+        print_answer,
+        print_fits,
+    )
     from echo2.cost_model.planner import plan
 
     with quiet_solver():
@@ -59,6 +65,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps(told, indent=2))
     else:
         print_answer(question, answer, own.explain)
+        print_fits(question)
     return 0
 
 
@@ -163,7 +170,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, Gpu]) -> Offer:
 def question_of(config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, Gpu]) -> PlanQuestion:
     """The run's config and the fleet file as one question; what neither says is a prior."""
     model = Fields("model", fleet.get("model", {}))
-    billions = model.number("billions", billions_in(config.model.path) or DEFAULT_BILLIONS)
+    size = size_of(model.number("billions", 0.0)) or model_of(config.model.path)[0]
     lengths = Fields("lengths", fleet.get("lengths", {}))
     longest = float(config.sampling.max_new_tokens)
     tokens = TokenCounts(
@@ -175,10 +182,15 @@ def question_of(config: RunConfig, fleet: Mapping[str, object], catalogue: Mappi
     if tables is not None and not isinstance(tables, list):
         raise ConfigError(f"fleet: worker: expected [[worker]] tables, got {tables!r}")
     offers = _market(catalogue) if tables is None else [offer_of(one, i, catalogue) for i, one in enumerate(tables)]
-    learner = _learner(config, Fields("learner", fleet.get("learner", {})), billions, tokens.mean, catalogue)
+    learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, catalogue)
     for fields in (model, lengths):
         fields.done()
-    return PlanQuestion(billions, learner, _wishes(config), tokens, tuple(offers), catalogue)
+    return PlanQuestion(size, lengths_of(config), learner, _wishes(config), tokens, tuple(offers), catalogue)
+
+
+def size_of(billions: float) -> ModelSize | None:
+    """A model of so many parameters; None for 0."""
+    return size_by_billions(built_in_models(), billions) if billions > 0 else None
 
 
 def _market(catalogue: Mapping[str, Gpu]) -> list[Offer]:
@@ -188,16 +200,16 @@ def _market(catalogue: Mapping[str, Gpu]) -> list[Offer]:
 
 
 def _learner(
-    config: RunConfig, fields: Fields, billions: float, mean_tokens: float, catalogue: Mapping[str, Gpu]
+    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, catalogue: Mapping[str, Gpu]
 ) -> LearnerEstimate:
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
     gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
     gpu_count = int(fields.number("gpu_count", 4))
-    whole = 2e9 * billions
+    whole = float(size.gpu_weight_bytes)
     made = LearnerEstimate(
         rollouts_per_step=batch,
-        train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, billions, batch * mean_tokens)),
+        train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens)),
         link=fields.link(config.broadcast.uplink_limit or 125e6, 125e6, 0.04),
         delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
         full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import format_bytes
+from echo2.cli.run_shape import FIT_COLUMNS, fit_rows
 from echo2.cost_model.advice import advise
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
@@ -54,6 +55,10 @@ def as_json(question: PlanQuestion, answer: Plan) -> dict[str, object]:
     told["binding"] = answer.binding.value
     told["terms"] = [{**term, "limit_kind": term["limit_kind"].value} for term in told["terms"]]
     told["pool_by_kind"] = pool_by_kind(answer)
+    told["machines"] = [
+        dict(zip(FIT_COLUMNS, row, strict=True))
+        for row in fit_rows(question.model, question.lengths, question.catalogue.values())
+    ]
     told["staleness_bound"] = question.wishes.staleness_bound
     told["learner"] = dataclasses.asdict(question.learner)
     told["alternatives"] = {
@@ -87,7 +92,7 @@ def print_answer(question: PlanQuestion, answer: Plan, with_sums: bool) -> None:
 def _print_plan(console: Console, question: PlanQuestion, answer: Plan) -> None:
     learner = question.learner
     console.print(
-        f"{question.model_billions:g} billion parameters, S = {question.wishes.staleness_bound}, "
+        f"{question.model.billions:.3g} billion parameters, S = {question.wishes.staleness_bound}, "
         f"R = {learner.rollouts_per_step} rollouts a step, T_train = {learner.train_s:.1f} s"
     )
     console.print(answer.reason)
@@ -117,6 +122,17 @@ def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) 
         )  # fmt: skip
     console.print(table)
     console.print(f"solver: {answer.solver}; the greedy's pool is {answer.greedy_gap:.2%} dearer; * marks what binds")
+
+
+def print_fits(question: PlanQuestion) -> None:
+    """How the model goes on each kind of machine: what a worker there will say of itself, too."""
+    longest = question.lengths.of(question.model)
+    table = Table(title=f"one worker by kind of machine, sequences of up to {longest} tokens")
+    for column in FIT_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in fit_rows(question.model, question.lengths, question.catalogue.values()):
+        table.add_row(*row)
+    Console(highlight=False).print(table)
 
 
 def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:

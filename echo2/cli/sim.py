@@ -10,15 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
-from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml
+from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml, size_of
+from echo2.cli.run_shape import DEFAULT_BILLIONS
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import Gpu, gpu_of, train_s_prior
 from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
+from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence
 from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
 from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
 from echo2.sim.lengths import Lengths
 
 DELTA_SHARE = 0.01
+PROMPT_TOKENS = 1024  # beside the longest completion: what a run that says nothing else allows
 
 
 def add_sim_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,19 +70,21 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str, Gpu]) -> FleetScenario:
     """A scenario file's tables as a checked scenario."""
     top = Fields(name, {k: v for k, v in tables.items() if not isinstance(v, dict | list)})
-    billions = top.number("model_billions", 8.0)
+    size = size_of(top.number("model_billions", DEFAULT_BILLIONS))
+    if size is None:
+        raise ConfigError(f"{name}: model_billions: expected a number above 0")
     lengths = _lengths(Fields(f"{name}: lengths", tables.get("lengths", {})))
     worker_tables = tables.get("worker")
     if not isinstance(worker_tables, list) or not worker_tables:
         raise ConfigError(f"{name}: worker: expected at least one [[worker]] table, got {worker_tables!r}")
     offers = [offer_of(table, index, catalogue) for index, table in enumerate(worker_tables)]
-    learner = _learner(Fields(f"{name}: learner", tables.get("learner", {})), billions, lengths, catalogue)
+    learner = _learner(Fields(f"{name}: learner", tables.get("learner", {})), size, lengths, catalogue)
     baseline = Fields(f"{name}: baseline", tables["baseline"]) if "baseline" in tables else None
     changes = tables.get("price_change", [])
     if not isinstance(changes, list):
         raise ConfigError(f"{name}: price_change: expected [[price_change]] tables, got {changes!r}")
     question = PlanQuestion(
-        billions, learner, PlanConfig(1),
+        size, RunLengths(longest_sequence(PROMPT_TOKENS, int(lengths.at(1.0)))), learner, PlanConfig(1),
         TokenCounts(lengths.mean_tokens, lengths.at(0.95), max(lengths.at(1.0), lengths.mean_tokens)),
         tuple(offers), catalogue,
     )  # fmt: skip
@@ -121,14 +126,14 @@ def _lengths(fields: Fields) -> Lengths:
     return made
 
 
-def _learner(fields: Fields, billions: float, lengths: Lengths, catalogue: Mapping[str, Gpu]) -> LearnerEstimate:
+def _learner(fields: Fields, size: ModelSize, lengths: Lengths, catalogue: Mapping[str, Gpu]) -> LearnerEstimate:
     gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
     gpu_count = int(fields.number("gpu_count", 4))
     batch = int(fields.number("rollouts_per_step", 2048))
-    whole = 2e9 * billions
+    whole = float(size.gpu_weight_bytes)
     made = LearnerEstimate(
         rollouts_per_step=batch,
-        train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, billions, batch * lengths.mean_tokens)),
+        train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * lengths.mean_tokens)),
         link=fields.link(125e6, 125e6, 0.04),
         delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
         full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),

@@ -57,6 +57,9 @@ class SamplingSection(Section):
     ] = 1.0
     top_k: Annotated[int, Field(ge=0, description="Keeps this many likeliest tokens; 0: off.")] = 0
     max_new_tokens: Annotated[Count, Field(description="Longest completion, in tokens.")] = 1024
+    max_prompt_tokens: Annotated[
+        Count, Field(description="Longest prompt, in tokens; longer ones are passed over. Workers keep room for it.")
+    ] = 1024
 
 
 class StalenessSection(Section):
@@ -219,8 +222,12 @@ class WorkerSection(Section):
         Literal["auto", "embedded", "vllm"],
         Field(description="auto: vLLM where there is a GPU and vLLM, else embedded."),
     ] = "auto"
-    slots: Annotated[int, Field(ge=0, le=4096, description="Sequences that decode together; 0: by memory.")] = 0
-    context_tokens: Annotated[int, Field(ge=0, description="Longest prompt + completion; 0: the model's.")] = 0
+    slots: Annotated[
+        int, Field(ge=0, le=4096, description="At most so many sequences decode together; 0: as many as fit.")
+    ] = 0
+    context_tokens: Annotated[
+        int, Field(ge=0, description="No sequence is longer than this; 0: as long as the run's.")
+    ] = 0
     swap_mode: Annotated[
         Literal["keep_kv", "recompute_kv", "finish_first"],
         Field(description="What a new version does to sequences in flight."),

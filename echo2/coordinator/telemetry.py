@@ -99,6 +99,7 @@ class LearnerHello:
     kappa_is_fixed: bool = False
     kappa: int = 0
     relay_address: str = ""
+    longest_sequence_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

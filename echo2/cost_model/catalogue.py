@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.cost_model.sizing import Fit, ModelSize, RunLengths, cpu_fit, gpu_fit, model_size, spread_speed
 from echo2.cost_model.snapshot import checked_positive
 
-BYTES_PER_PARAMETER = 2
-MEMORY_SHARE = 0.9
-# Of one token: about 2 * layers * kv_heads * head_size * 2 bytes; Qwen3 4B to 32B lie within a third of this.
-KV_BYTES_PER_TOKEN_AT_1B = 65_000
-SLOTS_MAX = 256
 BANDWIDTH_SHARE = 0.7
 TRAIN_FLOPS_SHARE = 0.35
-GPUS_PER_WORKER_MAX = 16
+GPUS_PER_WORKER = (1, 2, 4, 8, 16)
+CPU = "cpu"
+"""The kind of machine on which the embedded engine generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class Gpu:
     """One type. `token_rate_billion`: batched tokens/s times billions of parameters."""
 
     name: str
-    memory_gb: float
+    memory_gib: float
     bandwidth_gb_per_s: float
     usd_per_hour: float
     token_rate_billion: float
@@ -38,14 +36,19 @@ class Gpu:
             if one.name != "name":
                 checked_positive(f"GPU {self.name}", one.name, getattr(self, one.name))
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * (1 << 30))
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPrior:
-    """What a worker of `gpu_count` GPUs is taken to do."""
+    """What a worker of `gpu_count` GPUs is taken to do. `fit`: how the model goes on it."""
 
     gpu_count: int
     slots: int
     tokens_per_s: float
+    fit: Fit
 
     @property
     def sequence_tokens_per_s(self) -> float:
@@ -76,23 +79,37 @@ def gpu_of(catalogue: Mapping[str, Gpu], name: str) -> Gpu:
     return catalogue[name]
 
 
-def worker_prior(gpu: Gpu, model_billions: float, mean_tokens: float) -> WorkerPrior:
-    """As many GPUs as the weights need, slots by the memory left, tokens/s by what slots and bandwidth allow."""
-    checked_positive("model", "billions of parameters", model_billions)
-    weights = model_billions * 1e9 * BYTES_PER_PARAMETER
-    sequence = KV_BYTES_PER_TOKEN_AT_1B * model_billions**0.5 * mean_tokens
-    memory = gpu.memory_gb * 1e9 * MEMORY_SHARE
-    for gpu_count in range(1, GPUS_PER_WORKER_MAX + 1):
-        slots = int(min(SLOTS_MAX, (memory * gpu_count - weights) / sequence))
-        if slots >= 4:
-            break
-    else:
-        raise ConfigError(
-            f"GPU {gpu.name}: expected at most {GPUS_PER_WORKER_MAX} of them to hold {model_billions:g} billion "
-            f"parameters and 4 sequences, got a need for more"
-        )
-    one_sequence = BANDWIDTH_SHARE * gpu.bandwidth_gb_per_s * 1e9 * gpu_count / weights
-    return WorkerPrior(gpu_count, slots, min(gpu.token_rate_billion * gpu_count / model_billions, slots * one_sequence))
+def worker_prior(gpu: Gpu, size: ModelSize, run: RunLengths) -> WorkerPrior:
+    """The number of GPUs with the most tokens/s for its price, as the worker itself would use them; the least of equals."""
+    if gpu.name == CPU:
+        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run))
+    priors, refusal = [], ""
+    for gpu_count in GPUS_PER_WORKER:
+        try:
+            priors.append(_prior(gpu, gpu_count, size, gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)))
+        except ResourceError as error:
+            refusal = str(error)
+    if not priors:
+        raise ResourceError(f"GPU {gpu.name}: {refusal}")
+    return max(priors, key=lambda prior: (round(prior.tokens_per_s / prior.gpu_count, 6), -prior.gpu_count))
+
+
+def _prior(gpu: Gpu, gpu_count: int, size: ModelSize, fit: Fit) -> WorkerPrior:
+    """Tokens/s by what sequences and bandwidth allow; every sequence of a step costs one reading of the weights."""
+    speed = spread_speed(fit.tensor_parallel)
+    one_sequence = BANDWIDTH_SHARE * gpu.bandwidth_gb_per_s * 1e9 * speed / size.gpu_weight_bytes
+    engine_tokens_per_s = min(gpu.token_rate_billion * speed / size.billions, fit.sequences * one_sequence)
+    return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, fit.engine_count * engine_tokens_per_s, fit)
+
+
+def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
+    """Sizes of models by their name in lower case, from tables of transformers configs."""
+    found = {}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"models: {name}: expected a table, got {table!r}")
+        found[name] = model_size(table)
+    return found
 
 
 def train_s_prior(gpu: Gpu, gpu_count: int, model_billions: float, tokens: float) -> float:

@@ -15,6 +15,7 @@ from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
 from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
 from echo2.cost_model.catalogue import Gpu, WorkerPrior, gpu_of, worker_prior
+from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
     LearnerEstimate,
@@ -73,7 +74,8 @@ class TokenCounts:
 class PlanQuestion:
     """All that `echo2 plan` plans from."""
 
-    model_billions: float
+    model: ModelSize
+    lengths: RunLengths
     learner: LearnerEstimate
     wishes: PlanConfig
     tokens: TokenCounts
@@ -82,7 +84,7 @@ class PlanQuestion:
 
     def prior(self, offer: Offer) -> WorkerPrior:
         """Slots and rate of one offered machine."""
-        prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model_billions, self.tokens.mean)
+        prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model, self.lengths)
         return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or prior.tokens_per_s)
 
     def worker(self, offer: Offer, index: int) -> WorkerEstimate:

@@ -243,6 +243,7 @@ def learner_hello_from_message(message: pb.LearnerHello, whose: str) -> LearnerH
         kappa_is_fixed=message.kappa_is_fixed,
         kappa=_count(message.kappa, f"kappa of {whose}", 64),
         relay_address=text_of(message.relay_address, f"relay_address of {whose}", 300),
+        longest_sequence_tokens=message.longest_sequence_tokens,
     )
 
 
@@ -256,6 +257,7 @@ def learner_hello_to_message(hello: LearnerHello) -> pb.LearnerHello:
         open_groups=[group_to_message(group) for group in hello.open_groups],
         full_snapshot_bytes=hello.full_snapshot_bytes, link=link_to_message(hello.link), step_limit=hello.step_limit,
         kappa_is_fixed=hello.kappa_is_fixed, kappa=hello.kappa, relay_address=hello.relay_address,
+        longest_sequence_tokens=hello.longest_sequence_tokens,
     )  # fmt: skip
 
 

@@ -245,6 +245,7 @@ class Hub:
             peer_id=self.board.peer_id, address=hello.address, model_name=hello.model_name,
             model_config_json=hello.model_config_json, model_digest=hello.model_digest,
             newest_version=self.board.newest_version, relay_address=hello.relay_address,
+            longest_sequence_tokens=hello.longest_sequence_tokens, full_snapshot_bytes=hello.full_snapshot_bytes,
         )  # fmt: skip
 
     def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:

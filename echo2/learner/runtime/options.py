@@ -9,6 +9,7 @@ from pathlib import Path
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.loss import PolicyLossConfig
@@ -119,6 +120,8 @@ class LearnerOptions:
     prunes_hopeless: bool = False  # rollouts that repeat themselves or are lost end before their time
     metrics_port: int = 0  # of the Prometheus endpoint; 0: none
     overlong_buffer_tokens: int = 0  # completions lose reward over their last so many tokens before the limit; 0: off
+    prompt_tokens_max: int = 1024
+    turns_max: int = 1  # completions of one rollout, one behind the other
     linger_s: float = 20.0  # a finished learner serves its last version so long at most; see lingering
     audit_share: float = 0.0  # of the groups, scored again to find workers that cheat; 0: off
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
@@ -137,3 +140,8 @@ class LearnerOptions:
             raise ConfigError("temperature: expected above 0, for greedy rollouts of one prompt are all the same")
         if self.steps < 1:
             raise ConfigError(f"steps: expected at least 1, got {self.steps}")
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of any sequence of the run, unless the model can do less."""
+        return longest_sequence(self.prompt_tokens_max, self.sampling.max_new_tokens, self.turns_max)

@@ -8,6 +8,7 @@ checkpoint. Leaves to others: the order of instances
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,8 @@ from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import TaskInstance, TaskSpec
 
 SKIPS_MAX = 64
-"""Prompts that the curriculum may pass over before the next is taken anyway."""
+"""Prompts that may be passed over, as unwanted or too long, before the next is taken anyway."""
+_log = logging.getLogger("echo2.learner")
 
 
 class Prompts:
@@ -49,14 +51,28 @@ class Prompts:
         self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
         self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
         self.check_length: Callable[[int], None] = lambda tokens: None  # the model's own, once it is loaded
-        self.context_tokens = 1 << 20  # likewise
+        self.context_tokens = 1 << 20  # of the run's longest sequence; likewise
+        self.prompt_tokens_max = options.prompt_tokens_max
 
     def next_wanted(self, cursor: int) -> int:
-        """The first cursor from this one on whose prompt the curriculum wants; after a bounded search, the next."""
+        """The first cursor from this one on whose prompt is short enough and wanted by the curriculum; after a bounded
+        search, the next."""
         for candidate in range(cursor, cursor + SKIPS_MAX):
-            if not self.split.has(candidate) or self.curriculum.wants(candidate, self.split.train_index(candidate)):
+            if not self.split.has(candidate):
+                return candidate
+            index = self.split.train_index(candidate)
+            if self.curriculum.wants(candidate, index) and not self._is_too_long(index):
                 return candidate
         return cursor + SKIPS_MAX
+
+    def _is_too_long(self, index: int) -> bool:
+        tokens = len(prompt_tokens(self.tokenizer, self.world.instance(index)))
+        if tokens > self.prompt_tokens_max:
+            _log.warning(
+                "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
+                index, self.world.name, tokens, self.prompt_tokens_max,
+            )  # fmt: skip
+        return tokens > self.prompt_tokens_max
 
     def take_back(self, state: Mapping[str, float]) -> None:
         """The curriculum as a checkpoint kept it."""
@@ -85,6 +101,11 @@ class Prompts:
             raise ConfigError(
                 f"prompt {instance.index} of task {self.world.name}: expected 1 or more token ids below "
                 f"{self.vocabulary_size}, got {len(ids)} up to {max(ids, default=-1)}: wrong tokenizer for this model?"
+            )
+        if len(ids) > self.prompt_tokens_max:
+            raise ConfigError(
+                f"prompt {instance.index} of task {self.world.name}: expected at most {self.prompt_tokens_max} tokens, got "
+                f"{len(ids)}; a larger sampling.max_prompt_tokens has workers keep room for it"
             )
         self.check_length(len(ids) + self.sampling.max_new_tokens)
         return tuple(ids)

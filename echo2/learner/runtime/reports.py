@@ -41,6 +41,7 @@ def hello_of(
         step_limit=options.steps,
         kappa_is_fixed=options.kappa is not None,
         kappa=options.kappa or 0,
+        longest_sequence_tokens=prepared.prompts.context_tokens,
     )
 
 

@@ -64,6 +64,16 @@ def is_environment(spec: TaskSpec) -> bool:
     return spec.name in _BUILT_IN_ENVIRONMENTS
 
 
+def turns_of(spec: TaskSpec) -> int:
+    """Completions of one episode at most: the argument `turns_max`, or its default; 1 of a task."""
+    if not is_environment(spec):
+        return 1
+    maker = load_class(spec.name) if ":" in spec.name else _BUILT_IN_ENVIRONMENTS[spec.name]
+    default = inspect.signature(maker).parameters.get("turns_max")
+    told = spec.args.get("turns_max", default.default if default is not None else 1)
+    return told if isinstance(told, int) and told >= 1 else 1
+
+
 def task_names() -> tuple[str, ...]:
     """The built-in names, of tasks and of environments."""
     return (*_BUILT_IN, *_BUILT_IN_ENVIRONMENTS)

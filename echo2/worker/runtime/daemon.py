@@ -277,6 +277,11 @@ class WorkerDaemon:
                 f"the learner's model: expected {known.model_name} (digest {known.model_digest[:16]}), it now trains "
                 f"{whereabouts.model_name} ({whereabouts.model_digest[:16]}); start this worker anew"
             )
+        if known is not None and known.longest_sequence_tokens < whereabouts.longest_sequence_tokens:
+            raise VersionMismatch(
+                f"the run's longest sequence: expected {known.longest_sequence_tokens} tokens, for which this worker's "
+                f"memory is laid out, it is now {whereabouts.longest_sequence_tokens}; start this worker anew"
+            )
         self._whereabouts = whereabouts
         self._model_came.set()
 
@@ -290,7 +295,8 @@ class WorkerDaemon:
         # Where an adapter is published, the base is no version; the engine loads it itself.
         names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
         base = BaseCheckpoint(self.telling.run_id, *names)
-        fit = fit_engine(self._choice, config, self.options, self._machine)
+        lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
+        fit = fit_engine(self._choice, config, self.options, self._machine, *lengths)
         _log.info("engine: %s", fit.reason)
         await self._warm_up
         engine = await asyncio.to_thread(make_engine, self._choice, config, self.options, fit)

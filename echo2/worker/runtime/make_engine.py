@@ -10,18 +10,17 @@ import importlib
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from echo2 import weights as delta
 from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.cost_model.sizing import CpuWeights, Fit, RunLengths, model_size, worker_fit
 from echo2.worker.engine import Engine
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import Machine, check_room
-from echo2.worker.sizing import cpu_slots, gpu_layout, gpu_slots, model_size
 
 LINGER_S = 0.25
 """Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
@@ -52,33 +51,27 @@ def warm_up(choice: EngineChoice) -> None:
         importlib.import_module("transformers").AutoConfig  # noqa: B018  (lazily loaded: this is what takes seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFit:
-    """How the model goes on this machine: slots of each engine, how many engines, and over how many GPUs each."""
+def fit_engine(
+    choice: EngineChoice,
+    config: dict[str, object],
+    options: WorkerOptions,
+    machine: Machine,
+    longest_tokens: int = 0,
+    published_bytes: int = 0,
+) -> Fit:
+    """By the model's size, the run's longest sequence and the machine's memory; ResourceError where it cannot fit.
 
-    slot_count: int
-    engine_count: int
-    reason: str
-    tensor_parallel: int = 1
-
-
-def fit_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, machine: Machine) -> EngineFit:
-    """By the model's size and the machine's memory; ResourceError where the model cannot fit."""
+    `published_bytes`: what the learner publishes; 0 where it does not say: the model in bf16.
+    """
     size = model_size(config)
-    check_room(machine, size.published_bytes, options.folder)
-    told = f"{options.slot_count} sequences as told" if options.slot_count else ""
-    if choice is EngineChoice.EMBEDDED or not machine.gpus:
-        slots = options.slot_count or cpu_slots(size, machine.memory_bytes, options.context_tokens_max)
-        return EngineFit(slots, 1, told or f"{slots} sequences by memory")
-    layout = gpu_layout(size, [gpu.memory_bytes for gpu in machine.gpus])
-    memory = min(gpu.memory_bytes for gpu in machine.gpus)
-    width = layout.tensor_parallel
-    slots = options.slot_count or gpu_slots(size, width * memory, context_tokens=options.context_tokens_max)
-    told = told or f"{slots} sequences by memory"
-    return EngineFit(slots, layout.engine_count, f"{told}; {layout.reason}", width)
+    check_room(machine, published_bytes or size.gpu_weight_bytes, options.folder)
+    run = RunLengths(longest_tokens, options.slot_count, options.context_tokens_max)
+    gpus = [gpu.memory_bytes for gpu in machine.gpus] if choice is EngineChoice.VLLM else []
+    weights = CpuWeights.INT8 if options.quantisation is Quantisation.INT8 else CpuWeights.FLOAT32
+    return worker_fit(size, gpus, machine.memory_bytes, run, weights, published_bytes)
 
 
-def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: EngineFit) -> Engine:
+def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
     """The engine, not started. May take seconds: run it in a thread."""
     if fit.engine_count == 1:
         gpus = range(fit.tensor_parallel) if fit.tensor_parallel > 1 else range(0)
@@ -89,7 +82,7 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
 
 
 def _one_engine(
-    choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: EngineFit, gpus: Sequence[int]
+    choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]
 ) -> Engine:
     adapter = adapter_spec(config)
     if choice is EngineChoice.VLLM:
@@ -106,8 +99,8 @@ def _one_engine(
             ) from None
         made: Engine = module.VllmEngine(
             config,
-            slot_count=fit.slot_count,
-            context_tokens=options.context_tokens_max,
+            slot_count=fit.sequences,
+            context_tokens=fit.sequence_tokens,
             linger_s=LINGER_S,
             gpus=gpus,
             draft_tokens=options.draft_tokens,
@@ -119,8 +112,8 @@ def _one_engine(
     return EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
-        slot_count=fit.slot_count,
-        context_tokens=options.context_tokens_max,
+        slot_count=fit.sequences,
+        context_tokens=fit.sequence_tokens,
         slowdown=options.slowdown,
         linger_s=LINGER_S,
         is_rounded=options.quantisation is Quantisation.INT8,

@@ -1,36 +1,34 @@
 from __future__ import annotations
 
 import math
-import tomllib
-from pathlib import Path
 
 import pytest
 
-import echo2.cost_model
 from echo2.base.errors import ConfigError
+from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.cost_model.advice import advise
 from echo2.cost_model.catalogue import gpu_of, parse_catalogue, train_s_prior, worker_prior
 from echo2.cost_model.planner import plan
 from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts, billions_in, parse_what_if
+from echo2.cost_model.sizing import RunLengths
 from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
 from tests.unit.cost_model.fleets import learner, snapshot, worker
 
-CATALOGUE = parse_catalogue(
-    tomllib.loads((Path(echo2.cost_model.__file__).parent / "gpus.toml").read_text(encoding="utf-8"))
-)
+CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
 
 
 def question() -> PlanQuestion:
     link = LinkEstimate(12.5e6, 5e7, 0.08)
     offers = (Offer("RTX5090", 24, 0.55, link), Offer("H100", 8, 2.4, link))
     return PlanQuestion(
-        8.0, learner(rollouts_per_step=2048, train_s=200.0), PlanConfig(4), TokenCounts(2800, 7000, 8192), offers,
-        CATALOGUE,
+        MODELS["qwen3-8b"], RunLengths(9216), learner(rollouts_per_step=2048, train_s=200.0), PlanConfig(4),
+        TokenCounts(2800, 7000, 8192), offers, CATALOGUE,
     )  # fmt: skip
 
 
 def test_larger_models_need_more_gpus_and_run_slower() -> None:
-    small, large = (worker_prior(gpu_of(CATALOGUE, "RTX4090"), size, 2800) for size in (4.0, 32.0))
+    gpu, run = gpu_of(CATALOGUE, "RTX4090"), RunLengths(4096)
+    small, large = (worker_prior(gpu, MODELS[name], run) for name in ("qwen3-4b", "qwen3-32b"))
     assert small.gpu_count == 1 < large.gpu_count
     assert small.tokens_per_s > large.tokens_per_s / large.gpu_count
     assert train_s_prior(CATALOGUE["H100"], 4, 8.0, 1e6) == pytest.approx(48e15 / (4 * 990e12 * 0.35))
@@ -61,9 +59,9 @@ def test_bad_what_ifs_are_refused_by_name(name: str, value: str) -> None:
 
 
 def test_bad_catalogues_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="memory_gb"):
+    with pytest.raises(ConfigError, match="memory_gib"):
         parse_catalogue({"A": {"price": 1}})
-    table = {"memory_gb": 1.0, "bandwidth_gb_per_s": -1, "usd_per_hour": 1, "token_rate_billion": 1, "train_tflops": 1}
+    table = {"memory_gib": 1.0, "bandwidth_gb_per_s": -1, "usd_per_hour": 1, "token_rate_billion": 1, "train_tflops": 1}
     with pytest.raises(ConfigError, match="GPU A: bandwidth_gb_per_s"):
         parse_catalogue({"A": table})
     with pytest.raises(ConfigError, match="RTX4090"):

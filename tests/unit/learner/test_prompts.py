@@ -10,6 +10,8 @@ import pytest
 from echo2.base.errors import ConfigError
 from echo2.learner.runtime.options import TaskOptions
 from echo2.learner.runtime.prompts import SKIPS_MAX, Prompts
+from echo2.tasks.sort_digits import SortDigits
+from echo2.tasks.task import TaskInstance
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -41,6 +43,31 @@ def test_the_curriculum_passes_over_mastered_prompts_within_a_bound(tmp_path: Pa
     assert all(cursor <= found <= cursor + SKIPS_MAX for cursor, found in enumerate(taken))
     assert sum(found > cursor for cursor, found in enumerate(taken)) > 50
     prompts.close()
+
+
+def test_prompts_beyond_the_limit_are_passed_over_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = TaskOptions("tests.unit.learner.test_prompts:OddOnesAreLong")
+    options = options_for(tmp_path, make_tiny_model(tmp_path / "model"), task=task, prompt_tokens_max=9)
+    prompts = Prompts(options, vocabulary_size=100, stop_token_ids=[1])
+    long = [cursor for cursor in range(20) if prompts.split.train_index(cursor) % 2]
+    with caplog.at_level("WARNING", logger="echo2.learner"):
+        taken = {prompts.next_wanted(cursor) for cursor in range(20)}
+    assert len(long) >= 5 and not taken & set(long)
+    assert "passed over: 12 tokens, above sampling.max_prompt_tokens of 9" in caplog.text
+    assert len(prompts.draw(min(taken)).prompt_token_ids) == 3
+    with pytest.raises(ConfigError, match=r"expected at most 9 tokens, got 12; a larger sampling.max_prompt_tokens"):
+        prompts.draw(long[0])
+    prompts.close()
+
+
+class OddOnesAreLong(SortDigits):
+    """Every other prompt has twelve digits and not three."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(3)
+
+    def sample(self, index: int) -> TaskInstance:
+        return TaskInstance(index, "123" * (4 if index % 2 else 1), "123")
 
 
 def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Path) -> None:

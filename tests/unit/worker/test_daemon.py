@@ -265,6 +265,29 @@ def test_weights_of_another_model_than_the_one_announced_end_the_worker(tmp_path
     asyncio.run(scene())
 
 
+def test_a_worker_lays_out_its_memory_by_the_run_s_longest_sequence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            told = run.whereabouts
+            told.longest_sequence_tokens = 40
+            run.coordinator.learner = told
+            run.coordinator.groups = [group("g0", 4, 24)]
+            daemon = WorkerDaemon(options(run, tmp_path / "w"))
+            task = asyncio.create_task(daemon.run())
+            await run.learner.until(lambda it: len(it.finished) == 4)
+            assert "8 sequences of up to 40 tokens" in caplog.text
+            told.longest_sequence_tokens = 41
+            run.coordinator.outbox.put_nowait(coordinator_pb2.WorkerOrder(learner=told))
+            with pytest.raises(VersionMismatch, match="expected 40 tokens, .* it is now 41; start this worker anew"):
+                await asyncio.wait_for(task, 20)
+
+    with caplog.at_level("INFO", logger="echo2.worker"):
+        asyncio.run(scene())
+
+
 def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
     async def scene() -> None:
         async with SmallRun(tmp_path / "run") as run:

@@ -14,7 +14,7 @@ from echo2.worker.runtime.engines.vllm import _only_gpus
 from echo2.worker.runtime.machine import Machine, parse_gpus
 from echo2.worker.runtime.make_engine import fit_engine, make_engine
 from tests.contract.engine_rig import tiny_config
-from tests.unit.worker.test_sizing import QWEN3_8B
+from tests.unit.cost_model.test_sizing import QWEN3_8B
 
 CPU = Machine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
 FOUR_GPUS = replace(CPU, gpus=parse_gpus("NVIDIA L40S, 46068, 580.65\n" * 4), has_vllm=True, memory_bytes=200 << 30)
@@ -24,22 +24,22 @@ def options(folder: Path, slot_count: int = 0) -> WorkerOptions:
     return WorkerOptions(join_link="", folder=folder, slot_count=slot_count)
 
 
-def test_slots_are_as_told_or_by_memory(tmp_path: Path) -> None:
+def test_sequences_are_by_memory_and_capped_as_told(tmp_path: Path) -> None:
     small = tiny_config("qwen3")
-    assert fit_engine(EngineChoice.EMBEDDED, small, options(tmp_path), CPU).slot_count == 32
-    told = fit_engine(EngineChoice.EMBEDDED, small, options(tmp_path, 7), CPU)
-    assert (told.slot_count, told.engine_count, told.reason) == (7, 1, "7 sequences as told")
+    assert fit_engine(EngineChoice.EMBEDDED, small, options(tmp_path), CPU, 64).sequences == 64
+    told = fit_engine(EngineChoice.EMBEDDED, small, options(tmp_path, 7), CPU, 64)
+    assert (told.sequences, told.engine_count, told.sequence_tokens) == (7, 1, 64)
 
 
 def test_gpus_become_engines_and_a_model_too_large_for_one_is_spread_over_several(tmp_path: Path) -> None:
-    fit = fit_engine(EngineChoice.VLLM, QWEN3_8B, options(tmp_path), FOUR_GPUS)
+    fit = fit_engine(EngineChoice.VLLM, QWEN3_8B, options(tmp_path), FOUR_GPUS, 2560)
     assert fit.engine_count == 4 and "4 engines" in fit.reason
-    large = QWEN3_8B | {"num_hidden_layers": 80}
-    fit = fit_engine(EngineChoice.VLLM, large, options(tmp_path), FOUR_GPUS)
+    large = QWEN3_8B | {"num_hidden_layers": 100}
+    fit = fit_engine(EngineChoice.VLLM, large, options(tmp_path), FOUR_GPUS, 2560)
     assert (fit.engine_count, fit.tensor_parallel) == (2, 2) and "2 engines" in fit.reason
     one_gpu = replace(FOUR_GPUS, gpus=FOUR_GPUS.gpus[:1])
     with pytest.raises(ResourceError, match="in equal parts of 32 heads, they do not"):
-        fit_engine(EngineChoice.VLLM, large, options(tmp_path), one_gpu)
+        fit_engine(EngineChoice.VLLM, large, options(tmp_path), one_gpu, 9216)
 
 
 def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:

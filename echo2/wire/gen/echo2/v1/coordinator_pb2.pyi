@@ -236,7 +236,7 @@ class WorkerWelcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., relay_address: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class LearnerWhereabouts(_message.Message):
-    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address")
+    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address", "longest_sequence_tokens", "full_snapshot_bytes")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,8 @@ class LearnerWhereabouts(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FULL_SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     address: str
     model_name: str
@@ -251,7 +253,9 @@ class LearnerWhereabouts(_message.Message):
     model_digest: str
     newest_version: int
     relay_address: str
-    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
+    longest_sequence_tokens: int
+    full_snapshot_bytes: int
+    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., full_snapshot_bytes: _Optional[int] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("ticket", "group", "is_continuation", "is_renewal")
@@ -308,7 +312,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address")
+    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +331,7 @@ class LearnerHello(_message.Message):
     KAPPA_IS_FIXED_FIELD_NUMBER: _ClassVar[int]
     KAPPA_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
     address: str
@@ -345,7 +350,8 @@ class LearnerHello(_message.Message):
     kappa_is_fixed: bool
     kappa: int
     relay_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
+    longest_sequence_tokens: int
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
     __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint")

@@ -1,0 +1,83 @@
+"""A run's model and lengths, as the sizing rule takes them: from its config, before anything is loaded.
+
+`model_of` looks for the model's config.json in a local folder, then in the hub's cache on this machine, then among the
+shapes that come with the package, and at last guesses by the parameter count in the name. It says which it was.
+Guarantees: opens no connection, loads no torch. Leaves to others: what fits (cost_model/sizing).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.units import format_bytes
+from echo2.config.run import RunConfig
+from echo2.coordinator.runtime.catalogue import built_in_models
+from echo2.cost_model.catalogue import CPU, Gpu, worker_prior
+from echo2.cost_model.question import billions_in
+from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
+
+DEFAULT_BILLIONS = 8.0
+FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "tokens of cache", "what would fit")
+
+
+def model_of(path: str) -> tuple[ModelSize, str]:
+    """Its size, and where that is known from."""
+    folder = Path(path).expanduser()
+    for file in [folder / "config.json", *_cached(path)]:
+        if path and file.is_file():
+            return _read(file), str(file)
+    name = path.rstrip("/").rpartition("/")[2].lower().removesuffix("-instruct")
+    if name in built_in_models():
+        return built_in_models()[name], "the shapes that come with echo2"
+    billions = billions_in(path)
+    origin = "a guess by its name" if billions else "a guess: model.path names no model that is known here"
+    return size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
+
+
+def lengths_of(config: RunConfig) -> RunLengths:
+    """The run's longest sequence, and what its workers are told to stay below."""
+    from echo2.tasks.runtime.registry import turns_of
+    from echo2.tasks.task import TaskSpec
+
+    sampling, worker = config.sampling, config.worker
+    turns = turns_of(TaskSpec(config.task.name, config.task.args))
+    longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns)
+    return RunLengths(longest, worker.slots, worker.context_tokens)
+
+
+def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[Gpu]) -> Iterator[tuple[str, ...]]:
+    """How the model goes on each kind of machine, as FIT_COLUMNS."""
+    for gpu in gpus:
+        name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"
+        try:
+            prior = worker_prior(gpu, model, lengths)
+        except ResourceError as error:
+            yield name, "", "", "", "", str(error).rpartition("what would fit: ")[2]
+            continue
+        fit = prior.fit
+        yield (
+            name, "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
+            str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
+        )  # fmt: skip
+
+
+def _read(file: Path) -> ModelSize:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: expected a model's config as JSON, got: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: expected a model's config, got {type(config).__name__}")
+    return model_size(config)
+
+
+def _cached(path: str) -> list[Path]:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub"))).expanduser()
+    if path.count("/") != 1 or path.startswith(("/", ".", "~")):
+        return []
+    return sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))

@@ -1,0 +1,296 @@
+"""How large a model is, and how many sequences of a run fit a machine: the one rule of worker, planner and doctor.
+
+Pure arithmetic from a transformers config, before any weight is here. Sequences are counted by the tokens of keys and
+values that fit, over the run's own longest sequence (prompt limit + completions of all turns), not over the model's
+context; what a user tells only lowers them. Guarantees: the parameter count of the dense and mixture-of-experts shapes
+that the engines know is exact; what does not fit is refused with what would. Leaves to others: measuring the machine
+(worker/runtime/machine), memory at hand-over (memory), building engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.units import format_bytes
+
+GPU_MEMORY_SHARE = 0.9
+"""Of a GPU, for weights and keys and values; the rest is for activations and the driver."""
+GPU_BYTES = 2
+"""Of a weight and of a cached value on a GPU: engines compute in bf16 there."""
+CPU_BYTES = 4
+"""The embedded engine computes and caches in float32: bf16 arithmetic is slow on CPUs."""
+CPU_PROCESS_BYTES = 512 << 20
+"""A worker's own code and what lies between the layers of a step."""
+CPU_CACHE_SHARE = 0.5
+"""Of the memory that is left beside the weights; the other half is the machine's."""
+FILL = 2
+"""Sequences begin at different times, so on average half of each one's longest length is in use; a cache in blocks
+holds that many more."""
+SEQUENCES_MAX = 256
+SEQUENCES_CPU = 32
+SEQUENCES_CPU_MAX = 64
+"""More sequences on one thread give few more tokens and make each rollout that much later, once products take the time."""
+CPU_OVERHEAD_PARAMETERS = 25_000_000
+"""Divided by the model's, the sequences whose products take as long as the rest of a step: so many pay for a tiny model."""
+WIDER_SHARE = 0.85
+"""Of their speed that GPUs keep each time an engine is spread over twice as many: an assumption, for their exchange a layer."""
+SEQUENCES_WANTED = 32
+"""With fewer sequences a GPU reads its weights for too few tokens a step: more GPUs an engine are then worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """`kv_values_per_token`: keys and values of all layers. `context_tokens`: the longest the model can do."""
+
+    parameters: int
+    kv_values_per_token: int
+    context_tokens: int
+    head_count: int
+    kv_head_count: int
+    layer_count: int = 1
+    hidden: int = 1
+    vocabulary: int = 1
+
+    @property
+    def billions(self) -> float:
+        return self.parameters / 1e9
+
+    @property
+    def gpu_weight_bytes(self) -> int:
+        return GPU_BYTES * self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class RunLengths:
+    """What one run asks of an engine: its longest sequence in tokens. Caps are the user's; 0: none."""
+
+    longest_tokens: int
+    sequences_cap: int = 0
+    tokens_cap: int = 0
+
+    def of(self, size: ModelSize) -> int:
+        """Tokens of the longest sequence on this model. 0 of a run that does not say: the model's context."""
+        longest = min(self.longest_tokens or size.context_tokens, size.context_tokens)
+        return min(longest, self.tokens_cap) if self.tokens_cap else longest
+
+
+class CpuWeights(Enum):
+    """How the embedded engine holds weights, in bytes of a parameter, the masters of rounded ones included."""
+
+    FLOAT32 = 4
+    INT8 = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """`engine_count` engines over `tensor_parallel` GPUs each (0: on the CPU), of `sequences` each.
+
+    `cache_tokens`: of one engine, the tokens whose keys and values it holds. GPUs left over stay idle.
+    """
+
+    engine_count: int
+    tensor_parallel: int
+    sequences: int
+    sequence_tokens: int
+    cache_tokens: int
+    reason: str
+
+    @property
+    def whole_sequences(self) -> int:
+        """How many of the longest kind fit at once; the rest waits for room if all are so long."""
+        return min(self.sequences, self.cache_tokens // self.sequence_tokens)
+
+
+def longest_sequence(prompt_tokens_max: int, new_tokens_max: int, turns_max: int = 1) -> int:
+    """Tokens of the longest sequence of a run."""
+    return prompt_tokens_max + new_tokens_max * turns_max
+
+
+# ---- the model
+
+
+def model_size(config: Mapping[str, object]) -> ModelSize:
+    """Of a decoder-only transformer in transformers' words; ConfigError names a field that is missing or wrong."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**text, "model_type": text.get("model_type", config.get("model_type"))}
+    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
+    heads = _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads", heads)
+    width = _number(config, "head_dim", hidden // max(1, heads))
+    vocabulary = _number(config, "vocab_size")
+    model_type = str(config.get("model_type", ""))
+    is_gemma = model_type.startswith(("gemma2", "gemma3"))
+    attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
+    if model_type == "qwen2" or config.get("attention_bias"):
+        attention += width * (heads + 2 * kv_heads) + (hidden if config.get("attention_bias") else 0)
+    norms = (4 if is_gemma else 2) * hidden
+    norms += 2 * width if model_type.startswith(("qwen3", "gemma3")) else 0
+    is_tied = bool(config.get("tie_word_embeddings", model_type.startswith("gemma")))
+    ends = vocabulary * hidden * (1 if is_tied else 2) + hidden
+    return ModelSize(
+        parameters=layers * (attention + norms + _mlp_parameters(config, hidden)) + ends,
+        kv_values_per_token=2 * layers * kv_heads * width,
+        context_tokens=_number(config, "max_position_embeddings"),
+        head_count=heads,
+        kv_head_count=kv_heads,
+        layer_count=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+    )
+
+
+def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSize:
+    """A guess by the parameter count alone: the nearest known shape, its cache scaled by the root of the count."""
+    near = min(known.values(), key=lambda size: max(size.billions / billions, billions / size.billions))
+    ratio = billions / near.billions
+    cache = near.kv_values_per_token * (1.0 if 0.8 <= ratio <= 1.25 else ratio**0.5)
+    return ModelSize(
+        int(billions * 1e9), int(cache), near.context_tokens, near.head_count, near.kv_head_count,
+        near.layer_count, near.hidden, near.vocabulary,
+    )  # fmt: skip
+
+
+def _mlp_parameters(config: Mapping[str, object], hidden: int) -> int:
+    experts = _number(config, "num_experts", 0)
+    if experts:
+        return hidden * experts + experts * 3 * hidden * _number(config, "moe_intermediate_size")
+    rows = _number(config, "intermediate_size")
+    return 3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0)
+
+
+def _number(config: Mapping[str, object], name: str, default: int | None = None) -> int:
+    value = config.get(name, default)
+    if value is None and default is not None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default != 0):
+        raise ConfigError(f"model config, {name}: expected a positive number, got {value!r}")
+    return value
+
+
+# ---- the machine
+
+
+def worker_fit(
+    size: ModelSize,
+    gpu_memory_bytes: Sequence[int],
+    memory_bytes: int,
+    run: RunLengths,
+    weights: CpuWeights = CpuWeights.FLOAT32,
+    published_bytes: int = 0,
+) -> Fit:
+    """A worker on one machine: over its GPUs, or on its CPU where it has none that the engine can use."""
+    if gpu_memory_bytes:
+        return gpu_fit(size, gpu_memory_bytes, run)
+    return cpu_fit(size, memory_bytes, run, weights, published_bytes)
+
+
+def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -> Fit:
+    """Engines on these GPUs. Few GPUs an engine, as long as enough sequences fit beside the weights.
+
+    Separate engines need no exchange per layer and lose one GPU at a time; but an engine whose weights leave room for
+    few sequences reads them for few tokens. So: the width with the most sequences that count, the least of equals.
+    Widths are powers of two that divide the heads.
+    """
+    if not gpu_memory_bytes:
+        raise ConfigError("layout: expected at least one GPU, got none")
+    count, least, longest = len(gpu_memory_bytes), min(gpu_memory_bytes), run.of(size)
+    fits = [
+        Fit(count // width, width, _sequences(tokens, longest, SEQUENCES_MAX, run), longest, tokens, "")
+        for width in _widths(size, count)
+        if (tokens := gpu_cache_tokens(size, width * least)) >= longest
+    ]
+    if not fits:
+        raise ResourceError(_gpu_refusal(size, count, least, longest))
+    best = max(fits, key=lambda fit: (_worth(fit), -fit.tensor_parallel))
+    each = "one GPU" if best.tensor_parallel == 1 else f"{best.tensor_parallel} GPUs"
+    reason = (
+        f"{format_bytes(size.gpu_weight_bytes)} of weights and {best.cache_tokens} tokens of cache on {each} of "
+        f"{format_bytes(least)}: {best.engine_count} engine{'s' if best.engine_count > 1 else ''} of "
+        f"{best.sequences} sequences, {best.whole_sequences} of them at the full {longest} tokens"
+    )
+    return Fit(best.engine_count, best.tensor_parallel, best.sequences, longest, best.cache_tokens, reason)
+
+
+def gpu_cache_tokens(size: ModelSize, memory_bytes: int) -> int:
+    """Tokens whose keys and values fit beside the weights; negative where the weights do not fit."""
+    return int(GPU_MEMORY_SHARE * memory_bytes - size.gpu_weight_bytes) // (GPU_BYTES * size.kv_values_per_token)
+
+
+def cpu_fit(
+    size: ModelSize,
+    memory_bytes: int,
+    run: RunLengths,
+    weights: CpuWeights = CpuWeights.FLOAT32,
+    published_bytes: int = 0,
+) -> Fit:
+    """The embedded engine on this machine. `published_bytes`: of the copy kept for applying deltas; 0: bf16 weights."""
+    longest, each = run.of(size), CPU_BYTES * size.kv_values_per_token
+    held = weights.value * size.parameters + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
+    beside = memory_bytes - held
+    tokens = int(CPU_CACHE_SHARE * beside) // each
+    if tokens < longest:
+        raise ResourceError(_cpu_refusal(size, memory_bytes, held, longest, weights, tokens))
+    paying = max(SEQUENCES_CPU, min(SEQUENCES_CPU_MAX, CPU_OVERHEAD_PARAMETERS // size.parameters))
+    sequences = _sequences(tokens, longest, paying, run)
+    tokens = min(tokens, sequences * longest)
+    return Fit(
+        1, 0, sequences, longest, tokens,
+        f"{format_bytes(held)} of weights and code leave {format_bytes(beside)} of memory: {sequences} sequences of up to "
+        f"{longest} tokens",
+    )  # fmt: skip
+
+
+def _sequences(cache_tokens: int, longest: int, most: int, run: RunLengths) -> int:
+    found = min(most, FILL * cache_tokens // longest)
+    return min(found, run.sequences_cap) if run.sequences_cap else found
+
+
+def _worth(fit: Fit) -> float:
+    """In proportion to tokens a second, as long as reading the weights is what takes the time."""
+    return fit.engine_count * spread_speed(fit.tensor_parallel) * min(fit.sequences, SEQUENCES_WANTED)
+
+
+def spread_speed(gpu_count: int) -> float:
+    """How many times as fast as one GPU an engine over `gpu_count` of them is; 1 on a CPU."""
+    return float(max(1, gpu_count) * WIDER_SHARE ** (max(1, gpu_count).bit_length() - 1))
+
+
+def _widths(size: ModelSize, count: int) -> list[int]:
+    def divides(width: int) -> bool:
+        return size.head_count % width == 0 and (size.kv_head_count % width == 0 or width % size.kv_head_count == 0)
+
+    return [width for width in (1 << power for power in range(count.bit_length())) if divides(width)]
+
+
+def _gpu_refusal(size: ModelSize, count: int, least: int, longest: int) -> str:
+    """What was asked, and what would fit instead."""
+    cache_bytes = GPU_BYTES * size.kv_values_per_token * longest
+    one = int((size.gpu_weight_bytes + cache_bytes) / GPU_MEMORY_SHARE) + 1
+    widths = [width for width in _widths(size, 1 << 6) if gpu_cache_tokens(size, width * least) >= longest]
+    would = [f"one GPU of {format_bytes(one)}"]
+    would += [f"{widths[0]} such GPUs"] if widths else []
+    tokens = max(gpu_cache_tokens(size, width * least) for width in _widths(size, count))
+    would += [f"sequences of at most {tokens} tokens (sampling.max_new_tokens)"] if tokens > 1 else []
+    return (
+        f"GPUs: expected weights of {format_bytes(size.gpu_weight_bytes)} and one sequence of {longest} tokens "
+        f"({format_bytes(cache_bytes)}) to fit {GPU_MEMORY_SHARE:.0%} of {count} x {format_bytes(least)} in equal parts "
+        f"of {size.head_count} heads, they do not; what would fit: {'; '.join(would)}"
+    )
+
+
+def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, weights: CpuWeights, tokens: int) -> str:
+    needed = held + int(CPU_BYTES * size.kv_values_per_token * longest / CPU_CACHE_SHARE)
+    would = [f"{format_bytes(needed)} of memory"]
+    would += [f"sequences of at most {tokens} tokens (sampling.max_new_tokens)"] if tokens > 1 else []
+    rounded = needed - (CpuWeights.FLOAT32.value - CpuWeights.INT8.value) * size.parameters
+    if weights is CpuWeights.FLOAT32 and rounded <= memory_bytes:
+        would.append("rounded weights (worker.quantisation int8)")
+    return (
+        f"memory: expected room for one sequence of {longest} tokens in {CPU_CACHE_SHARE:.0%} of what "
+        f"{format_bytes(held)} of weights and code leave, this machine has {format_bytes(memory_bytes)}; what would fit: "
+        f"{'; '.join(would)}"
+    )

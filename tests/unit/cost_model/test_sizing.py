@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import echo2.cost_model
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.units import format_bytes
+from echo2.cli.doctor import model_findings
+from echo2.cli.learner import learner_options
+from echo2.cli.run_shape import fit_rows, lengths_of, model_of
+from echo2.cli.worker import worker_options
+from echo2.config.load import load_config
+from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
+from echo2.cost_model.catalogue import worker_prior
+from echo2.cost_model.sizing import (
+    CPU_PROCESS_BYTES,
+    SEQUENCES_CPU,
+    SEQUENCES_CPU_MAX,
+    SEQUENCES_MAX,
+    CpuWeights,
+    ModelSize,
+    RunLengths,
+    cpu_fit,
+    gpu_fit,
+    model_size,
+    size_by_billions,
+)
+from echo2.worker.options import EngineChoice
+from echo2.worker.runtime.machine import Machine, parse_gpus
+from echo2.worker.runtime.make_engine import fit_engine
+from tests.contract.engine_rig import tiny_config
+
+QWEN3_8B: dict[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config("qwen3"),
+        tiny_config("llama"),
+        tiny_config("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        tiny_config("qwen2", head_dim=16),
+        tiny_config("gemma3_text", head_dim=16),
+        tiny_config("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    ],
+    ids=["qwen3", "llama", "llama with biases", "qwen2", "gemma3_text", "qwen3_moe"],
+)
+def test_the_count_is_that_of_the_model_itself(config: dict[str, object]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert model_size(config).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_known_model_has_its_published_size() -> None:
+    size = model_size(QWEN3_8B)
+    assert size.parameters == 8_190_735_360
+    assert size.kv_values_per_token == 2 * 36 * 8 * 128
+
+
+def test_a_config_that_lacks_a_field_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="hidden_size"):
+        model_size({key: value for key, value in QWEN3_8B.items() if key != "hidden_size"})
+    with pytest.raises(ConfigError, match="vocab_size"):
+        model_size(QWEN3_8B | {"vocab_size": "many"})
+
+
+# A prompt of 2,048 tokens and a completion of 512.
+RUN = RunLengths(2560)
+
+
+def test_sequences_are_those_of_the_run_and_not_of_the_context() -> None:
+    models = built_in_models()
+    assert gpu_fit(models["qwen3-0.6b"], [24 * GIB], RUN).sequences == 149
+    assert gpu_fit(models["qwen3-4b"], [24 * GIB], RUN).sequences == 80
+    assert gpu_fit(models["qwen3-8b"], [80 * GIB], RUN).sequences == SEQUENCES_MAX == 256
+    whole = gpu_fit(models["qwen3-8b"], [80 * GIB], RunLengths(0))
+    assert (whole.sequences, whole.sequence_tokens) == (20, 40960), "without the run's word: the model's context"
+
+
+def test_eight_billion_fit_a_card_of_24_gib() -> None:
+    fit = gpu_fit(built_in_models()["qwen3-8b"], [24 * GIB], RUN)
+    assert (fit.whole_sequences, fit.sequences, fit.tensor_parallel) == (18, 36, 1)
+    assert 46_000 < fit.cache_tokens < 46_500
+
+
+def test_options_only_cap_what_fits() -> None:
+    size = built_in_models()["qwen3-0.6b"]
+    assert gpu_fit(size, [24 * GIB], RunLengths(2560, sequences_cap=16)).sequences == 16
+    assert gpu_fit(size, [24 * GIB], RunLengths(2560, sequences_cap=4096)).sequences == 149
+    capped = gpu_fit(size, [24 * GIB], RunLengths(2560, tokens_cap=1280))
+    assert (capped.sequences, capped.sequence_tokens) == (256, 1280)
+    assert gpu_fit(size, [24 * GIB], RunLengths(2560, tokens_cap=9999)).sequence_tokens == 2560
+    small = model_size(tiny_config("qwen3"))
+    assert cpu_fit(small, 8 * GIB, RunLengths(64)).sequences == SEQUENCES_CPU_MAX, (
+        "a step of a tiny model costs more than its products"
+    )
+    assert cpu_fit(small, 8 * GIB, RunLengths(64, sequences_cap=7)).sequences == 7
+
+
+def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
+    large = model_size(QWEN3_8B | {"num_hidden_layers": 4})
+    held = 6 * large.parameters + CPU_PROCESS_BYTES
+    each = 4 * large.kv_values_per_token * 4096
+    fit = cpu_fit(large, held + 2 * each * 5, RunLengths(4096))
+    assert (fit.sequences, fit.whole_sequences) == (10, 5)
+    assert cpu_fit(built_in_models()["smollm2-135m"], 8 * GIB, RunLengths(80)).sequences == SEQUENCES_CPU
+    with pytest.raises(ResourceError, match=r"one sequence of 4096 tokens .* at most 2048 tokens") as refused:
+        cpu_fit(large, held + each, RunLengths(4096))
+    assert f"{format_bytes(held + 2 * each)} of memory" in str(refused.value)
+    tight = held - large.parameters + 2 * each
+    with pytest.raises(ResourceError, match="worker.quantisation int8"):
+        cpu_fit(large, tight, RunLengths(4096))
+    assert cpu_fit(large, tight, RunLengths(4096), CpuWeights.INT8).sequences >= 1, "what is said to fit does"
+
+
+def test_each_gpu_gets_an_engine_where_enough_fits_beside_the_weights() -> None:
+    layout = gpu_fit(model_size(QWEN3_8B), [80 * GIB] * 8, RUN)
+    assert (layout.engine_count, layout.tensor_parallel) == (8, 1)
+
+
+def test_a_wider_engine_is_taken_where_the_weights_leave_room_for_few() -> None:
+    size = model_size(QWEN3_8B)
+    assert gpu_fit(size, [24 * GIB] * 4, RUN).tensor_parallel == 1, "36 sequences a GPU are enough"
+    longer = RunLengths(9216)
+    assert gpu_fit(size, [24 * GIB], longer).sequences == 10
+    assert gpu_fit(size, [24 * GIB] * 4, longer).tensor_parallel == 2, "10 are not"
+    assert gpu_fit(size, [24 * GIB] * 5, longer).engine_count == 2
+    assert gpu_fit(size, [80 * GIB, 24 * GIB], longer).tensor_parallel == 2, "the smallest decides"
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    size = built_in_models()["qwen3-32b"]
+    with pytest.raises(ResourceError, match="weights of 65.5 GB") as refused:
+        gpu_fit(size, [48 * GIB], RunLengths(9216))
+    said = str(refused.value)
+    assert "2 such GPUs" in said and "one GPU of" in said
+    assert gpu_fit(size, [48 * GIB] * 2, RunLengths(9216)).tensor_parallel == 2, "what is said to fit does"
+    with pytest.raises(ResourceError, match=r"sequences of at most \d+ tokens") as refused:
+        gpu_fit(built_in_models()["qwen3-8b"], [20 * GIB], RunLengths(40960))
+    tokens = int(re.search(r"at most (\d+) tokens", str(refused.value))[1])  # type: ignore[index]
+    assert gpu_fit(built_in_models()["qwen3-8b"], [20 * GIB], RunLengths(tokens)).whole_sequences == 1
+
+
+def test_only_divisors_of_the_heads_come_into_question() -> None:
+    size = ModelSize(10 * GIB, 1, 1, head_count=12, kv_head_count=4)
+    assert gpu_fit(size, [8 * GIB] * 4, RunLengths(1)).tensor_parallel == 4, "three do not divide four key-value heads"
+    with pytest.raises(ConfigError, match="at least one GPU"):
+        gpu_fit(size, [], RUN)
+
+
+def test_an_unknown_model_is_sized_by_the_nearest_known_one() -> None:
+    models = built_in_models()
+    assert size_by_billions(models, 4.0).kv_values_per_token == models["qwen3-4b"].kv_values_per_token
+    large = size_by_billions(models, 70.0)
+    assert large.parameters == 70_000_000_000
+    assert large.kv_values_per_token == int(models["qwen3-32b"].kv_values_per_token * (70 / 32.762123264) ** 0.5)
+
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("math-*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("gib", [24, 48, 80])
+def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -> None:
+    config = load_config([path], None, {})
+    name = config.model.path.rpartition("/")[2].lower()
+    shape = tomllib.loads((Path(echo2.cost_model.__file__).parent / "models.toml").read_text())[name]
+    gpu = replace(built_in_catalogue()["L40S"], memory_gib=gib)
+    size, lengths = model_of(config.model.path)[0], lengths_of(config)
+    planned = worker_prior(gpu, size, lengths)
+    rows = {row[0]: row for row in fit_rows(size, lengths, [gpu])}
+    machine = Machine(
+        parse_gpus(f"NVIDIA X, {gib << 10}, 580.1\n" * planned.gpu_count), 8, 1 << 40, 1 << 42, has_vllm=True
+    )
+    join = argparse.Namespace(link="", name="w", folder=tmp_path, preemption="")
+    said = learner_options(config, "", tmp_path)
+    longest = min(said.longest_tokens, size.context_tokens)
+    at_work = fit_engine(EngineChoice.VLLM, shape, worker_options(join, config), machine, longest, 0)
+    assert at_work.engine_count * at_work.sequences == planned.slots
+    assert (at_work.tensor_parallel, at_work.cache_tokens) == (planned.fit.tensor_parallel, planned.fit.cache_tokens)
+    assert next(iter(rows.values()))[1:3] == (str(planned.gpu_count), str(planned.slots))
+    found = next(finding for finding in model_findings(machine, config) if finding.what == "model")
+    assert at_work.reason in found.text
+
+
+def test_the_shipped_examples_go_from_one_card_to_several() -> None:
+    assert [path.stem for path in EXAMPLES] == ["math-qwen3-0.6b", "math-qwen3-32b", "math-qwen3-4b", "math-qwen3-8b"]
+    widths = {}
+    for path in EXAMPLES:
+        config = load_config([path], None, {})
+        size, lengths = model_of(config.model.path)[0], lengths_of(config)
+        gpus = [replace(built_in_catalogue()["L40S"], memory_gib=gib) for gib in (24, 48, 80)]
+        widths[path.stem.removeprefix("math-qwen3-")] = [worker_prior(g, size, lengths).gpu_count for g in gpus]
+    assert widths == {"0.6b": [1, 1, 1], "4b": [2, 1, 1], "8b": [2, 1, 1], "32b": [8, 4, 2]}
