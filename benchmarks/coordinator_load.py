@@ -151,7 +151,6 @@ class SimWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _hello(self) -> pb.WorkerHello:
-        held = [pb.HeldLease(lease_id=t.lease_id, group_id=t.group_id, attempt=t.attempt) for t in self.held.values()]
         rng = random.Random(self.index)
         up = 12.5e6 * rng.uniform(0.4, 4)
         return pb.WorkerHello(
@@ -159,7 +158,7 @@ class SimWorker:
             engine="simulated", provider=("vast", "runpod", "own")[self.index % 3], price_usd_per_hour=self.price,
             is_spot=self.index % 3 == 0, addresses=[f"10.0.{self.index // 250}.{self.index % 250}:7000"],
             link=pb.Link(uplink_bytes_per_s=up, downlink_bytes_per_s=4 * up, rtt_s=rng.uniform(0.01, 0.12)),
-            held_leases=held,
+            held_tickets=list(self.held.values()),
         )  # fmt: skip
 
     def _granted(self, grant: pb.LeaseGrant) -> None:

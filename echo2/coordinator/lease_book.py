@@ -14,7 +14,6 @@ Why a group waits is told by `waits`: nothing waits silently.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +53,7 @@ from echo2.coordinator.lease_events import (
     WorkerAllowed,
     WorkerCame,
     WorkerLost,
+    lease_id_of,
 )
 from echo2.staleness.rule import may_begin
 
@@ -73,11 +73,6 @@ class LeaseRules:
 
 
 _QueueKey = tuple[int, bool, float, GroupId]
-
-
-def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
-    """The lease's name: a function of group and attempt, so that a replayed decision names the same lease."""
-    return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
 
 
 def _leases(leases: list[Lease]) -> str:
@@ -240,15 +235,22 @@ class LeaseBook:
             known = self.leases.get(one.lease_id)
             if known is not None and known.worker_id == worker_id:
                 yield from self._renew(known, now)
-            elif self._may_adopt(one):
+            elif self._may_adopt(one, now):
                 yield from self._adopt(worker_id, one, now)
             else:
                 yield Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
 
-    def _may_adopt(self, held: HeldLease) -> bool:
-        """A lease granted by an earlier process whose last moments are lost: taken in where nothing contradicts it."""
+    def _may_adopt(self, held: HeldLease, now: float) -> bool:
+        """A lease granted by an earlier process whose last moments are lost: taken in where nothing contradicts it.
+
+        An old ticket is no way back to a group: it is not adopted once its time is long over.
+        """
         group = self.groups.get(held.group_id)
-        return group is not None and group.phase is Phase.QUEUED and held.attempt > group.attempts
+        is_ours = held.lease_id == lease_id_of(held.group_id, held.attempt) and held.lease_id not in self.leases
+        is_due = now < held.deadline + self.rules.lease_timeout_s
+        return (
+            is_ours and is_due and group is not None and group.phase is Phase.QUEUED and held.attempt > group.attempts
+        )
 
     def _adopt(self, worker_id: PeerId, held: HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
+
+
+def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
+    """The lease's name: a function of group and attempt, so that a replayed decision names the same lease."""
+    return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
 
 
 class EndReason(enum.Enum):
@@ -27,11 +33,12 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """What a worker says it still works on when it comes back."""
+    """What a worker still works on when it comes back, by the ticket that was signed for it; `deadline`: of that ticket."""
 
     lease_id: LeaseId
     group_id: GroupId
     attempt: int
+    deadline: float
 
 
 @dataclass(slots=True)

@@ -181,6 +181,7 @@ class Membership:
 
     def came(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
         """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
+        hello = replace(hello, held_leases=())  # the lease book's concern, once
         member = self.members.get(peer_id)
         if member is None:
             if len(self.members) >= self.workers_max:

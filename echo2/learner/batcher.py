@@ -292,8 +292,8 @@ class Batcher:
             return f"expected token ids of 0 to {self.config.vocabulary_size - 1}, got {max(segment.token_ids)}"
         versions = [span.version for span in segment.version_spans]
         if versions != sorted(versions):
-            return f"expected versions that never go back, got {versions}"
-        unknown = [version for version in versions if version not in self.published]
+            return f"expected versions that never go back, got {versions[:8]}"
+        unknown = [version for version in dict.fromkeys(versions) if version not in self.published]
         if unknown:
             return f"expected published versions up to {self.published[-1]}, got {unknown[0]}"
         stops = spec.sampling.stop_token_ids

@@ -232,7 +232,7 @@ class WorkerDriver:
 
     def hello(self) -> WorkerHello:
         held = tuple(
-            le.HeldLease(lease_id, ticket.group_id, ticket.attempt)
+            le.HeldLease(lease_id, ticket.group_id, ticket.attempt, ticket.deadline_unix_s)
             for lease_id in self.assignments.lease_ids
             if (ticket := self._tickets.get(lease_id)) is not None
         )

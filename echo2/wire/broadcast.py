@@ -14,21 +14,19 @@ from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.chunks import bitmap_from_bytes, bitmap_to_bytes
 from echo2.broadcast.events import Route
-from echo2.broadcast.manifest import CHUNKS_MAX, KEY_BYTES, ArtifactId, ArtifactKey, Chunk, Header, Seal
+from echo2.broadcast.manifest import KEY_BYTES, ArtifactId, ArtifactKey, Chunk, Header, Seal
 from echo2.broadcast.reachability import Access
 from echo2.broadcast.striping import LINK_CONNECTIONS
 from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
-INDICES_MAX = 4096
-NODES_MAX = 20_000
-TREES_MAX = 256
 HOST_CHARS_MAX, RELAYS_MAX, MET_MAX = 256, 8, 64
 ADDRESSES_MAX = 8
 
 
 def parse(data: bytes, whose: str) -> pb.PeerMessage:
-    """A message of a peer; MalformedMessage when it is not one."""
+    """A message of a peer within its bounds; MalformedMessage when it is not one."""
     try:
         message: pb.PeerMessage = pb.PeerMessage.FromString(data)
     except DecodeError as error:
@@ -37,6 +35,7 @@ def parse(data: bytes, whose: str) -> pb.PeerMessage:
         ) from None
     if message.WhichOneof("kind") is None:
         raise MalformedMessage(f"{whose}: expected a PeerMessage of a known kind, got none")
+    check(message, whose)
     return message
 
 
@@ -135,8 +134,6 @@ def have_to_bytes(key: ArtifactKey, bitmap: int, is_sealed: bool) -> bytes:
 
 
 def have_from(message: pb.HaveMap) -> tuple[ArtifactKey, int, bool]:
-    if len(message.bitmap) > CHUNKS_MAX // 8:
-        raise MalformedMessage(f"have-map: expected at most {CHUNKS_MAX // 8} bytes, got {len(message.bitmap)}")
     return _key(message.key), bitmap_from_bytes(message.bitmap), message.is_sealed
 
 
@@ -149,10 +146,6 @@ def cancel_to_bytes(key: ArtifactKey, indices: Sequence[int]) -> bytes:
 
 
 def indices_from(message: pb.ChunkRequest | pb.ChunkCancel) -> tuple[ArtifactKey, tuple[int, ...]]:
-    if len(message.indices) > INDICES_MAX:
-        raise MalformedMessage(f"request: expected at most {INDICES_MAX} chunks, got {len(message.indices)}")
-    if any(index >= CHUNKS_MAX for index in message.indices):
-        raise MalformedMessage(f"request: expected chunks below {CHUNKS_MAX}, got {max(message.indices)}")
     return _key(message.key), tuple(message.indices)
 
 
@@ -198,11 +191,7 @@ def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
 
 def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
     """MalformedMessage when trees and nodes do not belong together."""
-    if len(message.nodes) > NODES_MAX or len(message.trees) > TREES_MAX:
-        raise MalformedMessage(
-            f"plan: expected at most {NODES_MAX} nodes and {TREES_MAX} trees, "
-            f"got {len(message.nodes)} and {len(message.trees)}"
-        )
+    check(message, "the plan")
     nodes = tuple(
         NodeLink(
             PeerId(node.peer_id), node.name, tuple(node.addresses[:ADDRESSES_MAX]), _rate(node.uplink_bytes_per_s),

@@ -1,13 +1,12 @@
 """Control messages of proto/echo2/v1/coordinator.proto <-> the coordinator's core types.
 
-Guarantees: what `*_from_message` returns has finite numbers, texts and lists within the limits below, and known enum
-values; whatever else a message may hold, it raises `MalformedMessage`, saying which field of whose, what was expected
-and what came. Leaves to others: whether the sender may say it (runtime/sessions).
+Guarantees: what `*_from_message` returns is within the bounds of wire/bounds and fits together; whatever else a message may
+hold, it raises `MalformedMessage`, saying which field of whose, what was expected and what came. Leaves to others: whether
+the sender may say it (runtime/services).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,21 +24,12 @@ from echo2.coordinator.telemetry import (
     PublishedVersion,
     WorkerHello,
 )
+from echo2.wire.bounds import check
 from echo2.wire.broadcast import access_from_message, access_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
-from echo2.wire.rollout import VERSION_MAX, group_from_message, group_id_from_wire, group_to_message, lease_id_from_wire
-
-TEXT_CHARS_MAX = 1000
-ADDRESSES_MAX = 8
-LINKS_MAX = 64
-HELD_LEASES_MAX = 4096
-GROUPS_PER_MESSAGE_MAX = 65_536
-LAGS_MAX = 256
-MODEL_CONFIG_BYTES_MAX = 1 << 20
-COUNT_MAX = 1 << 62
-RATE_MAX = 1e15
-SECONDS_MAX = 1e9
+from echo2.wire.rollout import group_from_message, group_to_message
+from echo2.wire.ticket import verify_ticket
 
 _END_REASONS = {
     pb.LeaseEnded.REASON_FINISHED: EndReason.FINISHED,
@@ -48,35 +38,8 @@ _END_REASONS = {
 }
 
 
-def text_of(value: str, what: str, chars_max: int = TEXT_CHARS_MAX) -> str:
-    """A text within its limit; control characters are not let into logs and pages."""
-    if len(value) > chars_max or not all(c.isprintable() for c in value):
-        raise MalformedMessage(f"{what}: expected up to {chars_max} printable characters, got {value[:40]!r}")
-    return value
-
-
-def _count(value: int, what: str, high: int = COUNT_MAX) -> int:
-    if not 0 <= value <= high:
-        raise MalformedMessage(f"{what}: expected 0 to {high}, got {value}")
-    return value
-
-
-def _number(value: float, what: str, high: float, low: float = 0.0) -> float:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise MalformedMessage(f"{what}: expected a number of {low:g} to {high:g}, got {value}")
-    return value
-
-
-def _version(value: int, what: str) -> Version:
-    return Version(_count(value, what, VERSION_MAX))
-
-
-def link_from_message(message: pb.Link, whose: str) -> LinkReport:
-    return LinkReport(
-        _number(message.uplink_bytes_per_s, f"uplink_bytes_per_s of {whose}", RATE_MAX),
-        _number(message.downlink_bytes_per_s, f"downlink_bytes_per_s of {whose}", RATE_MAX),
-        _number(message.rtt_s, f"rtt_s of {whose}", 60.0),
-    )
+def link_from_message(message: pb.Link) -> LinkReport:
+    return LinkReport(message.uplink_bytes_per_s, message.downlink_bytes_per_s, message.rtt_s)
 
 
 def link_to_message(link: LinkReport) -> pb.Link:
@@ -85,41 +48,45 @@ def link_to_message(link: LinkReport) -> pb.Link:
     )
 
 
-def worker_hello_from_message(message: pb.WorkerHello, whose: str) -> WorkerHello:
-    _count(len(message.addresses), f"number of addresses of {whose}", ADDRESSES_MAX)
-    _count(len(message.held_leases), f"number of held leases of {whose}", HELD_LEASES_MAX)
-    held = tuple(
-        HeldLease(lease_id_from_wire(one.lease_id), group_id_from_wire(one.group_id), one.attempt)
-        for one in message.held_leases
-    )
+def worker_hello_from_message(
+    message: pb.WorkerHello, whose: str, held_leases: tuple[HeldLease, ...] = ()
+) -> WorkerHello:
+    """`held_leases`: as the message's tickets say (`held_lease_from_ticket`), once they are verified."""
+    check(message, whose)
     return WorkerHello(
         protocol_version=message.protocol_version,
-        name=text_of(message.name, f"name of {whose}", 64),
-        run_id=RunId(text_of(message.run_id, f"run_id of {whose}", 64)),
-        addresses=tuple(text_of(address, f"address of {whose}") for address in message.addresses),
-        price_usd_per_hour=_number(message.price_usd_per_hour, f"price_usd_per_hour of {whose}", 1e6),
+        name=message.name,
+        run_id=RunId(message.run_id),
+        addresses=tuple(message.addresses),
+        price_usd_per_hour=message.price_usd_per_hour,
         is_spot=message.is_spot,
-        gpu=text_of(message.gpu, f"gpu of {whose}", 100),
-        engine=text_of(message.engine, f"engine of {whose}", 64),
-        provider=text_of(message.provider, f"provider of {whose}", 64),
-        slot_count=_count(message.slot_count, f"slot_count of {whose}", 1 << 20),
-        link=link_from_message(message.link, whose),
-        held_leases=held,
-        model_digest=text_of(message.model_digest, f"model_digest of {whose}", 128),
-        quantisation=text_of(message.quantisation, f"quantisation of {whose}", 32),
+        gpu=message.gpu,
+        engine=message.engine,
+        provider=message.provider,
+        slot_count=message.slot_count,
+        link=link_from_message(message.link),
+        held_leases=held_leases,
+        model_digest=message.model_digest,
+        quantisation=message.quantisation,
     )
 
 
 def worker_hello_to_message(hello: WorkerHello) -> pb.WorkerHello:
+    """Without the tickets: the page and the store do not need them."""
     return pb.WorkerHello(
         protocol_version=hello.protocol_version, name=hello.name, run_id=hello.run_id, addresses=hello.addresses,
         price_usd_per_hour=hello.price_usd_per_hour, is_spot=hello.is_spot, gpu=hello.gpu, engine=hello.engine,
         provider=hello.provider, slot_count=hello.slot_count, link=link_to_message(hello.link),
-        held_leases=[
-            pb.HeldLease(lease_id=one.lease_id, group_id=one.group_id, attempt=one.attempt) for one in hello.held_leases
-        ],
         model_digest=hello.model_digest, quantisation=hello.quantisation,
     )  # fmt: skip
+
+
+def held_lease_from_ticket(
+    message: rollout_pb2.LeaseTicket, run_id: RunId, coordinator_peer_id: PeerId, worker_peer_id: PeerId
+) -> HeldLease:
+    """What the ticket is of; a TrustError unless this run's coordinator signed it for that very worker."""
+    ticket = verify_ticket(message, run_id, coordinator_peer_id, worker_peer_id)
+    return HeldLease(ticket.lease_id, ticket.group_id, ticket.attempt, ticket.deadline_unix_s)
 
 
 _HEARTBEAT_NAMES = (
@@ -131,51 +98,22 @@ _HEARTBEAT_NAMES = (
 
 
 def heartbeat_from_message(message: pb.Heartbeat, whose: str) -> Heartbeat:
-    """Counts are of unsigned 64-bit fields, so only their upper limit is asked."""
+    check(message, whose)
     return Heartbeat(
-        version=_version(message.version, f"version of {whose}") if message.has_version else None,
-        running_sequences=message.running_sequences,
-        waiting_sequences=message.waiting_sequences,
-        sampled_tokens=_count(message.sampled_tokens, f"sampled_tokens of {whose}"),
-        finished_rollouts=_count(message.finished_rollouts, f"finished_rollouts of {whose}"),
-        rollouts_per_s=_number(message.rollouts_per_s, f"rollouts_per_s of {whose}", RATE_MAX),
-        tokens_per_s=_number(message.tokens_per_s, f"tokens_per_s of {whose}", RATE_MAX),
-        rollout_s_mean=_number(message.rollout_s_mean, f"rollout_s_mean of {whose}", SECONDS_MAX),
-        rollout_s_p95=_number(message.rollout_s_p95, f"rollout_s_p95 of {whose}", SECONDS_MAX),
-        swap_s=_number(message.swap_s, f"swap_s of {whose}", SECONDS_MAX),
-        apply_s=_number(message.apply_s, f"apply_s of {whose}", SECONDS_MAX),
-        link=link_from_message(message.link, whose),
-        sent_chunk_bytes=_count(message.sent_chunk_bytes, f"sent_chunk_bytes of {whose}"),
-        received_chunk_bytes=_count(message.received_chunk_bytes, f"received_chunk_bytes of {whose}"),
-        newest_chunk_count=_count(message.newest_chunk_count, f"newest_chunk_count of {whose}"),
-        newest_chunks_held=_count(message.newest_chunks_held, f"newest_chunks_held of {whose}"),
-        newest_version_in_flight=_version(message.newest_version_in_flight, f"newest_version_in_flight of {whose}"),
-        waits_for=text_of(message.waits_for, f"waits_for of {whose}"),
-        waits_since_s=_number(message.waits_since_s, f"waits_since_s of {whose}", 1e12),
-        fingerprint=text_of(message.fingerprint, f"fingerprint of {whose}", 128),
-        memory_used_bytes=_count(message.memory_used_bytes, f"memory_used_bytes of {whose}"),
-        memory_total_bytes=_count(message.memory_total_bytes, f"memory_total_bytes of {whose}"),
-        reach=_reach(message.reach, whose) if message.HasField("reach") else None,
-        links=_links(message.links, whose) if message.HasField("links") else None,
+        **{name: getattr(message, name) for name in _HEARTBEAT_NAMES},
+        version=Version(message.version) if message.has_version else None,
+        link=link_from_message(message.link),
+        reach=_reach(message.reach) if message.HasField("reach") else None,
+        links=_links(message.links) if message.HasField("links") else None,
     )
 
 
-def _reach(message: pb.Reach, whose: str) -> Access:
-    _count(len(message.addresses), f"number of addresses of {whose}", ADDRESSES_MAX)
-    addresses = tuple(text_of(address, f"address of {whose}") for address in message.addresses)
-    return replace(access_from_message(message.access), addresses=addresses)
+def _reach(message: pb.Reach) -> Access:
+    return replace(access_from_message(message.access), addresses=tuple(message.addresses))
 
 
-def _links(message: pb.LinkTable, whose: str) -> tuple[PeerLink, ...]:
-    _count(len(message.links), f"number of links of {whose}", LINKS_MAX)
-    return tuple(
-        PeerLink(
-            PeerId(text_of(link.peer_id, f"peer_id of a link of {whose}", 128)),
-            text_of(link.kind, f"kind of a link of {whose}", 32),
-            text_of(link.reason, f"reason of a link of {whose}", 400),
-        )
-        for link in message.links
-    )
+def _links(message: pb.LinkTable) -> tuple[PeerLink, ...]:
+    return tuple(PeerLink(PeerId(link.peer_id), link.kind, link.reason) for link in message.links)
 
 
 def heartbeat_to_message(heartbeat: Heartbeat) -> pb.Heartbeat:
@@ -202,14 +140,14 @@ def end_reason_from_message(message: pb.LeaseEnded) -> EndReason:
     return reason
 
 
-def groups_from_messages(messages: Sequence[rollout_pb2.GroupSpec], whose: str) -> tuple[GroupSpec, ...]:
-    _count(len(messages), f"number of groups of {whose}", GROUPS_PER_MESSAGE_MAX)
+def groups_from_messages(messages: Sequence[rollout_pb2.GroupSpec]) -> tuple[GroupSpec, ...]:
     return tuple(group_from_message(message) for message in messages)
 
 
 def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[GroupSpec, ...], tuple[int, ...]]:
     """The groups, and of each how many tokens have reached the learner; no counts but in a reminder."""
-    groups, held_tokens = groups_from_messages(message.groups, whose), tuple(message.held_tokens)
+    check(message, whose)
+    groups, held_tokens = groups_from_messages(message.groups), tuple(message.held_tokens)
     if held_tokens and len(held_tokens) != len(groups):
         raise MalformedMessage(
             f"held_tokens of {whose}: expected none or one for each of {len(groups)} groups, got {len(held_tokens)}"
@@ -218,33 +156,27 @@ def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[Group
 
 
 def learner_hello_from_message(message: pb.LearnerHello, whose: str) -> LearnerHello:
-    if not 1 <= message.rollouts_per_group <= message.rollouts_per_step <= 1 << 24:
+    check(message, whose)
+    if not 1 <= message.rollouts_per_group <= message.rollouts_per_step:
         raise MalformedMessage(
             f"batch of {whose}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "
             f"{message.rollouts_per_group} and {message.rollouts_per_step}"
         )
-    _count(len(message.model_config_json), f"bytes of model_config_json of {whose}", MODEL_CONFIG_BYTES_MAX)
     return LearnerHello(
-        protocol_version=message.protocol_version,
-        run_id=RunId(text_of(message.run_id, f"run_id of {whose}", 64)),
-        address=text_of(message.address, f"address of {whose}"),
-        model_name=text_of(message.model_name, f"model_name of {whose}"),
-        model_config_json=message.model_config_json,
-        model_digest=text_of(message.model_digest, f"model_digest of {whose}", 128),
-        staleness_bound=_count(message.staleness_bound, f"staleness_bound of {whose}", 64),
-        rollouts_per_step=message.rollouts_per_step,
-        rollouts_per_group=message.rollouts_per_group,
-        step=Step(_count(message.step, f"step of {whose}", VERSION_MAX)),
-        newest_version=_version(message.newest_version, f"newest_version of {whose}"),
-        open_groups=groups_from_messages(message.open_groups, whose),
-        full_snapshot_bytes=_count(message.full_snapshot_bytes, f"full_snapshot_bytes of {whose}"),
-        link=link_from_message(message.link, whose),
-        step_limit=_count(message.step_limit, f"step_limit of {whose}", VERSION_MAX),
-        kappa_is_fixed=message.kappa_is_fixed,
-        kappa=_count(message.kappa, f"kappa of {whose}", 64),
-        relay_address=text_of(message.relay_address, f"relay_address of {whose}", 300),
-        longest_sequence_tokens=message.longest_sequence_tokens,
+        **{name: getattr(message, name) for name in _LEARNER_HELLO_NAMES},
+        run_id=RunId(message.run_id),
+        step=Step(message.step),
+        newest_version=Version(message.newest_version),
+        open_groups=groups_from_messages(message.open_groups),
+        link=link_from_message(message.link),
     )
+
+
+_LEARNER_HELLO_NAMES = (
+    "protocol_version", "address", "model_name", "model_config_json", "model_digest", "staleness_bound",
+    "rollouts_per_step", "rollouts_per_group", "full_snapshot_bytes", "step_limit", "kappa_is_fixed", "kappa",
+    "relay_address", "longest_sequence_tokens",
+)  # fmt: skip
 
 
 def learner_hello_to_message(hello: LearnerHello) -> pb.LearnerHello:
@@ -269,23 +201,13 @@ _REPORT_PLAIN = ("train_s", "wait_s", "reward_mean", "utilisation", "waits_for",
 
 
 def learner_report_from_message(message: pb.LearnerReport, whose: str) -> LearnerReport:
-    _count(len(message.lag_histogram), f"number of lags of {whose}", LAGS_MAX)
-    counts = {name: _count(getattr(message, name), f"{name} of {whose}") for name in _REPORT_COUNTS}
-    eval_reward = _number(message.eval_reward, f"eval_reward of {whose}", 1e12, -1e12)
+    check(message, whose)
     return LearnerReport(
-        **counts,
-        step=Step(_count(message.step, f"step of {whose}", VERSION_MAX)),
-        newest_version=_version(message.newest_version, f"newest_version of {whose}"),
-        train_s=_number(message.train_s, f"train_s of {whose}", SECONDS_MAX),
-        wait_s=_number(message.wait_s, f"wait_s of {whose}", SECONDS_MAX),
-        reward_mean=_number(message.reward_mean, f"reward_mean of {whose}", 1e12, -1e12),
-        lag_histogram=tuple(_count(count, f"lag_histogram of {whose}") for count in message.lag_histogram),
-        utilisation=_number(message.utilisation, f"utilisation of {whose}", 1.0 + 1e-6),
-        waits_for=text_of(message.waits_for, f"waits_for of {whose}"),
-        waits_since_s=_number(message.waits_since_s, f"waits_since_s of {whose}", 1e12),
-        is_finished=message.is_finished,
-        eval_reward=None if eval_reward == -1 else eval_reward,
-        fingerprint=text_of(message.fingerprint, f"fingerprint of {whose}", 128),
+        **{name: getattr(message, name) for name in (*_REPORT_COUNTS, *_REPORT_PLAIN, "fingerprint")},
+        step=Step(message.step),
+        newest_version=Version(message.newest_version),
+        lag_histogram=tuple(message.lag_histogram),
+        eval_reward=None if message.eval_reward == -1 else message.eval_reward,
     )
 
 
@@ -298,11 +220,12 @@ def learner_report_to_message(report: LearnerReport) -> pb.LearnerReport:
 
 
 def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:
+    check(message, whose)
     return PublishedVersion(
-        version=_version(message.version, f"published version of {whose}"),
-        parent=_version(message.parent, f"parent version of {whose}") if message.has_parent else None,
-        artifact_bytes=_count(message.artifact_bytes, f"artifact_bytes of {whose}"),
-        full_snapshot_bytes=_count(message.full_snapshot_bytes, f"full_snapshot_bytes of {whose}"),
-        encode_s=_number(message.encode_s, f"encode_s of {whose}", SECONDS_MAX),
-        fingerprint=text_of(message.fingerprint, f"fingerprint of {whose}", 128),
+        version=Version(message.version),
+        parent=Version(message.parent) if message.has_parent else None,
+        artifact_bytes=message.artifact_bytes,
+        full_snapshot_bytes=message.full_snapshot_bytes,
+        encode_s=message.encode_s,
+        fingerprint=message.fingerprint,
     )

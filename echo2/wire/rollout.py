@@ -23,20 +23,24 @@ from echo2.base.rollout import (
     Verdict,
     VersionSpan,
 )
+from echo2.wire.bounds import (
+    ID_CHARS_MAX,
+    MESSAGE_CHARS_MAX,
+    PROMPT_TOKENS_MAX,
+    REPORT_SEGMENTS_MAX,
+    ROLLOUT_TOKENS_MAX,
+    ROLLOUTS_PER_GROUP_MAX,
+    SPANS_MAX,
+    STOP_TOKENS_MAX,
+    TOKEN_ID_MAX,
+    VERSION_MAX,
+)
 from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 
-ID_CHARS_MAX = 128
-PROMPT_TOKENS_MAX = 1 << 20
-ROLLOUTS_PER_GROUP_MAX = 4096
-STOP_TOKENS_MAX = 256
-TOKEN_ID_MAX = (1 << 31) - 1
-ROLLOUT_TOKENS_MAX = 1 << 20
-SEGMENT_TOKENS_MAX = 1 << 16
-REPORT_SEGMENTS_MAX = 4096
-REPORT_TOKENS_MAX = 1 << 18
-VERSION_MAX = (1 << 53) - 1
-MESSAGE_CHARS_MAX = 2000
-REPORT_BYTES_MAX = 8 << 20
+REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16
+"""Of one report, or of one segment alone: what is looked at without a pause."""
+REPORT_SPANS_MAX = 1 << 14
+REPORT_BYTES_MAX = 2 << 20
 """Message size limit of the Ingest service, both ends: `REPORT_TOKENS_MAX` tokens and their spans fit."""
 PARTIALS_BYTES_MAX = 256 << 20
 """Limit of a GetPartials reply: the partial rollouts of one group, whole."""
@@ -143,7 +147,7 @@ def _spans_to_messages(spans: Iterable[VersionSpan]) -> list[rollout_pb2.Version
 
 
 def _spans_from_messages(messages: Sequence[rollout_pb2.VersionSpan], what: str) -> tuple[VersionSpan, ...]:
-    # Every span covers a token at least, so more spans than tokens are refused before they are built.
+    # Every span covers a token at least, and there are few of them, or they are refused before they are built.
     return tuple(
         VersionSpan(
             version=Version(_checked_count(message.version, 0, VERSION_MAX, f"version {what}")),
@@ -174,7 +178,8 @@ def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = 
     whose = f"of rollout {index} of group {group_id}"
     token_ids = _checked_tokens(message.token_ids, 0, tokens_max, f"token_ids {whose}")
     _checked_count(message.offset + len(token_ids), 0, ROLLOUT_TOKENS_MAX, f"end {whose}")
-    _checked_count(len(message.version_spans), 0, len(token_ids), f"number of version_spans {whose}")
+    spans_max = min(SPANS_MAX, len(token_ids))
+    _checked_count(len(message.version_spans), 0, spans_max, f"number of version_spans {whose}")
     finish_reason = _FINISH_FROM_WIRE.get(message.finish_reason)
     if finish_reason is None:
         raise MalformedMessage(f"finish_reason {whose}: expected a known reason, got {message.finish_reason}")
@@ -232,6 +237,8 @@ def segments_from_report(message: ingest_pb2.RolloutReport) -> tuple[RolloutSegm
     _checked_count(len(message.segments), 0, REPORT_SEGMENTS_MAX, "number of segments of a report")
     tokens = sum(len(segment.token_ids) for segment in message.segments)
     _checked_count(tokens, 0, REPORT_TOKENS_MAX, "number of tokens of a report")
+    spans = sum(len(segment.version_spans) for segment in message.segments)
+    _checked_count(spans, 0, REPORT_SPANS_MAX, "number of version_spans of a report")
     return tuple(segment_from_message(segment) for segment in message.segments)
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from echo2.base.errors import BadSignature, MalformedMessage, NotAllowed
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.trust.identity import Identity, verify_signature
+from echo2.wire.bounds import ATTEMPT_MAX
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import group_id_from_wire, lease_id_from_wire
 
 _PREFIX = b"echo2-lease-ticket-v1:"
-ATTEMPT_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 from echo2.outside import unix_now
+from echo2.outside.guard import noting
 
 SETTLE_S = 0.2
 SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
@@ -71,10 +72,11 @@ class Planning:
                 await asyncio.wait_for(self._hub.plan_needed.wait(), self._hub.options.plan_interval_s)
             await self._settle()
             self._hub.plan_needed.clear()
-            try:
-                await self._plan_pool()
-            except EchoError as error:
-                self._hub.plan_waits_for = f"input that it can use: {error}"
+            with noting("planning the pool"):
+                try:
+                    await self._plan_pool()
+                except EchoError as error:
+                    self._hub.plan_waits_for = f"input that it can use: {error}"
 
     async def _plan_pool(self) -> None:
         hub = self._hub
@@ -97,23 +99,27 @@ class Planning:
             await self._hub.broadcast_needed.wait()
             await self._settle()
             self._hub.broadcast_needed.clear()
-            board, members = self._hub.board, self._hub.membership.members
-            nodes = broadcast_nodes(board, list(members.values()))
-            known = self._hub.broadcast_plan
-            if len(nodes) < 2:
-                continue
-            needs = needs_of(nodes, members, self._hub.plan)
-            if known is not None and await asyncio.to_thread(is_fit, known, nodes, needs):
-                continue
-            size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
-            self._epoch = max(self._epoch + 1, int(unix_now() * 1000))
-            plan = await asyncio.to_thread(weighted_plan, nodes, needs, self._epoch, max(1, size))
-            if known is not None and (known.nodes, known.trees) == (plan.nodes, plan.trees):
-                continue
-            for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):
-                self._hub.send_broadcast_plan(session)
-                if index % SENDS_AT_ONCE == SENDS_AT_ONCE - 1:
-                    await asyncio.sleep(SEND_PAUSE_S)  # a large fleet's parts must not hold up its leases
+            with noting("planning the broadcast"):
+                await self._plan_broadcast()
+
+    async def _plan_broadcast(self) -> None:
+        board, members = self._hub.board, self._hub.membership.members
+        nodes = broadcast_nodes(board, list(members.values()))
+        known = self._hub.broadcast_plan
+        if len(nodes) < 2:
+            return
+        needs = needs_of(nodes, members, self._hub.plan)
+        if known is not None and await asyncio.to_thread(is_fit, known, nodes, needs):
+            return
+        size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
+        self._epoch = max(self._epoch + 1, int(unix_now() * 1000))
+        plan = await asyncio.to_thread(weighted_plan, nodes, needs, self._epoch, max(1, size))
+        if known is not None and (known.nodes, known.trees) == (plan.nodes, plan.trees):
+            return
+        for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):
+            self._hub.send_broadcast_plan(session)
+            if index % SENDS_AT_ONCE == SENDS_AT_ONCE - 1:
+                await asyncio.sleep(SEND_PAUSE_S)  # a large fleet's parts must not hold up its leases
 
 
 def _missing(hub: Hub) -> str:

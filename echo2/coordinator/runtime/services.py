@@ -10,29 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, Unreachable
-from echo2.base.ids import PeerId, Version
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
+from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.runtime.accusation import accused
+from echo2.coordinator.runtime.enrolment import caller_host
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.session import Order, Session, refusal_of
 from echo2.coordinator.tokens import RateLimiter
+from echo2.outside.guard import Refusals, handling
 from echo2.trust.identity import Role
 from echo2.trust.runtime.tls import peer_of
 from echo2.wire import coordinator as wire
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
-from echo2.wire.rollout import VERSION_MAX, group_id_from_wire, lease_id_from_wire
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.rollout import group_id_from_wire, lease_id_from_wire
 
 HELLO_TIMEOUT_S = 20.0
 LAST_WORDS_S = 5.0
 MESSAGES_BURST = 1000
-FREE_ROLLOUTS_MAX = 1 << 20
+HELLOS_PER_S, HELLOS_BURST = 1.0, 30
+"""Of one peer's streams: each hello is a line in the log of events."""
+TICKETS_AT_ONCE = 16
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -41,7 +47,7 @@ class Party(Protocol[Order]):
 
     role: Role
 
-    def began(self, peer_id: PeerId, first: Any, session: Session[Order]) -> None: ...
+    async def began(self, peer_id: PeerId, first: Any, session: Session[Order]) -> None: ...
     def said(self, peer_id: PeerId, message: Any) -> None: ...
     def ended(self, peer_id: PeerId, session: Session[Order]) -> None: ...
 
@@ -54,10 +60,25 @@ class WorkerParty:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: Session[pb.WorkerOrder]) -> None:
+    async def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: Session[pb.WorkerOrder]) -> None:
         _expect_hello(first, f"worker {peer_id}")
-        hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64] or peer_id}")
-        self._hub.worker_came(peer_id, hello, session)
+        hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64]!r} ({peer_id})")
+        held = await self._held_leases(peer_id, first.hello.held_tickets)
+        self._hub.worker_came(peer_id, replace(hello, held_leases=held), session)
+
+    async def _held_leases(
+        self, peer_id: PeerId, tickets: Sequence[rollout_pb2.LeaseTicket]
+    ) -> tuple[le.HeldLease, ...]:
+        """A worker holds what it was given, each lease once: this coordinator's signature says so. Others go on meanwhile."""
+        held: dict[LeaseId, le.HeldLease] = {}
+        for ticket in tickets:
+            one = wire.held_lease_from_ticket(ticket, self._hub.options.run_id, self._hub.identity.peer_id, peer_id)
+            if one.lease_id in held:
+                raise MalformedMessage(f"held_tickets of {peer_id}: expected each lease once, got {one.lease_id} again")
+            held[one.lease_id] = one
+            if len(held) % TICKETS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return tuple(held.values())
 
     def said(self, peer_id: PeerId, message: pb.WorkerMessage) -> None:
         whose = f"worker {peer_id}"
@@ -68,15 +89,18 @@ class WorkerParty:
                 self._hub.worker_event(peer_id, _wanted(peer_id, message.lease_request, whose))
             case "lease_progress":
                 told = message.lease_progress
+                check(told, whose)
                 lease_id = lease_id_from_wire(told.lease_id)
                 self._hub.worker_event(peer_id, le.Progressed(peer_id, lease_id, told.finished_rollouts, told.tokens))
             case "lease_ended":
                 ended = message.lease_ended
+                check(ended, whose)
                 text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
                 reason = wire.end_reason_from_message(ended)
                 self._hub.worker_event(peer_id, le.Ended(peer_id, lease_id_from_wire(ended.lease_id), reason, text))
             case "leaving":
-                self._hub.worker_left(peer_id, wire.text_of(message.leaving.reason, f"reason of {whose}"))
+                check(message.leaving, whose)
+                self._hub.worker_left(peer_id, message.leaving.reason)
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
@@ -85,11 +109,7 @@ class WorkerParty:
 
 
 def _wanted(peer_id: PeerId, request: pb.LeaseRequest, whose: str) -> le.Wanted:
-    if request.free_rollouts > FREE_ROLLOUTS_MAX or request.version > VERSION_MAX:
-        raise MalformedMessage(
-            f"lease request of {whose}: expected up to {FREE_ROLLOUTS_MAX} rollouts, got {request.free_rollouts} of "
-            f"version {request.version}"
-        )
+    check(request, f"the lease request of {whose}")
     return le.Wanted(peer_id, request.free_rollouts, Version(request.version))
 
 
@@ -101,7 +121,7 @@ class LearnerParty:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: Session[pb.LearnerOrder]) -> None:
+    async def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: Session[pb.LearnerOrder]) -> None:
         _expect_hello(first, f"learner {peer_id}")
         self._hub.learner_came(peer_id, wire.learner_hello_from_message(first.hello, f"learner {peer_id}"), session)
 
@@ -113,16 +133,17 @@ class LearnerParty:
             case "offer":
                 self._hub.learner_event(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
             case "close":
+                check(message.close, whose)
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
-                reason = wire.text_of(message.close.reason, f"reason of {whose}")
-                self._hub.learner_event(le.GroupsClosed(ids, reason))
+                self._hub.learner_event(le.GroupsClosed(ids, message.close.reason))
             case "published":
                 self._hub.published(wire.published_from_message(message.published, whose))
             case "accused":
-                reason = wire.text_of(message.accused.reason, f"reason of {whose}")
-                accused(self._hub, PeerId(message.accused.peer_id), reason, message.accused.is_certain)
+                check(message.accused, whose)
+                accused(self._hub, PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
             case "leaving":
-                self._hub.learner_leaving(wire.text_of(message.leaving.reason, f"reason of {whose}"))
+                check(message.leaving, whose)
+                self._hub.learner_leaving(message.leaving.reason)
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
@@ -141,6 +162,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._rates = RateLimiter(hub.options.limits.messages_per_s, MESSAGES_BURST, hub.options.limits.workers_max)
+        self._hellos = RateLimiter(HELLOS_PER_S, HELLOS_BURST, hub.options.limits.workers_max)
+        self._refusals = Refusals(_log)
         self._streams: set[asyncio.Task[None]] = set()
 
     async def WorkerSession(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> None:
@@ -156,14 +179,20 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             if not isinstance(first, Message):
                 return
+            early_s = self._hellos.take(caller.peer_id, self._hub.clock.now())
+            if early_s > 0:
+                raise LimitExceeded(
+                    f"{caller.peer_id}: too many streams, expected the next in {early_s:.1f} s or later"
+                )
             session = Session(caller.peer_id, self._hub.options.limits.send_queue_max, as_order)
-            party.began(caller.peer_id, first, session)
+            with handling("a hello", caller.peer_id):
+                await party.began(caller.peer_id, first, session)
         except TimeoutError:
             late = Unreachable(f"expected a hello within {HELLO_TIMEOUT_S:.0f} s, got none")
             await context.write(as_order(refusal_of(late)))
             return
         except EchoError as error:
-            _log.warning("refused: %s: %s", type(error).__name__, error)
+            self._refusals.warn("refused %s: %s: %s", caller_host(context), type(error).__name__, error)
             await context.write(as_order(refusal_of(error)))
             return
         try:
@@ -195,9 +224,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             if not session.is_open:  # another stream has taken its place: what still comes on this one is out of date
                 return
             try:
-                party.said(peer_id, message)
+                with handling("the control stream", peer_id):
+                    party.said(peer_id, message)
             except EchoError as error:
-                _log.warning("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
+                self._refusals.warn("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
                 session.refuse(error)
                 return
 

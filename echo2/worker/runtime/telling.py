@@ -15,7 +15,7 @@ from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.outside import SteadyClock
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
@@ -87,7 +87,7 @@ class Telling:
             engine=self._choice.value,
             slot_count=self.slot_count,
             link=self._link(),
-            held_leases=self._held_leases(),
+            held_tickets=self._held_tickets(),
             quantisation="" if quantisation is Quantisation.NONE else quantisation.value,
         )
 
@@ -97,15 +97,9 @@ class Telling:
             self.findings[finding.what] = finding
             _log.log(logging.INFO if finding.is_good else logging.WARNING, "%s", finding.line())
 
-    def _held_leases(self) -> list[coordinator_pb2.HeldLease]:
-        held = []
-        for lease_id in self._desk.machine.lease_ids:
-            ticket = self._reporting.ticket_of(lease_id)
-            if ticket is not None:
-                held.append(
-                    coordinator_pb2.HeldLease(lease_id=lease_id, group_id=ticket.group_id, attempt=ticket.attempt)
-                )
-        return held
+    def _held_tickets(self) -> list[rollout_pb2.LeaseTicket]:
+        tickets = (self._reporting.ticket_of(lease_id) for lease_id in self._desk.machine.lease_ids)
+        return [ticket for ticket in tickets if ticket is not None]
 
     def _link(self) -> coordinator_pb2.Link:
         """Declared by the emulation or the limit, else as measured; 0: not known."""

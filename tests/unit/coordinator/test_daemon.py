@@ -192,8 +192,7 @@ def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens
         async with running(options(tmp_path)) as daemon:
             assert (daemon.links, daemon.services_address) == (links, address)
             worker = Node(worker.credentials)
-            held = pb.HeldLease(lease_id=ticket.lease_id, group_id=ticket.group_id, attempt=ticket.attempt)
-            await worker.hello(held_leases=[held])
+            await worker.hello(held_tickets=[ticket])
             renewed = await worker.until("lease_grant")
             assert (renewed.ticket.lease_id, renewed.ticket.attempt) == (ticket.lease_id, 1)
             assert renewed.ticket.deadline_unix_s > ticket.deadline_unix_s

@@ -159,8 +159,8 @@ def test_worker_that_comes_back_keeps_what_it_holds_and_loses_what_it_does_not()
     one.handle(le.GroupsOffered((spec("g"), spec("h"))), 0.0)
     kept, lost = ready(one, WORKERS[0], free=8)
     held = (
-        le.HeldLease(kept.lease_id, kept.group.group_id, 1),
-        le.HeldLease(LeaseId("l-unknown"), GroupId("never"), 3),
+        le.HeldLease(kept.lease_id, kept.group.group_id, 1, 10.0),
+        le.HeldLease(LeaseId("l-unknown"), GroupId("never"), 3, 10.0),
     )
     actions = one.handle(le.WorkerCame(WORKERS[0], held), 5.0)
     assert [grant.lease_id for grant in grants(actions)] == [kept.lease_id]
@@ -171,9 +171,10 @@ def test_worker_that_comes_back_keeps_what_it_holds_and_loses_what_it_does_not()
 def test_lease_that_a_lost_process_granted_is_taken_in() -> None:
     one = book()
     one.handle(le.GroupsSynced((spec("g"),)), 0.0)
-    actions = one.handle(le.WorkerCame(WORKERS[0], (le.HeldLease(LeaseId("l-old"), GroupId("g"), 7),)), 1.0)
+    held = le.HeldLease(le.lease_id_of(GroupId("g"), 7), GroupId("g"), 7, 10.0)
+    actions = one.handle(le.WorkerCame(WORKERS[0], (held,)), 1.0)
     (grant,) = grants(actions)
-    assert (grant.lease_id, grant.attempt) == ("l-old", 7)
+    assert (grant.lease_id, grant.attempt) == (held.lease_id, 7)
     assert one.queued == 0
 
 
@@ -248,7 +249,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), keep=st.integers(0, 3))
     def come_back(self, worker: PeerId, keep: int) -> None:
         held = self.book.leases_of(worker)[:keep]
-        self.tell(le.WorkerCame(worker, tuple(le.HeldLease(x.lease_id, x.group_id, x.attempt) for x in held)))
+        self.tell(
+            le.WorkerCame(worker, tuple(le.HeldLease(x.lease_id, x.group_id, x.attempt, x.deadline) for x in held))
+        )
         assert {lease.lease_id for lease in self.book.leases_of(worker)} >= {lease.lease_id for lease in held}
 
     @precondition(lambda self: self.open)

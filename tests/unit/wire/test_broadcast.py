@@ -16,6 +16,7 @@ from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, Header, Seal
 from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
 from echo2.wire import broadcast as wire
+from echo2.wire.bounds import INDICES_MAX
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -172,8 +173,14 @@ def test_have_maps_come_back_whole(bitmap: int, is_sealed: bool) -> None:
     ("frame", "expected"),
     [
         (wire.have_to_bytes(ArtifactKey(b"short"), 1, False), "expected 16 bytes, got 5"),
-        (wire.request_to_bytes(KEY, (CHUNKS_MAX,)), f"expected chunks below {CHUNKS_MAX}"),
-        (wire.request_to_bytes(KEY, range(wire.INDICES_MAX + 1)), f"expected at most {wire.INDICES_MAX}"),
+        (
+            wire.request_to_bytes(KEY, (CHUNKS_MAX,)),
+            f"indices of peer p: expected 0 to {CHUNKS_MAX - 1}, got {CHUNKS_MAX}",
+        ),
+        (
+            wire.request_to_bytes(KEY, range(INDICES_MAX + 1)),
+            f"number of indices of peer p: expected up to {INDICES_MAX}",
+        ),
         (wire.seal_to_bytes(Seal(KEY, 1, 1, b"short", "f", b"s")), "expected a root hash of 32 bytes, got 5"),
         (b"", "expected a PeerMessage of a known kind"),
         (b"\xff\xff", "expected a PeerMessage, got 2 bytes that are not"),

@@ -26,7 +26,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., lease_progress: _Optional[_Union[LeaseProgress, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol_version", "name", "run_id", "addresses", "price_usd_per_hour", "is_spot", "gpu", "engine", "slot_count", "link", "held_leases", "provider", "model_digest", "quantisation")
+    __slots__ = ("protocol_version", "name", "run_id", "addresses", "price_usd_per_hour", "is_spot", "gpu", "engine", "slot_count", "link", "provider", "model_digest", "quantisation", "held_tickets")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -37,10 +37,10 @@ class WorkerHello(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
-    HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_TICKETS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     run_id: str
@@ -51,21 +51,11 @@ class WorkerHello(_message.Message):
     engine: str
     slot_count: int
     link: Link
-    held_leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
     provider: str
     model_digest: str
     quantisation: str
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., price_usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ..., gpu: _Optional[str] = ..., engine: _Optional[str] = ..., slot_count: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., held_leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., provider: _Optional[str] = ..., model_digest: _Optional[str] = ..., quantisation: _Optional[str] = ...) -> None: ...
-
-class HeldLease(_message.Message):
-    __slots__ = ("lease_id", "group_id", "attempt")
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    lease_id: str
-    group_id: str
-    attempt: int
-    def __init__(self, lease_id: _Optional[str] = ..., group_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    held_tickets: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.LeaseTicket]
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., price_usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ..., gpu: _Optional[str] = ..., engine: _Optional[str] = ..., slot_count: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., provider: _Optional[str] = ..., model_digest: _Optional[str] = ..., quantisation: _Optional[str] = ..., held_tickets: _Optional[_Iterable[_Union[_rollout_pb2.LeaseTicket, _Mapping]]] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
@@ -200,7 +190,7 @@ class WorkerLeaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerOrder(_message.Message):
-    __slots__ = ("welcome", "lease_grant", "lease_revoke", "activation", "broadcast_plan", "refusal", "learner")
+    __slots__ = ("welcome", "lease_grant", "lease_revoke", "activation", "broadcast_plan", "refusal", "learner", "banned")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_GRANT_FIELD_NUMBER: _ClassVar[int]
     LEASE_REVOKE_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +198,7 @@ class WorkerOrder(_message.Message):
     BROADCAST_PLAN_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
     welcome: WorkerWelcome
     lease_grant: LeaseGrant
     lease_revoke: LeaseRevoke
@@ -215,10 +206,11 @@ class WorkerOrder(_message.Message):
     broadcast_plan: _broadcast_pb2.BroadcastPlan
     refusal: Refusal
     learner: LearnerWhereabouts
-    def __init__(self, welcome: _Optional[_Union[WorkerWelcome, _Mapping]] = ..., lease_grant: _Optional[_Union[LeaseGrant, _Mapping]] = ..., lease_revoke: _Optional[_Union[LeaseRevoke, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ...) -> None: ...
+    banned: BannedPeer
+    def __init__(self, welcome: _Optional[_Union[WorkerWelcome, _Mapping]] = ..., lease_grant: _Optional[_Union[LeaseGrant, _Mapping]] = ..., lease_revoke: _Optional[_Union[LeaseRevoke, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., banned: _Optional[_Union[BannedPeer, _Mapping]] = ...) -> None: ...
 
 class WorkerWelcome(_message.Message):
-    __slots__ = ("run_id", "staleness_bound", "heartbeat_interval_s", "report_interval_s", "learner", "relay_address", "unix_s")
+    __slots__ = ("run_id", "staleness_bound", "heartbeat_interval_s", "report_interval_s", "learner", "relay_address", "unix_s", "banned_peer_ids")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STALENESS_BOUND_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +218,7 @@ class WorkerWelcome(_message.Message):
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    BANNED_PEER_IDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     staleness_bound: int
     heartbeat_interval_s: float
@@ -233,7 +226,16 @@ class WorkerWelcome(_message.Message):
     learner: LearnerWhereabouts
     relay_address: str
     unix_s: float
-    def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., relay_address: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
+    banned_peer_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., report_interval_s: _Optional[float] = ..., learner: _Optional[_Union[LearnerWhereabouts, _Mapping]] = ..., relay_address: _Optional[str] = ..., unix_s: _Optional[float] = ..., banned_peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BannedPeer(_message.Message):
+    __slots__ = ("peer_id", "is_lifted")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_LIFTED_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    is_lifted: bool
+    def __init__(self, peer_id: _Optional[str] = ..., is_lifted: _Optional[bool] = ...) -> None: ...
 
 class LearnerWhereabouts(_message.Message):
     __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address", "longest_sequence_tokens", "full_snapshot_bytes")

@@ -1,0 +1,1 @@
+"""Hostile clients against the real daemons: one file a theme."""

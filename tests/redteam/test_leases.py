@@ -1,0 +1,169 @@
+"""Leases that a worker says it holds: without the coordinator's ticket there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.base.ids import GroupId, LeaseId, RunId
+from echo2.coordinator.lease_events import Phase, lease_id_of
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.trust.identity import Identity, Role
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import rollout_pb2
+from echo2.wire.ticket import Ticket, sign_ticket
+from tests.unit.coordinator.test_daemon import RUN, Node, group, options, play, running
+
+TICKS_S = 1.2
+
+
+def ticket_of(worker: Node, **changes: Any) -> Ticket:
+    known = Ticket(
+        lease_id_of(GroupId("g1"), 7), GroupId("g1"), worker.credentials.peer_id, 7, time.time() + 60, RunId(RUN)
+    )
+    return replace(known, **changes)
+
+
+def raw(ticket: Ticket, signature: bytes = b"s" * 64) -> rollout_pb2.LeaseTicket:
+    return rollout_pb2.LeaseTicket(
+        lease_id=ticket.lease_id, group_id=ticket.group_id, worker_peer_id=ticket.worker_peer_id,
+        attempt=ticket.attempt, deadline_unix_s=ticket.deadline_unix_s, run_id=ticket.run_id, signature=signature,
+    )  # fmt: skip
+
+
+Forgery = Callable[[Node, Identity], list[rollout_pb2.LeaseTicket]]
+
+FORGERIES: dict[str, tuple[Forgery, str]] = {
+    "the largest attempt": (lambda w, c: [raw(ticket_of(w, attempt=(1 << 32) - 1))], "MalformedMessage"),
+    "no signature": (lambda w, c: [raw(ticket_of(w), b"")], "BadSignature"),
+    "another signer": (lambda w, c: [sign_ticket(ticket_of(w), Identity.generate())], "BadSignature"),
+    "another worker's": (
+        lambda w, c: [sign_ticket(ticket_of(w, worker_peer_id=Identity.generate().peer_id), c)],
+        "NotAllowed",
+    ),
+    "another run's": (lambda w, c: [sign_ticket(ticket_of(w, run_id=RunId("another")), c)], "NotAllowed"),
+    "one twice": (lambda w, c: [sign_ticket(ticket_of(w), c)] * 2, "MalformedMessage"),
+    "too many": (lambda w, c: [raw(ticket_of(w, lease_id=LeaseId(f"l{n}"))) for n in range(1025)], "MalformedMessage"),
+    "deadline that is no number": (
+        lambda w, c: [raw(ticket_of(w, deadline_unix_s=float("nan")))],
+        "MalformedMessage",
+    ),
+}
+
+
+def coordinator_of(daemon: CoordinatorDaemon) -> Identity:
+    assert daemon.hub is not None
+    return daemon.hub.identity
+
+
+def group_state(daemon: CoordinatorDaemon) -> tuple[Phase, int]:
+    assert daemon.hub is not None
+    opened = daemon.hub.book.groups[GroupId("g1")]
+    return opened.phase, opened.attempts
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends_nobody(name: str, tmp_path: Path) -> None:
+    forge, expected = FORGERIES[name]
+
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[group("g1")])
+            answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
+            assert answer.refusal.code == expected, answer
+            await asyncio.sleep(TICKS_S)  # the daemon's own clock has looked at what is there since
+            assert group_state(daemon) == (Phase.QUEUED, 0)
+            assert (await learner.hello(open_groups=[group("g1")])).WhichOneof("kind") == "welcome"
+            for node in (learner, worker):
+                await node.close()
+        async with running(options(tmp_path)) as daemon:  # what it said ends no later start either
+            await asyncio.sleep(TICKS_S)
+            assert group_state(daemon) == (Phase.QUEUED, 0)
+
+    play(scene)
+
+
+def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_adopted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner = await Node.join(daemon, Role.LEARNER)
+            honest, thief = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[group("g1"), group("g2")])
+            await honest.hello(slot_count=8)
+            await honest.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            grant = await honest.until("lease_grant")
+            stolen = grant.ticket
+            # Signed by the coordinator for the honest one, said by another; and an old ticket of the thief's own.
+            assert (await thief.hello(held_tickets=[stolen])).refusal.code == "NotAllowed"
+            old = ticket_of(thief, group_id=GroupId("g2"), lease_id=lease_id_of(GroupId("g2"), 7), deadline_unix_s=9.0)
+            wrong = replace(old, lease_id=LeaseId(stolen.lease_id), deadline_unix_s=time.time() + 60)
+            for ticket in (old, wrong):
+                await thief.hello(held_tickets=[sign_ticket(ticket, coordinator_of(daemon))])
+                assert (await thief.until("lease_revoke")).lease_id == ticket.lease_id
+            assert daemon.hub is not None
+            lease = daemon.hub.book.leases[LeaseId(stolen.lease_id)]
+            assert (lease.worker_id, lease.group_id) == (honest.credentials.peer_id, "g1")
+            assert daemon.hub.book.groups[GroupId("g2")].phase is Phase.QUEUED
+            for node in (learner, honest, thief):
+                await node.close()
+
+    play(scene)
+
+
+def test_a_worker_with_its_own_ticket_keeps_its_lease(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[group("g1")])
+            await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
+            assert (await worker.until("lease_grant")).ticket.attempt == 7
+            assert group_state(daemon) == (Phase.LEASED, 7)
+            for node in (learner, worker):
+                await node.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"tokens": (1 << 64) - 1}, {"tokens": 1 << 63}, {"finished_rollouts": (1 << 32) - 1}], ids=str
+)
+def test_numbers_beyond_what_any_group_holds_end_the_session_and_are_not_kept(
+    numbers: dict[str, int], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[group("g1")])
+            await worker.hello()
+            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            lease_id = (await worker.until("lease_grant")).ticket.lease_id
+            await worker.say(lease_progress=pb.LeaseProgress(lease_id=lease_id, **numbers))
+            refusal = await worker.until("refusal")
+            assert (refusal.code, next(iter(numbers)) in refusal.message) == ("MalformedMessage", True)
+            assert daemon.hub is not None
+            daemon.hub.flush_now()  # every row of it can be written
+            for node in (learner, worker):
+                await node.close()
+
+    play(scene)
+
+
+def test_a_peer_that_says_hello_again_and_again_is_slowed_down_and_fills_no_log(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            answers = [(await worker.hello()).WhichOneof("kind") for _ in range(60)]
+            assert answers[0] == "welcome"
+            assert answers[-1] == "refusal"
+            assert daemon.hub is not None
+            assert sum("is back" in event.text for event in daemon.hub.keeper.events) <= 40
+            await worker.close()
+
+    play(scene)
