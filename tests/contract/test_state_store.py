@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
 from echo2.coordinator.provisioning import Machine, MachineState
+from echo2.coordinator.runtime import store_mark
 from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
@@ -241,3 +244,183 @@ def test_a_checkpoint_on_another_thread_neither_stops_nor_loses_writes(tmp_path:
             store.write(Changes(events=[LoggedEvent(1.0, "k", str(number))]))
             done.result()
         assert [event.text for event in store.load().events] == [str(number) for number in range(count)]
+
+
+# ---- a database that is not what it was: SQLite, with the mark beside it
+
+
+def kept_in(folder: Path) -> SqlStore:
+    return SqlStore(f"sqlite:///{folder / 'state.sqlite'}", RUN, folder / "state.mark")
+
+
+BANNED = replace(MEMBER, setting=Setting.BANNED)
+
+
+def as_a_kill_leaves_it(folder: Path, into: Path, changes: int = 40) -> Path:
+    """A database of which the last changes, a ban among them, are in its log alone."""
+    folder.mkdir()
+    store = kept_in(folder)
+    store.write(ALL)
+    store.checkpoint()
+    for number in range(changes):
+        store.write(Changes(meta={"n": str(number)}))
+    store.write(Changes(members=[BANNED]))
+    shutil.copytree(folder, into)
+    store.close()
+    return into
+
+
+def test_what_a_kill_leaves_is_whole(tmp_path: Path) -> None:
+    left = as_a_kill_leaves_it(tmp_path / "run", tmp_path / "left")
+    with closing(kept_in(left)) as store:
+        assert store.load().members == (BANNED,)
+    with closing(kept_in(left)) as store:
+        assert (store.load().members, store.load().meta["n"]) == ((BANNED,), "39")
+
+
+def test_a_database_that_is_gone_or_empty_is_not_begun_anew(tmp_path: Path) -> None:
+    kept_in(tmp_path).close()
+    database, whole = tmp_path / "state.sqlite", (tmp_path / "state.sqlite").read_bytes()
+    database.unlink()
+    with pytest.raises(
+        StateError, match=r"expected the database that was there, found none; bans.*remove .*state\.mark"
+    ):
+        kept_in(tmp_path)
+    assert not database.exists()
+    database.write_bytes(b"")
+    with pytest.raises(StateError, match="found none"):
+        kept_in(tmp_path)
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'other.sqlite'}", RUN)):
+        pass
+    (tmp_path / "other.sqlite").replace(database)
+    with pytest.raises(StateError, match="found an empty one"):
+        kept_in(tmp_path)
+    database.write_bytes(whole)
+    kept_in(tmp_path).close()
+    database.unlink()
+    (tmp_path / "state.mark").unlink()  # what the message says
+    kept_in(tmp_path).close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.6, 0.9, 0.999])
+def test_a_flipped_bit_of_the_log_costs_no_ban_in_silence(tmp_path: Path, share: float) -> None:
+    left = as_a_kill_leaves_it(tmp_path / "run", tmp_path / "left")
+    log = left / "state.sqlite-wal"
+    data = bytearray(log.read_bytes())
+    frames = 32 + (len(data) - 32) // 4120 * 4120
+    data[int(share * (frames - 1))] ^= 4
+    log.write_bytes(data)
+    with pytest.raises(StateError, match=r"expected all of \d+ changes, found"):
+        kept_in(left).close()
+
+
+def test_a_log_that_is_gone_or_cut_short_is_found(tmp_path: Path) -> None:
+    left = as_a_kill_leaves_it(tmp_path / "run", tmp_path / "left")
+    log = left / "state.sqlite-wal"
+    os.truncate(log, log.stat().st_size - 1)
+    with pytest.raises(StateError, match="expected all of"):
+        kept_in(left)
+    other = as_a_kill_leaves_it(tmp_path / "run2", tmp_path / "left2")
+    (other / "state.sqlite-wal").unlink()
+    with pytest.raises(StateError, match="expected all of"):
+        kept_in(other)
+
+
+def test_after_a_power_cut_the_last_moments_may_be_missing_but_nothing_that_was_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = as_a_kill_leaves_it(tmp_path / "run", tmp_path / "left")
+    (left / "state.sqlite-wal").unlink()
+    shutil.copytree(left, tmp_path / "older")
+    boot = tmp_path / "boot_id"
+    boot.write_text("the machine was started again")
+    monkeypatch.setattr(store_mark, "_BOOT_ID", boot)
+    with closing(kept_in(left)) as store:
+        assert store.load().members == (MEMBER,) and "the last 41 changes of 42" in caplog.text
+    with closing(
+        SqlStore(f"sqlite:///{tmp_path / 'older' / 'state.sqlite'}", RUN)
+    ) as store:  # of before the checkpoint
+        with store._engine.begin() as connection:
+            connection.execute(sa.text("UPDATE meta SET value = '0' WHERE key = 'transactions'"))
+    with pytest.raises(StateError, match="expected all of 42 changes, found the first 0"):
+        kept_in(tmp_path / "older")
+
+
+def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(kept_in(tmp_path)) as store:
+        store.write(ALL)
+    older = (tmp_path / "state.sqlite").read_bytes()
+    with closing(kept_in(tmp_path)) as store:
+        store.write(Changes(members=[BANNED]))
+    (tmp_path / "state.sqlite").write_bytes(older)
+    monkeypatch.setattr(store_mark, "_BOOT_ID", tmp_path / "none")
+    with pytest.raises(StateError, match="expected all of 2 changes, found the first 1"):
+        kept_in(tmp_path)
+
+
+def test_a_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
+    with closing(kept_in(tmp_path)) as store:
+        store.write(replace(ALL, members=[BANNED], tokens=[replace(TOKEN, is_revoked=True)]))
+    database, found = tmp_path / "state.sqlite", 0
+    whole = database.read_bytes()
+    for text in (b"banned", TOKEN.hash.encode(), b"whyD", SPEC.group_id.encode() + b"\n"):
+        for at in range(len(whole)):
+            if whole.startswith(text, at):
+                data = bytearray(whole)
+                data[at + len(text) // 2] ^= 1
+                database.write_bytes(data)
+                with (
+                    pytest.raises(StateError, match=r"found it (changed|damaged)"),
+                    closing(kept_in(tmp_path)) as store,
+                ):
+                    store.load()
+                found += 1
+    assert found >= 2
+    database.write_bytes(whole)
+    with sqlite3.connect(database) as connection:
+        connection.execute("UPDATE tokens SET is_revoked = 0")
+    connection.close()
+    with pytest.raises(StateError, match="row 't' of tokens"), closing(kept_in(tmp_path)) as store:
+        store.load()
+
+
+def test_no_flipped_byte_of_the_database_is_taken_for_another_state(tmp_path: Path) -> None:
+    """Every byte in turn: refused, or of no consequence for what stands for a group, lease, member, token or machine."""
+    with closing(kept_in(tmp_path)) as store:
+        store.write(ALL)
+        expected = store.load()
+    database, mark = tmp_path / "state.sqlite", (tmp_path / "state.mark").read_bytes()
+    whole = database.read_bytes()
+    chance, refused = random.Random(7), 0
+    places = [at for at in range(len(whole)) if whole[at]]
+    for at in chance.sample(places, min(250, len(places))):
+        data = bytearray(whole)
+        data[at] ^= 1 << chance.randrange(8)
+        database.write_bytes(data)
+        (tmp_path / "state.mark").write_bytes(mark)
+        for left in tmp_path.glob("state.sqlite-*"):
+            left.unlink()
+        try:
+            with closing(kept_in(tmp_path)) as store:
+                saved = store.load()
+        except StateError:
+            refused += 1
+            continue
+        for name in ("groups", "leases", "members", "tokens", "machines"):
+            assert getattr(saved, name) == getattr(expected, name), (at, name)
+    assert refused >= 50
+
+
+def test_a_damaged_mark_says_what_to_do(tmp_path: Path) -> None:
+    kept_in(tmp_path).close()
+    mark = tmp_path / "state.mark"
+    whole = mark.read_bytes()
+    for at in range(0, len(whole.rstrip()), 5):
+        data = bytearray(whole)
+        data[at] ^= 2
+        mark.write_bytes(data)
+        with pytest.raises(StateError, match="found it damaged .* remove the mark"):
+            kept_in(tmp_path)
+    mark.write_bytes(whole[:20])
+    with pytest.raises(StateError, match="found it damaged"):
+        kept_in(tmp_path)

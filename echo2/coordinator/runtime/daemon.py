@@ -96,7 +96,8 @@ class CoordinatorDaemon:
         providers = {offer.name: make_provider(offer, options.run_id, options.folder) for offer in offers}
         identity = tls.load_or_create_identity(keys)
         authority = tls.load_or_create_authority(keys, identity, options.run_id)
-        store = SqlStore(options.database_url or f"sqlite:///{keys / 'state.sqlite'}", options.run_id)
+        url = options.database_url or f"sqlite:///{keys / 'state.sqlite'}"
+        store = SqlStore(url, options.run_id, keys / "state.mark")
         files.callback(store.close)
         saved = store.load()
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)

@@ -3,27 +3,34 @@
 Guarantees: see `StateStore`. SQLite runs with synchronous=NORMAL: what `write` has kept outlives a kill of the process;
 a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. A `write` waits
 for no disk: the log's way into the database file, with its fsyncs, is `checkpoint`, on whatever thread calls it. The schema
-carries a version and is migrated forward, one step at a time, in a transaction; a newer one than ours is refused.
+carries a version and is migrated forward, one step at a time, in a transaction; a newer one than ours is refused. A
+database that is missing, damaged or older than it was is refused as well: SQLite's own check, a sum of each row that stands
+for a group, lease, member, token or machine (rows), and the mark beside it (store_mark).
 """
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from google.protobuf.message import DecodeError
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from echo2.base.errors import DiskFull, StateError
+from echo2.base.errors import DiskFull, EchoError, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
 from echo2.coordinator.provisioning import Machine, MachineState
+from echo2.coordinator.runtime import row_sums
+from echo2.coordinator.runtime.store_mark import StoreMark
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample, SavedState
 from echo2.coordinator.tokens import Token
 from echo2.wire.coordinator import heartbeat_from_message, heartbeat_to_message, worker_hello_from_message
@@ -31,10 +38,17 @@ from echo2.wire.coordinator import worker_hello_to_message as hello_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 CHECKPOINT_TRIES = 3
 LOG_PAGES_MAX = 16_384
 """A log of 64 MiB is folded in by `write` itself: nobody has called `checkpoint`."""
+Row = dict[str, Any]
+Rows = dict[str, list[Row]]
+_DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
+"""SQLite reads a part of the database while it connects, and what it reads need not be text."""
+_DAMAGE_WORDS = ("malformed", "not a database", "decode")
+_STORE_ID, _WRITTEN = "store_id", "transactions"  # in `meta`, for the mark
+_COUNT = f"UPDATE meta SET value = '{{}}' WHERE key = '{_WRITTEN}'"
 EVENTS_LOADED = 5_000
 SAMPLES_LOADED = 4_000
 
@@ -50,6 +64,7 @@ _groups = sa.Table(
     sa.Column("attempts", _Int, nullable=False), sa.Column("refusals", _Int, nullable=False),
     sa.Column("lease_id", _Text), sa.Column("not_before", _Real, nullable=False),
     sa.Column("expected_tokens", _Real, nullable=False),
+    sa.Column(row_sums.COLUMN, _Text, nullable=False),
 )  # fmt: skip
 _leases = sa.Table(
     "leases", _metadata,
@@ -58,6 +73,7 @@ _leases = sa.Table(
     sa.Column("granted_at", _Real, nullable=False), sa.Column("deadline", _Real, nullable=False),
     sa.Column("progress_at", _Real, nullable=False), sa.Column("finished_rollouts", _Int, nullable=False),
     sa.Column("tokens", _Int, nullable=False), sa.Column("is_recalled", sa.Boolean, nullable=False),
+    sa.Column(row_sums.COLUMN, _Text, nullable=False),
 )  # fmt: skip
 _members = sa.Table(
     "members", _metadata,
@@ -67,6 +83,7 @@ _members = sa.Table(
     sa.Column("setting_reason", _Text, nullable=False), sa.Column("is_wanted", sa.Boolean, nullable=False),
     sa.Column("activation_since", _Real, nullable=False), sa.Column("usd_spent", _Real, nullable=False),
     sa.Column("metered_until", _Real, nullable=False), sa.Column("liveness", _Text, nullable=False),
+    sa.Column(row_sums.COLUMN, _Text, nullable=False),
 )  # fmt: skip
 _tokens = sa.Table(
     "tokens", _metadata,
@@ -75,6 +92,7 @@ _tokens = sa.Table(
     sa.Column("created_at", _Real, nullable=False), sa.Column("expires_at", _Real, nullable=False),
     sa.Column("use_limit", _Int, nullable=False), sa.Column("is_revoked", sa.Boolean, nullable=False),
     sa.Column("peers", _Text, nullable=False),
+    sa.Column(row_sums.COLUMN, _Text, nullable=False),
 )  # fmt: skip
 _SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _events = sa.Table(
@@ -98,6 +116,7 @@ _machines = sa.Table(
     sa.Column("rented_at", _Real, nullable=False), sa.Column("ended_at", _Real),
     sa.Column("token_id", _Text, nullable=False), sa.Column("command", _Text, nullable=False),
     sa.Column("notice", _Text, nullable=False),
+    sa.Column(row_sums.COLUMN, _Text, nullable=False),
 )  # fmt: skip
 
 
@@ -109,28 +128,69 @@ def _add_machines(connection: Connection) -> None:
     _machines.create(connection, checkfirst=True)
 
 
-_MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_paid_actions, 3: _add_machines}
+def _add_sums(connection: Connection) -> None:
+    for table in _SUMMED:
+        row_sums.add_sums(connection, table)
+
+
+_SUMMED = (_groups, _leases, _members, _tokens, _machines)
+_MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_paid_actions, 3: _add_machines, 4: _add_sums}
 """What takes the schema from the version before to this one."""
 
 
 class SqlStore:
     """`StateStore` on a database URL; one process writes at a time."""
 
-    def __init__(self, url: str, run_id: RunId) -> None:
+    def __init__(self, url: str, run_id: RunId, mark_path: Path | None = None) -> None:
+        """`mark_path`: where it is noted how far the database has come; None: of a copy that is looked at."""
         self._engine = _engine_of(url)
+        self._written = 0  # transactions, in this database's whole life
         self._upserts: dict[str, Any] = {}
         self._checkpointing, self._is_open = threading.Lock(), True
         self._where = self._engine.url.render_as_string(hide_password=True)
         self._insert: Any = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
+        self._mark = StoreMark(mark_path, self._where) if mark_path is not None else None
         try:
+            if self._mark is not None and (database := self._database_file()):
+                self._mark.check_is_there(database)
             with self._engine.begin() as connection:
+                self._check_pages(connection)
                 self._migrate(connection, run_id)
-        except SQLAlchemyError as error:
+                self._follow_mark(connection)
+        except BaseException as error:
             self._engine.dispose()
-            raise self._error(error) from None
-        except StateError:
-            self._engine.dispose()
+            if isinstance(error, _DRIVER_ERRORS):
+                raise self._error(error) from None
             raise
+
+    def _database_file(self) -> Path | None:
+        name = self._engine.url.database
+        return Path(name) if self._engine.dialect.name == "sqlite" and name else None
+
+    def _check_pages(self, connection: Connection) -> None:
+        """SQLite's own check of its tree of pages, and of tables against their indices."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        problems = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
+        if problems != ["ok"]:
+            raise self._damaged("; ".join(problems))
+
+    def _damaged(self, what: str) -> StateError:
+        return StateError(
+            f"{self._where}: expected a whole database, found it damaged ({what}). Restore a backup of it (docs/runbook.md)"
+        )
+
+    def _follow_mark(self, connection: Connection) -> None:
+        """Compares the database with its mark, and ties a mark to it that has none yet."""
+        if self._mark is None:
+            return
+        meta = {row.key: row.value for row in connection.execute(sa.select(_meta))}
+        self._written = int(meta.get(_WRITTEN, "0"))
+        if self._mark.store_id:
+            self._mark.check(meta.get(_STORE_ID, ""), self._written)
+        store_id = self._mark.open(self._written, meta.get(_STORE_ID, ""))
+        noted = {_STORE_ID: store_id, _WRITTEN: str(self._written)}
+        self._put(connection, _meta, [{"key": key, "value": value} for key, value in noted.items()])
 
     def _migrate(self, connection: Connection, run_id: RunId) -> None:
         _meta.create(connection, checkfirst=True)
@@ -168,11 +228,16 @@ class SqlStore:
                 _append(connection, _events, [asdict(event) for event in changes.events])
                 _append(connection, _samples, [{"fields": json.dumps(asdict(one))} for one in changes.samples])
                 _append(connection, _paid, [{"fields": json.dumps(asdict(one))} for one in changes.paid])
+                if self._mark is not None:
+                    connection.exec_driver_sql(_COUNT.format(self._written + 1))
         except SQLAlchemyError as error:
             raise self._error(error) from None
+        self._written += 1
+        if self._mark is not None:
+            self._mark.note(self._written, is_safe=self._engine.dialect.name != "sqlite")
 
     def _put(self, connection: Connection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
-        found = list(rows)
+        found = list(row_sums.summed(table, rows) if table in _SUMMED else rows)
         if not found:
             return
         if table.name not in self._upserts:
@@ -191,24 +256,18 @@ class SqlStore:
             with self._engine.connect() as connection:
                 rows = {
                     table.name: [dict(row) for row in connection.execute(sa.select(table)).mappings()]
-                    for table in (_meta, _groups, _leases, _members, _tokens, _machines)
+                    for table in (_meta, *_SUMMED)
                 }
                 events = _newest(connection, _events, EVENTS_LOADED)
                 samples = _newest(connection, _samples, SAMPLES_LOADED)
                 paid = _newest(connection, _paid, EVENTS_LOADED)
-        except SQLAlchemyError as error:
+        except _DRIVER_ERRORS as error:
             raise self._error(error) from None
-        return SavedState(
-            groups=tuple(_group_of(row) for row in rows["groups"]),
-            leases=tuple(_lease_of(row) for row in rows["leases"]),
-            members=tuple(_member_of(row) for row in rows["members"]),
-            tokens=tuple(_token_of(row) for row in rows["tokens"]),
-            events=tuple(LoggedEvent(row["unix_s"], row["kind"], row["text"]) for row in events),
-            samples=tuple(Sample(**json.loads(row["fields"])) for row in samples),
-            paid=tuple(PaidAction(**json.loads(row["fields"])) for row in paid),
-            machines=tuple(Machine(**{**row, "state": MachineState(row["state"])}) for row in rows["machines"]),
-            meta={row["key"]: row["value"] for row in rows["meta"]},
-        )
+        rows |= {table.name: row_sums.checked(table, rows[table.name], self._where) for table in _SUMMED}
+        try:
+            return _saved_state(rows, events, samples, paid)
+        except (ValueError, KeyError, TypeError, EchoError, DecodeError) as error:
+            raise self._damaged(f"a row cannot be read: {error}") from None
 
     def prune(self, events_kept: int, samples_kept: int) -> None:
         try:
@@ -224,24 +283,33 @@ class SqlStore:
         with self._checkpointing:
             if self._engine.dialect.name != "sqlite" or not self._is_open:
                 return
+            reached = self._written
             try:
                 with self._engine.connect() as connection:
                     for _ in range(CHECKPOINT_TRIES):  # what was written meanwhile is left, and keeps the log growing
                         found = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
                         if found[1] == found[2]:
-                            return
+                            break
+                    else:
+                        return
             except SQLAlchemyError as error:
                 raise self._error(error) from None
+            if self._mark is not None:
+                self._mark.note_safe(reached)
 
     def close(self) -> None:
         with self._checkpointing:
             self._is_open = False
             self._engine.dispose()
+            if self._mark is not None:
+                self._mark.close()
 
-    def _error(self, error: SQLAlchemyError) -> DiskFull | StateError:
+    def _error(self, error: Exception) -> DiskFull | StateError:
         text = str(getattr(error, "orig", None) or error).strip()
         if "disk is full" in text or "No space left" in text or "disk I/O error" in text:
             return DiskFull(f"{self._where}: expected room for the coordinator's state, got: {text}")
+        if isinstance(error, ValueError) or any(word in text for word in _DAMAGE_WORDS):
+            return self._damaged(text)
         return StateError(f"{self._where}: {text}")
 
 
@@ -273,6 +341,20 @@ def _append(connection: Connection, table: sa.Table, rows: list[dict[str, Any]])
 def _newest(connection: Connection, table: sa.Table, count: int) -> list[dict[str, Any]]:
     rows = connection.execute(sa.select(table).order_by(table.c.id.desc()).limit(count)).mappings()
     return [dict(row) for row in rows][::-1]
+
+
+def _saved_state(rows: Rows, events: list[Row], samples: list[Row], paid: list[Row]) -> SavedState:
+    return SavedState(
+        groups=tuple(_group_of(row) for row in rows["groups"]),
+        leases=tuple(_lease_of(row) for row in rows["leases"]),
+        members=tuple(_member_of(row) for row in rows["members"]),
+        tokens=tuple(_token_of(row) for row in rows["tokens"]),
+        events=tuple(LoggedEvent(row["unix_s"], row["kind"], row["text"]) for row in events),
+        samples=tuple(Sample(**json.loads(row["fields"])) for row in samples),
+        paid=tuple(PaidAction(**json.loads(row["fields"])) for row in paid),
+        machines=tuple(Machine(**{**row, "state": MachineState(row["state"])}) for row in rows["machines"]),
+        meta={row["key"]: row["value"] for row in rows["meta"] if row["key"] not in (_STORE_ID, _WRITTEN)},
+    )
 
 
 def _group_row(group: OpenGroup) -> dict[str, Any]:

@@ -1,0 +1,169 @@
+"""How far the coordinator's database had come, kept in a small file beside it: what makes a loss visible.
+
+SQLite opens a missing file as an empty database, and takes whatever a damaged log still yields for all there ever was. Bans,
+revoked tokens and money spent would be gone without a word. So each transaction carries a number, and the mark holds the
+last one. Guarantees: a database that is missing, another one, or behind its mark is a `StateError` that says how to go on.
+After a power cut the last moments may be missing (`written`), what a checkpoint has put on the disk (`safe`) may not.
+
+Leaves to others: the database (store). The file is rewritten in place, 256 bytes at once: a kill leaves the old or the new.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from echo2.base.errors import DiskFull, StateError
+from echo2.outside import here
+
+SIZE_BYTES = 256
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_log = logging.getLogger("echo2.coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """`written`: transactions that were committed; `safe`: of these, on the disk for sure; `boot`: of the machine."""
+
+    store_id: str
+    written: int
+    safe: int
+    boot: str
+    is_closed: bool
+
+
+class StoreMark:
+    """The mark at `path`. From any thread."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        self._path, self._where = path, where
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._mark = _read(path)
+
+    @property
+    def store_id(self) -> str:
+        return self._mark.store_id if self._mark is not None else ""
+
+    def check_is_there(self, database: Path) -> None:
+        """Before SQLite makes an empty one."""
+        if self._mark is not None and not (database.exists() and database.stat().st_size):
+            raise self._lost("the database that was there", "none")
+
+    def check(self, store_id: str, written: int) -> None:
+        """`store_id` and `written` as the database has them; an empty id where it has none."""
+        mark = self._mark
+        if mark is None:
+            return
+        if store_id != mark.store_id:
+            raise self._lost(f"database {mark.store_id}", f"database {store_id}" if store_id else "an empty one")
+        may_lack_the_end = not mark.is_closed and mark.boot != _boot()
+        if written < (mark.safe if may_lack_the_end else mark.written):
+            raise self._lost(f"all of {mark.written} changes", f"the first {written}")
+        if written < mark.written:
+            _log.warning(
+                "%s: the machine went down and the last %d changes of %d with it; learner and workers tell them again",
+                self._where, mark.written - written, mark.written,
+            )  # fmt: skip
+
+    def open(self, written: int, store_id: str) -> str:
+        """Begins to note, with what the database has; returns the database's id, a new one where it has none."""
+        safe = min(written, self._mark.safe) if self._mark is not None else 0
+        self._mark = Mark(store_id or f"{here().rng.getrandbits(64):016x}", written, safe, _boot(), is_closed=False)
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise self._error(error) from None
+        self._write(self._mark, is_synced=True)
+        return self._mark.store_id
+
+    def note(self, written: int, *, is_safe: bool = False) -> None:
+        """After each commit."""
+        with self._lock:
+            mark = self._opened()
+            self._write(replace(mark, written=written, safe=written if is_safe else mark.safe), is_synced=False)
+
+    def note_safe(self, safe: int) -> None:
+        """After the database has synced everything up to `safe`."""
+        with self._lock:
+            mark = self._opened()
+            if safe > mark.safe:
+                self._write(replace(mark, safe=safe), is_synced=True)
+
+    def close(self) -> None:
+        """After the database was closed in order."""
+        with self._lock:
+            if self._file is None:
+                return
+            mark = self._opened()
+            self._write(replace(mark, safe=mark.written, is_closed=True), is_synced=True)
+            os.close(self._file)
+            self._file = None
+
+    def _opened(self) -> Mark:
+        assert self._mark is not None and self._file is not None, "open comes first"
+        return self._mark
+
+    def _write(self, mark: Mark, *, is_synced: bool) -> None:
+        assert self._file is not None, "open comes first"
+        self._mark = mark
+        try:
+            here().files.write_at(self._file, [_to_bytes(mark)], 0)
+            if is_synced:
+                here().files.sync(self._file)
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _lost(self, expected: str, came: str) -> StateError:
+        return StateError(
+            f"{self._where}: expected {expected}, found {came}; bans, revoked tokens and money spent may be missing. "
+            f"Restore a backup of the database (docs/runbook.md). To go on with what is there, remove {self._path}"
+        )
+
+    def _error(self, error: OSError) -> DiskFull | StateError:
+        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StateError
+        return kind(f"{self._path}: expected to write it, got: {error.strerror}")
+
+
+def _read(path: Path) -> Mark | None:
+    if not path.exists():
+        return None
+    try:
+        data = path.read_bytes()
+        checksum, text = data[:8], data[9:].rstrip()
+        if checksum != _checksum(text):
+            raise ValueError("its checksum differs")
+        return Mark(**json.loads(text))
+    except (OSError, ValueError, TypeError) as error:
+        raise StateError(
+            f"{path}: expected the coordinator's mark of its database, found it damaged ({error}). If the database beside "
+            "it is whole, remove the mark; else restore both from a backup"
+        ) from None
+
+
+def _to_bytes(mark: Mark) -> bytes:
+    text = (
+        f'{{"store_id": "{mark.store_id}", "written": {mark.written}, "safe": {mark.safe}, "boot": "{mark.boot}", '
+        f'"is_closed": {str(mark.is_closed).lower()}}}'
+    ).encode()
+    data = _checksum(text) + b" " + text
+    assert len(data) < SIZE_BYTES, "ids and numbers are short"
+    return data.ljust(SIZE_BYTES - 1) + b"\n"
+
+
+def _checksum(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
+def _boot() -> str:
+    """Changes when the machine starts anew; empty where the system does not tell."""
+    try:
+        return "".join(filter(str.isalnum, _BOOT_ID.read_text()))[:64]
+    except OSError:
+        return ""
