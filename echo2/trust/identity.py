@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -171,7 +171,7 @@ class TlsKey:
     def from_pem(cls, pem: bytes) -> TlsKey:
         try:
             key = load_pem_private_key(pem, password=None)
-        except ValueError as error:
+        except (ValueError, UnsupportedAlgorithm) as error:
             raise TrustError(f"TLS key: expected a P-256 key in PEM, got something else ({error})") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise TrustError(f"TLS key: expected a P-256 key, got {type(key).__name__}")
@@ -291,7 +291,7 @@ class NodeCertificate:
             extensions = parsed.extensions
             fields = {a.oid: str(a.value) for a in parsed.subject}
             role = Role(fields.get(NameOID.ORGANIZATIONAL_UNIT_NAME, ""))
-        except ValueError as error:
+        except (ValueError, UnsupportedAlgorithm) as error:
             raise TrustError(f"{what}: expected an X.509 certificate of a run, got something else ({error})") from None
         peer_id = _peer_bound_to(extensions, spki_der, what)
         if fields.get(NameOID.COMMON_NAME) != peer_id:
@@ -331,7 +331,7 @@ class NodeCertificate:
         try:
             mine = x509.load_pem_x509_certificate(self.pem)
             mine.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
-        except (ValueError, TypeError, InvalidSignature):
+        except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
             raise TrustError(f"certificate of {self.peer_id}: expected one issued by this run's authority") from None
 
 
@@ -391,7 +391,7 @@ class RunAuthority:
             request = x509.load_der_x509_csr(request_der)
             is_signed = request.is_signature_valid
             public_key, extensions = request.public_key(), request.extensions
-        except ValueError as error:
+        except (ValueError, UnsupportedAlgorithm) as error:
             raise TrustError(f"{what}: expected DER of a PKCS#10 request, got something else ({error})") from None
         if not isinstance(public_key, ec.EllipticCurvePublicKey) or not isinstance(public_key.curve, ec.SECP256R1):
             raise TrustError(f"{what}: expected a P-256 key, got {type(public_key).__name__}")

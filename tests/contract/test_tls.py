@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import socket
 import ssl
 import time
@@ -194,6 +196,75 @@ def test_keys_and_credentials_are_kept_for_their_owner_alone(tmp_path: Path) -> 
     (tmp_path / "identity.key").chmod(0o644)
     with pytest.raises(TrustError, match="0600"):
         tls.load_or_create_identity(tmp_path)
+
+
+def test_no_flipped_bit_of_what_a_node_keeps_makes_it_another_node(tmp_path: Path) -> None:
+    identity = tls.load_or_create_identity(tmp_path)
+    authority = tls.load_or_create_authority(tmp_path, identity, RUN)
+    tls.save_credentials(tmp_path, tls.coordinator_credentials(authority, "h:1"))
+
+    def load() -> tuple[str, bytes, bytes, str]:
+        found = tls.load_or_create_identity(tmp_path)
+        kept = tls.load_credentials(tmp_path, found)
+        assert kept is not None
+        run = tls.load_or_create_authority(tmp_path, found, RUN)
+        return found.peer_id, run.certificate_pem, run.key_pem(), kept.coordinator_address
+
+    expected = load()
+    for name in ("identity.key", "authority.key", "authority.pem", "credentials.json"):
+        path = tmp_path / name
+        whole, refused = path.read_bytes(), 0
+        step = max(1, len(whole) // 40)
+        for at in range(0, len(whole), step):
+            data = bytearray(whole)
+            data[at] ^= 1 << (at % 7)
+            path.write_bytes(data)
+            try:
+                assert load() == expected, f"{name}: byte {at} changed something in silence"
+            except StateError as error:
+                assert name in str(error) or str(tmp_path) in str(error)
+                refused += 1
+        assert refused > 20, name  # white space and a PEM's own framing may change without a change of meaning
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(StateError, match=re.escape(str(tmp_path))):
+            load()
+        path.write_bytes(whole)
+    assert load() == expected
+
+
+def test_an_identity_is_not_made_anew_beside_what_it_signed(tmp_path: Path) -> None:
+    identity = tls.load_or_create_identity(tmp_path)
+    tls.load_or_create_authority(tmp_path, identity, RUN)
+    for name in ("identity.key", "authority.key", "authority.pem"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        with pytest.raises(
+            StateError, match=f"{re.escape(name)}: expected it beside authority.*, found none.*estore it"
+        ):
+            tls.load_or_create_authority(tmp_path, tls.load_or_create_identity(tmp_path), RUN)
+        assert not (tmp_path / name).exists()
+        tls.write_secret(tmp_path / name, whole)
+
+
+def test_an_identity_of_an_older_release_is_its_32_bytes(tmp_path: Path) -> None:
+    tls.write_secret(tmp_path / "identity.key", bytes(range(32)))
+    assert tls.load_or_create_identity(tmp_path).private_bytes() == bytes(range(32))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_a_secret_of_another_user_is_named_with_its_owner(tmp_path: Path) -> None:
+    tls.load_or_create_identity(tmp_path)
+    for folder in [tmp_path, *tmp_path.parents]:
+        if folder != Path("/tmp") and folder.is_relative_to("/tmp"):
+            folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(
+            StateError, match="as user 65534, got: Permission denied .* is of user 0: start as that user"
+        ):
+            tls.load_or_create_identity(tmp_path)
+    finally:
+        os.seteuid(0)
 
 
 def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_connections_stay(

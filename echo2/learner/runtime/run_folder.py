@@ -10,11 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from echo2.base.errors import StateError
 from echo2.outside import here
+
+_OF_A_RUN = ("checkpoints/step-????????", "journal/segment-*")
 
 
 class RunFolder:
@@ -41,12 +44,11 @@ class RunFolder:
         path = self.path / "run.json"
         wanted = json.loads(json.dumps(dict(identity)))
         if not path.exists():
+            if left := self._trained():
+                raise StateError(f"{path}: expected it beside {left}, found none; restore it from a backup")
             _write(path, {**wanted, **(notes or {})})
             return
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise StateError(f"{path}: expected the run's identity, got something else: {error}") from None
+        found = _read(path)
         for name in (name for name in wanted if name in found):
             if found[name] != wanted[name]:
                 raise StateError(
@@ -56,17 +58,39 @@ class RunFolder:
         if wanted.keys() - found.keys():
             _write(path, {**found, **wanted})
 
+    def _trained(self) -> str:
+        """What only a run that has begun leaves."""
+        left = (path.name for name in _OF_A_RUN for path in sorted(self.path.glob(name)))
+        return next(left, "")
+
     def release(self) -> None:
         os.close(self._lock)
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1))
+    partial.write_text(json.dumps({**content, "check": _check_of(content)}, indent=1))
     files = here().files
     files.sync_path(partial)
     files.rename(partial, path)
     files.sync_path(path.parent)
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found: dict[str, object] = json.loads(path.read_text())
+        check = found.pop("check", None)  # older releases kept none
+        if check is not None and check != _check_of(found):
+            raise ValueError("it differs from what was written")
+    except (OSError, ValueError, AttributeError) as error:
+        raise StateError(
+            f"{path}: expected the run's identity, got something else ({error}); restore it from a backup"
+        ) from None
+    return found
+
+
+def _check_of(content: Mapping[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def _short(value: object) -> str:

@@ -8,11 +8,13 @@ secret files are readable by their owner alone. Leaves to others: the Enrolment 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ from echo2.trust.identity import (
 
 PROTOCOL_VERSION = 1
 """Of all messages, and of the delta containers within them."""
+IDENTITY_BYTES, CHECK_BYTES = 32, 8
+_BOUND_TO_IDENTITY = ("authority.pem", "authority.key", "credentials.json")
 CALLS_END_WITHIN_S = 2.0
 MESSAGE_BYTES_MAX = 16 * 2**20
 STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better
@@ -85,27 +89,78 @@ def write_secret(path: Path, data: bytes) -> None:
 
 def read_secret(path: Path) -> bytes:
     """Reads a secret; refuses one that others can read."""
-    if path.stat().st_mode & 0o077:
-        raise TrustError(f"{path}: expected mode 0600, got {path.stat().st_mode & 0o777:04o}; run chmod 600 on it")
-    return path.read_bytes()
+    try:
+        status = path.stat()
+        if status.st_mode & 0o077:
+            raise TrustError(f"{path}: expected mode 0600, got {status.st_mode & 0o777:04o}; run chmod 600 on it")
+        return path.read_bytes()
+    except OSError as error:
+        raise StateError(
+            f"{path}: expected to read it as user {os.geteuid()}, got: {error.strerror}{_owner(path)}"
+        ) from None
+
+
+def _owner(path: Path) -> str:
+    """Of the file or, where that cannot be asked, of its folder."""
+    for place in (path, path.parent):
+        with contextlib.suppress(OSError):
+            return f" ({place} is of user {place.stat().st_uid}: start as that user, or chown it)"
+    return ""
 
 
 def load_or_create_identity(folder: Path) -> Identity:
-    """The identity kept in `folder`/identity.key; made on first use."""
+    """The identity kept in `folder`/identity.key; made on first use. Never made anew beside what an earlier one signed."""
     path = folder / "identity.key"
     if not path.exists():
-        write_secret(path, here().rng.randbytes(32))
-    return Identity.from_private_bytes(read_secret(path))
+        if left := [name for name in _BOUND_TO_IDENTITY if (folder / name).exists()]:
+            raise StateError(
+                f"{path}: expected it beside {left[0]}, found none. Restore it from a backup; or empty {folder} to begin as "
+                "a new node, which needs a join link (a coordinator then begins a new run)"
+            )
+        write_secret(path, _with_check(here().rng.randbytes(IDENTITY_BYTES)))
+    return Identity.from_private_bytes(_identity_bytes(path, read_secret(path)))
+
+
+def _identity_bytes(path: Path, data: bytes) -> bytes:
+    """The key without its check, which identities of older releases lack."""
+    raw = data[:IDENTITY_BYTES]
+    if len(data) != IDENTITY_BYTES and data != _with_check(raw):
+        raise StateError(
+            f"{path}: expected {IDENTITY_BYTES} bytes of a key and their checksum, found {len(data)} bytes that differ "
+            "from what was written. Restore it from a backup"
+        )
+    return raw
+
+
+def _with_check(raw: bytes) -> bytes:
+    return raw + hashlib.sha256(raw).digest()[:CHECK_BYTES]
 
 
 def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) -> RunAuthority:
     """The run's authority kept in `folder`; made on first use. StateError when the folder is another run's."""
     key_path, certificate_path = folder / "authority.key", folder / "authority.pem"
-    if not (key_path.exists() and certificate_path.exists()):
+    missing = [path for path in (key_path, certificate_path) if not path.exists()]
+    if len(missing) == 2:
         made = RunAuthority.create(identity, run_id, unix_now(), new_tls_key())
         write_secret(key_path, made.key_pem())
         write_secret(certificate_path, made.certificate_pem)
-    authority = RunAuthority(identity, TlsKey.from_pem(read_secret(key_path)), certificate_path.read_bytes())
+    elif missing == [key_path]:
+        raise StateError(
+            f"{key_path}: expected it beside {certificate_path.name}, found none; restore it from a backup"
+        )
+    elif missing:  # a kill between the two; the key has signed nothing yet, or the certificate was lost
+        raise StateError(
+            f"{certificate_path}: expected it beside {key_path.name}, found none; restore it from a backup. On a run's very "
+            f"first start, remove {key_path}"
+        )
+    try:
+        authority = RunAuthority(identity, TlsKey.from_pem(read_secret(key_path)), read_secret(certificate_path))
+        authority.certificate.check_issuer(authority.certificate_pem)
+    except (TrustError, ValueError) as error:
+        raise StateError(
+            f"{folder}: expected the run's authority as it was made, found {error}; restore {key_path.name} and "
+            f"{certificate_path.name} from a backup"
+        ) from None
     if authority.run_id != run_id:
         raise StateError(f"{folder}: expected the authority of run {run_id!r}, got that of {authority.run_id!r}")
     return authority
@@ -169,7 +224,11 @@ def save_credentials(folder: Path, credentials: Credentials) -> None:
         "coordinator_peer_id": credentials.coordinator_peer_id,
         "coordinator_address": credentials.coordinator_address,
     }
-    write_secret(folder / "credentials.json", json.dumps(fields, indent=1).encode())
+    write_secret(folder / "credentials.json", json.dumps({**fields, "check": _check_of(fields)}, indent=1).encode())
+
+
+def _check_of(fields: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[: 2 * CHECK_BYTES]
 
 
 def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
@@ -179,6 +238,9 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
         return None
     try:
         fields = json.loads(read_secret(path))
+        check = fields.pop("check", None)  # older releases kept none
+        if check is not None and check != _check_of(fields):
+            raise ValueError("they differ from what was written")
         credentials = Credentials(
             identity=identity,
             tls_key_pem=fields["tls_key_pem"].encode(),
@@ -189,7 +251,9 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
             coordinator_address=fields["coordinator_address"],
         )
     except (ValueError, KeyError, AttributeError) as error:
-        raise StateError(f"{path}: expected saved credentials, got something else ({error!r}); remove it") from None
+        raise StateError(
+            f"{path}: expected saved credentials, got something else ({error}); remove it and join again"
+        ) from None
     credentials.check(unix_now())
     return credentials
 

@@ -21,6 +21,37 @@ def test_what_an_older_release_did_not_note_is_held_from_now_on(tmp_path: Path) 
     (tmp_path / "run.json").write_text(json.dumps({"seed": 0, "model_path": "here"}))
     folder = RunFolder(tmp_path)
     folder.check_identity({"seed": 0, "lora": [0, 0]})
-    assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 0, "model_path": "here", "lora": [0, 0]}
+    noted = json.loads((tmp_path / "run.json").read_text())
+    assert noted.pop("check") and noted == {"seed": 0, "model_path": "here", "lora": [0, 0]}
     with pytest.raises(StateError, match=r"expected lora \[0, 0\] as when the run began, got \[8, 16\]"):
         folder.check_identity({"seed": 0, "lora": [8, 16]})
+
+
+def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    wanted = {"seed": 0, "task": "sums", "lora": [0, 0]}
+    folder.check_identity(wanted, {"model_path": "here"})
+    path, refused = tmp_path / "run.json", 0
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << (at % 8)
+        path.write_bytes(data)
+        try:
+            folder.check_identity(wanted)
+        except StateError as error:
+            assert "expected the run's identity" in str(error) and "restore it from a backup" in str(error)
+            refused += 1
+        else:
+            assert json.loads(path.read_bytes())["model_path"] == "here", at
+    assert refused > 0.7 * len(whole)  # the rest is white space and the name of the checksum
+
+
+def test_a_run_that_has_begun_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "journal").mkdir()
+    folder.check_identity({"seed": 0})
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "journal" / "segment-00000000.records").touch()
+    with pytest.raises(StateError, match=r"run\.json: expected it beside segment-00000000\.records, found none"):
+        folder.check_identity({"seed": 1})
