@@ -46,6 +46,19 @@ class SamplingParams:
         if not 1 <= self.max_new_tokens <= 1 << 20:
             raise MalformedMessage(f"max_new_tokens: expected 1 to {1 << 20}, got {self.max_new_tokens}")
 
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0
+
+    def trained_logprobs(self, logprobs: tuple[float, ...], raw_logprobs: tuple[float, ...]) -> tuple[float, ...]:
+        """The one of a rollout's two numbers a token that counts: training compares its own with it, audits check it.
+
+        At temperature 1 the learner computes the raw model's, so the raw ones count, whatever filter was on; at another
+        temperature the sampling distribution's, in which a filter's renormalisation stays as a mismatch that the
+        correction sees.
+        """
+        return raw_logprobs if self.temperature == 1.0 else logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:

@@ -47,8 +47,9 @@ CLOSE_WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout. Per token of `token_ids`: `logprobs`, natural, under the distribution that it was sampled from; and
-    `versions`, the version that sampled it. `group` numbers the prompts of a batch."""
+    """One rollout. Per token of `token_ids`: `logprobs`, natural, as it was sampled: at temperature 1 of the raw model, at
+    another under the sampling distribution; and `versions`, the version that sampled it. `group` numbers the prompts of a
+    batch."""
 
     group: int
     prompt_token_ids: tuple[int, ...]
@@ -266,5 +267,6 @@ def _training_batch(batch: Batch) -> TrainingBatch:
         for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
             versions = tuple(int(span.version) for span in rollout.version_spans for _ in range(span.count))
             prompt = group.spec.prompt_token_ids
-            samples.append(Sample(number, prompt, rollout.token_ids, rollout.logprobs, versions, reward))
+            numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
+            samples.append(Sample(number, prompt, rollout.token_ids, numbers, versions, reward))
     return TrainingBatch(int(batch.step), tuple(samples))

@@ -28,6 +28,7 @@ from echo2.learner.episodes import (
     turn_of,
 )
 from echo2.learner.group import Draw, Group, group_id_of
+from echo2.learner.plausible import problem_of_end, problem_of_segment
 from echo2.learner.segment import empty_rollout, extended
 from echo2.learner.selection import DynamicSampling, GroupVerdict, PruningRule
 from echo2.learner.untruths import Untruths
@@ -223,7 +224,7 @@ class Batcher:
         if attempt < group.lease_attempt:
             text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
             return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
-        problem = self._problem_of(segment, group.spec)
+        problem = problem_of_segment(segment, group.spec, self.config.vocabulary_size, self.published)
         if problem is not None:
             self.untruths.told(sender, problem)
             return self._refused(segment, problem, group)
@@ -253,9 +254,10 @@ class Batcher:
             senders, held_tokens = (), 0
             grown = extended(empty_rollout(segment.group_id, segment.index), segment)
             assert grown is not None, "a segment at offset 0 always fits an empty rollout"
-        if len(grown.token_ids) > group.spec.sampling.max_new_tokens:
-            limit = group.spec.sampling.max_new_tokens
-            return self._refused(segment, f"expected at most {limit} tokens, got {len(grown.token_ids)}", group)
+        problem = problem_of_end(grown, held_tokens, group.spec)
+        if problem is not None:
+            self.untruths.told(sender, problem)
+            return self._refused(segment, problem, group)
         if not self._is_fresh(grown, self.next_step):
             self._drop(group, "stale")
             return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, self._stale_text(grown))
@@ -276,37 +278,14 @@ class Batcher:
         rule = self.config.pruning
         if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
             return False
-        return rule.reason(rollout.token_ids, rollout.logprobs) is not None
+        numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
+        return rule.reason(rollout.token_ids, numbers) is not None
 
     def _verdict_on_closed(self, segment: RolloutSegment) -> SegmentVerdict:
         was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
         self.counts.duplicate += was_trained
         verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
         return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
-
-    def _problem_of(self, segment: RolloutSegment, spec: GroupSpec) -> str | None:
-        """What is wrong with a segment in itself, or None."""
-        if not 0 <= segment.index < spec.rollout_count:
-            return f"expected an index of 0 to {spec.rollout_count - 1}, got {segment.index}"
-        if any(not 0 <= token < self.config.vocabulary_size for token in segment.token_ids):
-            return f"expected token ids of 0 to {self.config.vocabulary_size - 1}, got {max(segment.token_ids)}"
-        versions = [span.version for span in segment.version_spans]
-        if versions != sorted(versions):
-            return f"expected versions that never go back, got {versions[:8]}"
-        unknown = [version for version in dict.fromkeys(versions) if version not in self.published]
-        if unknown:
-            return f"expected published versions up to {self.published[-1]}, got {unknown[0]}"
-        stops = spec.sampling.stop_token_ids
-        if (
-            segment.finish_reason is FinishReason.STOP
-            and stops
-            and segment.token_ids
-            and segment.token_ids[-1] not in stops
-        ):
-            return f"expected a stop token at its end, one of {stops}, got {segment.token_ids[-1]}"
-        if segment.is_final and segment.offset == 0 and not segment.token_ids:
-            return "expected at least one token in a finished rollout, got none"
-        return None
 
     def _refused(self, segment: RolloutSegment, problem: str, group: Group) -> SegmentVerdict:
         self.counts.refused += 1

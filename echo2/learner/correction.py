@@ -29,6 +29,13 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before `exp`: e^20 is far beyond every clip and cap, and stays finite in float32."""
 
 
+TOKEN_LOG_RATIO_MAX = 3.0
+"""A reported log-probability this far from the learner's own (a ratio of 20) is not believed: its token is left out."""
+ROLLOUT_LOG_RATIO_MAX = 1.0
+"""A rollout whose tokens are off by more than this on average, in nats, is left out whole. With the limit for a token, no
+rollout weighs more than (2 + e^3) / 3, about 7.4 times, what it would with honest numbers."""
+
+
 class Correction(enum.Enum):
     """What is done about samples of another policy."""
 
@@ -98,6 +105,14 @@ def masked_log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor)
     difference_T = numerator_T.to(torch.float32) - denominator_T.to(torch.float32)
     kept_T = torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
     return kept_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def believed(logprobs_T: Tensor, behaviour_logprobs_T: Tensor, segments: Segments) -> Tensor:
+    """bool_T: the counted tokens whose reported number is near enough to the learner's own to be trained on."""
+    with torch.no_grad():
+        off_T = masked_log_ratio(logprobs_T, behaviour_logprobs_T, segments.mask_T).abs()
+        mean_R = segments.sum_R(off_T) / segments.count_R().clamp(min=1.0)
+        return segments.mask_T & (off_T <= TOKEN_LOG_RATIO_MAX) & (mean_R <= ROLLOUT_LOG_RATIO_MAX)[segments.sequence_T]
 
 
 def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) -> tuple[Tensor, Tensor]:

@@ -47,8 +47,9 @@ def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_coun
     tokens = (*request.prompt_token_ids, *request.token_ids)
     if not request.prompt_token_ids:
         raise EngineError(f"{whose}: expected a prompt of at least one token, got none")
-    if len(tokens) >= context_tokens:
-        raise EngineError(f"{whose}: expected fewer than {context_tokens} tokens of context, got {len(tokens)}")
+    longest = len(request.prompt_token_ids) + request.sampling.max_new_tokens
+    if longest > context_tokens:  # it would end before the length that it was asked for
+        raise EngineError(f"{whose}: expected at most {context_tokens} tokens of context, got room for {longest} asked")
     if min(tokens) < 0 or max(tokens) >= vocab_count:
         raise EngineError(f"{whose}: expected tokens from 0 to {vocab_count - 1}, got others")
     is_ended = bool(request.token_ids) and request.token_ids[-1] in request.sampling.stop_token_ids

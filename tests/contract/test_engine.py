@@ -128,14 +128,14 @@ def test_greedy_takes_the_likeliest_token(rig: Rig) -> None:
     rig.run(body)
 
 
-def test_sequences_stop_at_a_stop_token_their_budget_or_the_context(rig: Rig) -> None:
+def test_sequences_stop_at_a_stop_token_or_their_budget_which_may_fill_the_context(rig: Rig) -> None:
     async def body() -> None:
         prompt = prompts(1, seed=5)[0]
         (free,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))
         stop = free.token_ids[-1]
         until = free.token_ids.index(stop) + 1
         stopping = dataclasses.replace(SHORT, temperature=0.0, stop_token_ids=(stop,))
-        full = dataclasses.replace(SHORT, max_new_tokens=4 * CONTEXT_TOKENS)
+        full = dataclasses.replace(SHORT, max_new_tokens=CONTEXT_TOKENS - len(prompt))
         stopped, filled = await rig.generate(rig.request(prompt, stopping), rig.request(prompt, full))
         assert free.finish_reason is FinishReason.LENGTH
         assert (stopped.finish_reason, stopped.token_ids) == (FinishReason.STOP, free.token_ids[:until])
@@ -375,6 +375,7 @@ def test_bad_requests_are_refused_at_once(rig: Rig) -> None:
             dataclasses.replace(good, prompt_token_ids=(0, VOCAB_COUNT)),
             dataclasses.replace(good, prompt_token_ids=(-1,)),
             dataclasses.replace(good, prompt_token_ids=(1,) * CONTEXT_TOKENS),
+            dataclasses.replace(good, sampling=dataclasses.replace(SHORT, max_new_tokens=CONTEXT_TOKENS - 1)),
             dataclasses.replace(good, token_ids=(1,) * SHORT.max_new_tokens),
             dataclasses.replace(good, token_ids=(4,), sampling=dataclasses.replace(SHORT, stop_token_ids=(4,))),
         ]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echo2.base.rollout import Rollout, SamplingParams
 from echo2.learner.batcher import TrainGroup
 from echo2.learner.packing import Lengths, MicroBatch
 
@@ -56,16 +55,6 @@ class PackedBatch:
 
 def lengths_of(groups: Sequence[TrainGroup]) -> list[Lengths]:
     return [Lengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
-
-
-def behaviour_logprobs(rollout: Rollout, sampling: SamplingParams) -> tuple[float, ...]:
-    """The reported log-probabilities that the learner's own are compared with.
-
-    At temperature 1 the learner computes the raw model's, so the raw ones are compared, whatever filter was on; at
-    another temperature the sampling distribution's, in which a filter's renormalisation stays as a mismatch that the
-    correction sees.
-    """
-    return rollout.raw_logprobs if sampling.temperature == 1.0 else rollout.logprobs
 
 
 def laid_out(group: TrainGroup, member: int) -> tuple[list[int], list[int]]:
@@ -116,7 +105,7 @@ def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
                 base = b * micro.width + column
                 predictors += [base + place - 1 if place else last_of_prompt for place in sampled_at]
                 targets += rollout.token_ids
-                behaviour += behaviour_logprobs(rollout, group.spec.sampling)
+                behaviour += group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
                 sequence += [len(flat)] * len(rollout.token_ids)
                 flat.append(first_rollout[piece.group] + member)
                 column += count

@@ -31,7 +31,7 @@ from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink, past_evaluations
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import Publisher
-from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, state_fields, step_row
+from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, left_out_by_worker, state_fields, step_row
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
@@ -41,6 +41,8 @@ _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
 NOT_FINITE_KEPT_MAX = 16
 """Batches kept for inspection; later ones are counted only."""
+LEFT_OUT_LINES_MAX = 8
+"""Workers named a step in the log; the metrics count all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,11 @@ class TrainingLoop:
 
     def _record(self, batch: Batch, result: StepResult, times: StepTimes) -> None:
         row = step_row(batch, result, times, self.facts)
+        for peer_id, tokens in left_out_by_worker(batch, result).most_common(LEFT_OUT_LINES_MAX):
+            _log.warning(
+                "step %d: %d tokens of worker %s are left out: their log-probabilities are too far from the learner's own",
+                result.step, tokens, peer_id,
+            )  # fmt: skip
         row |= state_fields(self.intake.batcher, self.publisher, self.p.schedule, self.utilisation)
         rewards = self.intake.rewards
         row |= audit_fields(self.auditor.counts)
@@ -274,7 +281,8 @@ class TrainingLoop:
                 "prompt_token_ids": group.spec.prompt_token_ids,
                 "rewards": group.rewards,
                 "rollouts": [
-                    {"index": r.index, "token_ids": r.token_ids, "logprobs": r.logprobs} for r in group.rollouts
+                    {"index": r.index, "token_ids": r.token_ids, "logprobs": r.logprobs, "raw_logprobs": r.raw_logprobs}
+                    for r in group.rollouts
                 ],
             }
             for group in batch.groups

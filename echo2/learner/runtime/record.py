@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from echo2.base.ids import PeerId
 from echo2.learner.batcher import Batch, Batcher
 from echo2.learner.loss import LossMetrics
 from echo2.learner.publication import PublicationSchedule
@@ -151,6 +152,16 @@ def state_fields(
     }
 
 
+def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
+    """Whose rollouts had tokens left out of the step because their reported numbers are too far from the learner's own."""
+    found: Counter[PeerId] = Counter()
+    rollouts = [senders for group in batch.groups for senders in group.senders or [()] * len(group.rollouts)]
+    for senders, tokens in zip(rollouts, result.left_out, strict=False):
+        for peer_id in {sent.peer_id for sent in senders} if tokens else ():
+            found[peer_id] += tokens
+    return found
+
+
 def audit_fields(counts: AuditCounts) -> dict[str, object]:
     return {
         "audit/tokens": counts.tokens,
@@ -174,6 +185,8 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
         "rollouts": batch.rollout_count,
         "groups": len(batch.groups),
         "tokens": result.sampled_tokens,
+        "reports/left_out_tokens": sum(result.left_out),
+        "reports/left_out_workers": len(left_out_by_worker(batch, result)),
         "positions": result.positions,
         "completion_tokens/mean": statistics.fmean(completions),
         "completion_tokens/max": max(completions),

@@ -20,7 +20,7 @@ from torch import Tensor
 from echo2.base.errors import TrainingError
 from echo2.learner.advantage import Advantages, Baseline, group_advantages, minimum_variance_weights
 from echo2.learner.batcher import Batch, TrainGroup
-from echo2.learner.correction import Segments, learning_rate_scale, score_norm_sq_proxy
+from echo2.learner.correction import Segments, believed, learning_rate_scale, score_norm_sq_proxy
 from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens, PolicyLoss, loss_metrics, policy_loss
 from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
 from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collate, lengths_of
@@ -42,6 +42,9 @@ class StepResult:
     is_skipped: bool
     positions: int  # computed, padding and prompts included
     sampled_tokens: int
+    left_out: tuple[
+        int, ...
+    ] = ()  # by rollout of the batch: tokens whose reported numbers are too far off to be trained on
 
 
 @dataclass(slots=True)
@@ -95,9 +98,11 @@ class Trainer:
         advantages = self._advantages(batch.groups, packed, counted)
         totals = self._totals(batch, advantages, layout)
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        left_out_N = torch.zeros(batch.rollout_count)
         ratio_max = 0.0
         for number, micro in enumerate(packed):
-            loss = self._loss(micro, advantages, totals, is_counted=number < counted)
+            loss, left_out_R = self._loss(micro, advantages, totals, is_counted=number < counted)
+            left_out_N[micro.rollout_R] += left_out_R
             watch.lap("forward")
             torch.autograd.backward(loss.loss)
             self.model.gather_gradients()
@@ -120,6 +125,7 @@ class Trainer:
             lr == 0.0,
             sum(micro.positions for micro in layout),
             totals.token_count,
+            tuple(round(count) for count in self.ranks.sum(left_out_N).tolist()),
         )
 
     @property
@@ -176,6 +182,8 @@ class Trainer:
                     continue
                 every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
                 segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
+                believed_T = believed(logprobs_T.cpu(), micro.behaviour_T, segments)
+                segments = Segments(micro.sequence_T, believed_T, micro.rollout_R.numel())
                 log_ratio_R[micro.rollout_R] = segments.sum_R(logprobs_T.cpu() - micro.behaviour_T)
                 norm_sq_R[micro.rollout_R] = score_norm_sq_proxy(logprobs_T.cpu(), segments)
         return minimum_variance_weights(self.ranks.sum(log_ratio_R), self.ranks.sum(norm_sq_R))
@@ -187,21 +195,28 @@ class Trainer:
         longest = max(group.spec.sampling.max_new_tokens for group in batch.groups)
         return BatchTotals(max(1, tokens), max(1, len(trained)), longest, max(1, len(layout)))
 
-    def _loss(self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals, is_counted: bool) -> PolicyLoss:
+    def _loss(
+        self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals, is_counted: bool
+    ) -> tuple[PolicyLoss, Tensor]:
+        """And how many tokens of each rollout were left out because their reported numbers are too far off."""
         device = self.model.device
         inputs = micro.inputs.to(device)
         logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
-        sequence_T = micro.sequence_T.to(device)
+        sequence_T, behaviour_T = micro.sequence_T.to(device), micro.behaviour_T.to(device)
+        asked_T = advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted
+        segments = Segments(sequence_T, asked_T, micro.rollout_R.numel())
+        believed_T = believed(logprobs_T, behaviour_T, segments)
         tokens = PackedTokens(
             logprobs_T,
-            micro.behaviour_T.to(device),
+            behaviour_T,
             advantages.values_R[micro.rollout_R].to(device),
             sequence_T,
-            advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted,
+            believed_T,
             reference_logprobs_T=self._reference_logprobs(inputs),
             entropy_T=entropy_T,
         )
-        return policy_loss(tokens, self.options.loss, totals)
+        left_out_R = segments.sum_R((asked_T & ~believed_T).to(torch.float32))
+        return policy_loss(tokens, self.options.loss, totals), left_out_R.cpu()
 
     def _update(self, metrics: LossMetrics) -> tuple[float, float]:
         """Clips, moves the masters, rounds. Returns the gradient's norm and the learning rate used, 0 when skipped."""

@@ -92,7 +92,7 @@ def test_a_stale_turn_closes_the_whole_group() -> None:
 
 def test_the_worlds_tokens_are_read_and_not_trained_on(model_path: Path) -> None:
     group_id, spans = GroupId("g0"), (VersionSpan(Version(0), 5),)
-    logprobs = (-3.0,) * 5
+    logprobs = (-4.0,) * 5
     rollouts = tuple(
         Rollout(group_id, i, tuple(range(10 + i, 15 + i)), logprobs, logprobs, spans, FinishReason.STOP)
         for i in range(2)

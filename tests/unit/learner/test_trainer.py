@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,7 @@ def _with_token(group: TrainGroup, token: int) -> TrainGroup:
 
 def test_kl_penalty_compares_with_the_base_model(model_path: Path) -> None:
     trainer = new_trainer(model_path, loss=PolicyLossConfig(kl_coefficient=0.1))
-    batch = Batch(Step(0), random_groups(7))
+    batch = Batch(Step(0), random_groups(7, logprob=-4.0))
     first = trainer.step(batch)
     assert abs(first.metrics.kl_reference) < 1e-6
     assert trainer.step(batch).metrics.kl_reference > 0
@@ -186,3 +187,48 @@ def test_tensors_of_several_dtypes_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="floating-point tensors to train, got torch.int8 in q"):
         check_dtypes({"q": torch.zeros(2, dtype=torch.int8)}, "model")
     check_dtypes({"a": torch.zeros(2), "b": torch.ones(1)}, "model")
+
+
+def forged(groups: tuple[TrainGroup, ...], count: int, nats: float) -> tuple[TrainGroup, ...]:
+    """The first `count` tokens of the first rollout have numbers that are `nats` too low."""
+    first, *others = groups
+    rollout = first.rollouts[0]
+    numbers = tuple(x - nats if place < count else x for place, x in enumerate(rollout.raw_logprobs))
+    changed = replace(rollout, logprobs=numbers, raw_logprobs=numbers)
+    return (replace(first, rollouts=(changed, *first.rollouts[1:])), *others)
+
+
+@pytest.mark.parametrize("nats", [5.0, 18.0])
+def test_one_forged_report_moves_a_step_no_more_than_a_few_honest_ones(model_path: Path, nats: float) -> None:
+    """Whatever its numbers say: without the bound the gradient of a ratio of e^18 is all that is left of the step."""
+
+    def norm_of(groups: tuple[TrainGroup, ...]) -> tuple[float, tuple[int, ...]]:
+        result = new_trainer(model_path, grad_clip=1e9).step(Batch(Step(0), groups))
+        return result.grad_norm, result.left_out
+
+    plain = new_trainer(model_path)
+    groups = random_groups(11)
+    groups = tuple(
+        replace(
+            group, rollouts=tuple(_told(r, tuple(own.tolist())) for r, own in zip(group.rollouts, found, strict=True))
+        )
+        for group, found in ((g, plain.logprobs([g])) for g in groups)
+    )
+    lowest = min(range(4), key=lambda n: groups[0].rewards[n])  # a negative advantage: nothing clips a large ratio
+    groups = (_rotated(groups[0], lowest), *groups[1:])
+    honest, nothing = norm_of(groups)
+    tokens = len(groups[0].rollouts[0].token_ids)
+    bad, left_out = norm_of(forged(groups, tokens, nats))
+    assert sum(nothing) == 0 and left_out[0] == tokens and sum(left_out) == tokens
+    assert bad < 2 * honest
+
+
+def _told(rollout: Rollout, numbers: tuple[float, ...]) -> Rollout:
+    return replace(rollout, logprobs=numbers, raw_logprobs=numbers)
+
+
+def _rotated(group: TrainGroup, first: int) -> TrainGroup:
+    order = [first, *(n for n in range(len(group.rollouts)) if n != first)]
+    return replace(
+        group, rollouts=tuple(group.rollouts[n] for n in order), rewards=tuple(group.rewards[n] for n in order)
+    )
