@@ -44,6 +44,10 @@ class GrpcNet:
             with socket.create_connection((host, port), timeout=timeout_s) as raw:
                 with context.wrap_socket(raw, server_hostname=server_name) as connection:
                     shown = connection.getpeercert(binary_form=True)
+        except ssl.SSLEOFError:  # it has no room for one more at this moment, or its machine is going down
+            raise Unreachable(
+                f"coordinator at {host}:{port}: it ended the connection before it said who it is"
+            ) from None
         except ssl.SSLError as error:
             raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
         except OSError as error:

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
-
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.node import BroadcastNode
@@ -20,6 +18,7 @@ from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
+from echo2.trust.runtime.gate import GatedServer
 
 RUN = RunId("a-run")
 
@@ -27,7 +26,7 @@ RUN = RunId("a-run")
 @dataclass
 class Member:
     node: BroadcastNode
-    server: grpc.aio.Server
+    server: GatedServer
     address: str
     credentials: tls.Credentials
 

@@ -53,7 +53,8 @@ class _WhoAmI(enrolment_pb2_grpc.EnrolmentServicer):
 
 @asynccontextmanager
 async def _serving(servicer: Any, credentials: grpc.ServerCredentials) -> AsyncIterator[int]:
-    server = tls.new_server()
+    is_first_contact = isinstance(servicer, _Enrolment)
+    server = tls.new_enrolment_server() if is_first_contact else tls.new_server()
     enrolment_pb2_grpc.add_EnrolmentServicer_to_server(servicer, server)
     port = tls.bind_server(server, "127.0.0.1:0", credentials)
     await server.start()
@@ -289,7 +290,7 @@ def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_
     async def main() -> None:
         server = tls.new_server()
         handler = grpc.unary_unary_rpc_method_handler(_echo)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Echo": handler}),))
+        server.add_frames("t.T", {"Echo": handler})
         port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(server_side))
         await server.start()
         async with tls.open_channel(f"127.0.0.1:{port}", authority.identity.peer_id, client) as channel:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import grpc.aio
 import pytest
 
 from echo2.base.errors import Unreachable
@@ -22,6 +21,7 @@ from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransp
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
+from echo2.trust.runtime.gate import GatedServer
 
 RUN = RunId("contract")
 KINDS = ("grpc", "memory", "libp2p")
@@ -37,7 +37,7 @@ class End:
     address: str
     accepted: asyncio.Queue[Connection] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    server: grpc.aio.Server | None = None
+    server: GatedServer | None = None
 
     async def accept(self, connection: Connection) -> None:
         await self.accepted.put(connection)

@@ -14,8 +14,6 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
-import grpc.aio
-
 from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
@@ -66,6 +64,7 @@ from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
 from echo2.outside import unix_now
 from echo2.trust.identity import Role
+from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 
 log = logging.getLogger("echo2.broadcast")
@@ -113,7 +112,7 @@ class BroadcastNode:
 
     # ---- life
 
-    def add_to_server(self, server: grpc.aio.Server) -> None:
+    def add_to_server(self, server: GatedServer) -> None:
         """Call before the server starts; it must demand client certificates of the run."""
         self._grpc.add_to_server(server, self.accept)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import urllib.parse
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +20,8 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Accept
 from echo2.trust.identity import PeerIdentity, Role
+from echo2.trust.runtime.doors import DOORS, remote_of
+from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials, open_channel, peer_of
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
@@ -84,7 +85,7 @@ class _AcceptedConnection:
 
     def __init__(self, peer: PeerIdentity, context: Any) -> None:
         self.peer = peer
-        self.remotes = frozenset({_remote_of(context.peer())})
+        self.remotes = frozenset({remote_of(context.peer())})
         self._context = context
         self.closed = asyncio.Event()
 
@@ -103,7 +104,10 @@ class _AcceptedConnection:
             frame = await self._context.read()
         except grpc.aio.BaseError:
             return None
-        return None if frame is _EOF else frame
+        if frame is _EOF:
+            return None
+        DOORS.took(self._context.peer(), len(frame))
+        return bytes(frame)
 
     async def finish(self) -> None:
         """The stream ends in order when whoever accepted it returns."""
@@ -119,11 +123,11 @@ class GrpcTransport:
         self._credentials = credentials
         self._accept: Accept | None = None
 
-    def add_to_server(self, server: grpc.aio.Server, accept: Accept) -> None:
+    def add_to_server(self, server: GatedServer, accept: Accept) -> None:
         """Registers the Broadcast service; the server must use `tls.server_credentials`."""
         self._accept = accept
         handler = grpc.stream_stream_rpc_method_handler(self._exchange)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Exchange": handler}),))
+        server.add_frames(SERVICE, {"Exchange": handler})
 
     async def _exchange(self, _: AsyncIterator[bytes], context: Any) -> None:
         try:
@@ -156,12 +160,6 @@ class GrpcTransport:
 
     async def close(self) -> None:
         self._accept = None
-
-
-def _remote_of(told: str) -> Remote:
-    """What gRPC calls a caller: ipv4:10.0.0.1:4711 or ipv6:%5B2001:db8::1%5D:4711."""
-    host, _, port = urllib.parse.unquote(told).partition(":")[2].rpartition(":")
-    return as_ipv4(host.strip("[]")), int(port) if port.isdigit() else 0
 
 
 async def _remotes_at(address: str) -> frozenset[Remote]:

@@ -44,6 +44,7 @@ from echo2.outside.guard import noting
 from echo2.trust.identity import JoinLink, Role, RunAuthority
 from echo2.trust.runtime import tls
 from echo2.trust.runtime.enrolling import LOOK_S_MAX, renewal_due_unix_s
+from echo2.trust.runtime.port_limits import SERVICES
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, probe_pb2_grpc
 
 TICK_S = 0.5
@@ -51,7 +52,6 @@ CHECKPOINT_S = 2.0
 STOP_GRACE_S = 2.0
 LINK_LIFETIME_S = 30 * 86_400.0
 LINK_ROLES = (Role.WORKER, Role.LEARNER, Role.OPERATOR)
-ENROLMENT_MESSAGE_BYTES = 64 << 10
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -102,10 +102,7 @@ class CoordinatorDaemon:
         saved = store.load()
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
         ports = saved.meta
-        services = tls.new_server()
-        enrolment = tls.new_server(
-            options=[("grpc.max_receive_message_length", ENROLMENT_MESSAGE_BYTES), ("grpc.max_concurrent_streams", 64)]
-        )
+        services, enrolment = tls.new_server(SERVICES), tls.new_enrolment_server()
         port = _port(options.port, ports.get("port"))
         own = tls.coordinator_credentials(authority, f"{options.link_host}:{port}")
         port = tls.bind_server(services, f"{options.host}:{port}", tls.server_credentials(own))
@@ -162,7 +159,8 @@ class CoordinatorDaemon:
     ) -> None:
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
-        _log.info("dashboard at %s", self.dashboard_url)
+        where = f"; its access token is in {dashboard.token_file}" if dashboard.token_file is not None else ""
+        _log.info("dashboard at %s%s", dashboard.address, where)
         serving = asyncio.create_task(dashboard.run())
         running = (Planning(hub).run(), commands.provisioner.run(), *more)
         tasks = [serving, *(asyncio.create_task(one) for one in running)]

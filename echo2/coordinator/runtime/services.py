@@ -217,19 +217,18 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _read(self, context: Any, party: Party[Order], peer_id: PeerId, session: Session[Order]) -> None:
-        while isinstance(message := await context.read(), Message):
-            early_s = self._rates.take(peer_id, self._hub.clock.now())
-            if early_s > 0:  # back-pressure: the stream's window fills while we do not read
-                await asyncio.sleep(early_s)
-            if not session.is_open:  # another stream has taken its place: what still comes on this one is out of date
-                return
-            try:
+        try:
+            while isinstance(message := await context.read(), Message):
+                early_s = self._rates.take(peer_id, self._hub.clock.now())
+                if early_s > 0:  # back-pressure: the stream's window fills while we do not read
+                    await asyncio.sleep(early_s)
+                if not session.is_open:  # another stream has taken its place: what still comes on this one is late
+                    return
                 with handling("the control stream", peer_id):
                     party.said(peer_id, message)
-            except EchoError as error:
-                self._refusals.warn("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
-                session.refuse(error)
-                return
+        except EchoError as error:
+            self._refusals.warn("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
+            session.refuse(error)
 
 
 async def _write(context: Any, session: Session[Order]) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import grpc
 import torch
 
 from echo2.base.errors import ConfigError, Unreachable
@@ -46,6 +45,8 @@ from echo2.learner.runtime.startup import Prepared, export, prepare_here
 from echo2.outside import monotonic
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.runtime.enrolling import enrol, find_coordinator, keep_renewed
+from echo2.trust.runtime.gate import GatedServer
+from echo2.trust.runtime.port_limits import LEARNER
 from echo2.trust.runtime.tls import (
     Credentials,
     bind_server,
@@ -56,7 +57,7 @@ from echo2.trust.runtime.tls import (
     server_credentials,
 )
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
-from echo2.wire.rollout import PARTIALS_BYTES_MAX, REPORT_BYTES_MAX, group_to_message
+from echo2.wire.rollout import group_to_message
 
 ENROL_RETRY_S = 2.0
 STOP_GRACE_S = 0.5
@@ -83,7 +84,7 @@ class FleetBroadcaster(Broadcaster, Protocol):
         ...
 
 
-BroadcasterFactory = Callable[[grpc.aio.Server, Credentials, LearnerOptions], FleetBroadcaster]
+BroadcasterFactory = Callable[[GatedServer, Credentials, LearnerOptions], FleetBroadcaster]
 """Makes the broadcast node and registers its service with the learner's server, before that starts."""
 
 
@@ -201,12 +202,7 @@ class LearnerDaemon:
 
     async def _serve(self, prepared: Prepared, credentials: Credentials) -> RunSummary:
         options = self.options
-        server = new_server(
-            options=[
-                ("grpc.max_receive_message_length", REPORT_BYTES_MAX),
-                ("grpc.max_send_message_length", PARTIALS_BYTES_MAX),
-            ]
-        )
+        server = new_server(LEARNER)
         offers = OfferConfig(options.rollouts_per_step, options.rollouts_per_group, options.staleness_bound)
         intake = Intake(prepared.batcher, prepared.journal, prepared.prompts, offers, prepared.history.cursor)
         intake.restore(prepared.history)
@@ -336,7 +332,7 @@ class LearnerDaemon:
                 await asyncio.wait_for(self._stop.wait(), LINGER_LOOK_S)
 
     async def _close(
-        self, loop: TrainingLoop, server: grpc.aio.Server, broadcaster: FleetBroadcaster, sinks: Sequence[Sink]
+        self, loop: TrainingLoop, server: GatedServer, broadcaster: FleetBroadcaster, sinks: Sequence[Sink]
     ) -> None:
         self._end_waits_for("rewards, broadcast and journal to close")
         async with contextlib.AsyncExitStack() as rest:  # from the last to the first, whatever any of them raises

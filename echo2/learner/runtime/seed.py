@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import grpc
-
 from echo2.base.ids import Version
 from echo2.broadcast.chunks import all_of
 from echo2.broadcast.manifest import ArtifactId
@@ -20,6 +18,7 @@ from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import fluid_bound
 from echo2.learner.runtime.options import LearnerOptions
+from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 from echo2.weights import Encoding
 from echo2.wire.broadcast import plan_from_message
@@ -29,7 +28,7 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2
 class SeedNode:
     """A `FleetBroadcaster` over the real node."""
 
-    def __init__(self, server: grpc.aio.Server, credentials: Credentials, options: LearnerOptions) -> None:
+    def __init__(self, server: GatedServer, credentials: Credentials, options: LearnerOptions) -> None:
         self._transport = MixedTransport(credentials)
         self.node = BroadcastNode(
             credentials,

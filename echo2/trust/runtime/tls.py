@@ -49,6 +49,9 @@ from echo2.trust.identity import (
     dns_name_of,
     self_signed_certificate,
 )
+from echo2.trust.runtime.doors import DOORS, remote_of
+from echo2.trust.runtime.gate import GatedServer
+from echo2.trust.runtime.port_limits import ENROLMENT, KEEPALIVE, PEERS, STREAM_WINDOW_BYTES, PortLimits, merged
 
 PROTOCOL_VERSION = 1
 """Of all messages, and of the delta containers within them."""
@@ -56,22 +59,6 @@ IDENTITY_BYTES, CHECK_BYTES = 32, 8
 _BOUND_TO_IDENTITY = ("authority.pem", "authority.key", "credentials.json")
 CALLS_END_WITHIN_S = 2.0
 MESSAGE_BYTES_MAX = 16 * 2**20
-STREAM_WINDOW_BYTES = 2 << 20  # the default of 64 KiB is 0.8 MB/s over 80 ms until gRPC has learned better
-# Bulk streams must see a dead peer within seconds, also while nothing is sent.
-_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 8_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *_COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # without this a busy port is silently shared
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
 
 
 def write_secret(path: Path, data: bytes) -> None:
@@ -285,17 +272,22 @@ def server_credentials(credentials: Credentials) -> Shown:
     return Shown(credentials.key_and_certificate, credentials.authority_pem)
 
 
-def new_server(*, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
-    """A server with the project's limits; bind it with `bind_server`."""
-    return here().net.server([*SERVER_OPTIONS, *options])
+def new_server(limits: PortLimits = PEERS) -> GatedServer:
+    """A server for members of the run; bind it with `bind_server`."""
+    return GatedServer(limits, lambda context: peer_of(context).peer_id)
 
 
-def bind_server(server: grpc.aio.Server, address: str, shown: Shown) -> int:
+def new_enrolment_server() -> GatedServer:
+    """A server for callers that have no certificate yet; each address counts as one."""
+    return GatedServer(ENROLMENT, lambda context: remote_of(context.peer())[0])
+
+
+def bind_server(server: GatedServer, address: str, shown: Shown) -> int:
     """Listens on `address` (port 0: any) and returns the port; PortBusy names an address that is taken."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
-    return here().net.listen(server, host, int(port), shown)
+    return server.listen(host, int(port), shown)
 
 
 async def calls_have_ended() -> None:
@@ -328,13 +320,16 @@ def open_enrolment_channel(link: JoinLink, shown_pem: bytes) -> grpc.aio.Channel
 
 
 def channel_options(options: Sequence[tuple[str, int | str]] = ()) -> list[tuple[str, int | str]]:
-    return [
-        *_COMMON_OPTIONS,
-        ("grpc.initial_reconnect_backoff_ms", 250),
-        ("grpc.max_reconnect_backoff_ms", 5_000),
-        ("grpc.enable_http_proxy", 0),
-        *options,
-    ]
+    """Of a channel; what `options` names goes before the defaults."""
+    defaults: dict[str, int | str] = {
+        "grpc.http2.lookahead_bytes": STREAM_WINDOW_BYTES,
+        "grpc.max_send_message_length": MESSAGE_BYTES_MAX,
+        "grpc.max_receive_message_length": MESSAGE_BYTES_MAX,
+        "grpc.initial_reconnect_backoff_ms": 250,
+        "grpc.max_reconnect_backoff_ms": 5_000,
+        "grpc.enable_http_proxy": 0,
+    }
+    return merged(KEEPALIVE, defaults, dict(options))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -349,6 +344,7 @@ def peer_of(context: Any) -> PeerIdentity:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
     certificate = _certificate(bytes(pems[0]))
     certificate.check_time(unix_now())
+    DOORS.know(context.peer(), certificate.peer_id)
     return PeerIdentity(certificate.peer_id, certificate.role)
 
 

@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
 from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
@@ -29,6 +27,7 @@ from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.outside import SteadyClock
 from echo2.trust.identity import JoinLink
 from echo2.trust.runtime.enrolling import find_coordinator, keep_renewed
+from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials, bind_server, new_server, save_credentials, server_credentials
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker import duties, swap
@@ -166,7 +165,7 @@ class WorkerDaemon:
         self.session.leave(reason)
         await self.session.flush(LEAVE_S)
 
-    async def _close(self, node: BroadcastNode, server: grpc.aio.Server) -> None:
+    async def _close(self, node: BroadcastNode, server: GatedServer) -> None:
         for task in self._tasks:
             task.cancel()
         if self._measuring is not None:

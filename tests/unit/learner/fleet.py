@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from echo2.base.ids import GroupId, LeaseId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import (
     Credentials,
     bind_server,
@@ -66,7 +65,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.published: list[coordinator_pb2.VersionPublished] = []
         self.closed: list[tuple[GroupId, str]] = []
         self.newest = Version(0)
-        self.server: grpc.aio.Server | None = None
+        self.server: GatedServer | None = None
         self.address = ""
 
     async def start(self, port: int = 0) -> None:

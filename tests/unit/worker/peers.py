@@ -22,6 +22,7 @@ from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
+from echo2.trust.runtime.gate import GatedServer
 from echo2.weights import DeltaHeader, HostWeights, encode_delta, encode_keyframe
 from echo2.weights.fingerprint import key_of_run
 from echo2.wire import rollout as wire
@@ -258,13 +259,13 @@ class SmallRun:
         self.enrol_port = 0
         self.model_config_json = b""
         self.model_digest = ""
-        self._servers: dict[str, grpc.aio.Server] = {}
+        self._servers: dict[str, GatedServer] = {}
 
     async def __aenter__(self) -> SmallRun:
         await self.start_coordinator()
         self.learner_credentials = issued(self.authority, Role.LEARNER, self.coordinator_address)
         await self.start_learner()
-        server = tls.new_server()
+        server = tls.new_enrolment_server()
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(_Enrolment(self), server)
         self.enrol_port = tls.bind_server(server, "127.0.0.1:0", tls.enrolment_server_credentials(self.authority))
         await server.start()

@@ -28,7 +28,7 @@ from echo2.coordinator.runtime.planning import make_plan, snapshot_of
 from echo2.coordinator.runtime.web.feed import Feed
 from echo2.coordinator.runtime.web.metrics import exposition, families_of
 from echo2.coordinator.runtime.web.openapi import document
-from echo2.coordinator.runtime.web.state import StateView, machine_value, plan_value
+from echo2.coordinator.runtime.web.state import StateView, command_of, machine_value, plan_value
 from echo2.coordinator.what_if import WhatIf, changed_config, changed_snapshot
 
 STATIC = Path(__file__).parent / "static"
@@ -61,7 +61,8 @@ class Web:
             act("/api/workers/state", self._set_worker), act("/api/tokens", self._create_token),
             act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
             act("/api/machines", self._rent), act("/api/machines/release", self._release),
-            act("/api/machines/notice", self._notice), act("/api/machines/approve", self._approve),
+            act("/api/machines/command", self._machine_command), act("/api/machines/notice", self._notice),
+            act("/api/machines/approve", self._approve),
             Route("/metrics", self._metrics), Route("/healthz", self._healthz), Route("/readyz", self._readyz),
             Route("/favicon.ico", self._icon), Mount("/static", StaticFiles(directory=STATIC)),
         ]  # fmt: skip
@@ -161,7 +162,13 @@ class Web:
         offer, label = _text(body, "offer"), _text(body, "label", "")
         reason = _text(body, "reason", "") or "the operator's word"
         machine = await self._commands.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
-        return machine_value(machine, self._commands)
+        return {**machine_value(machine, self._commands), "command": command_of(machine)}
+
+    def _machine_command(self, body: Body) -> Body:
+        machine = self._commands.provisioner.machines.get(_text(body, "machine_id"))
+        if machine is None:
+            raise MalformedMessage("machine_id: expected one of this run's machines")
+        return {"command": command_of(machine)}
 
     async def _release(self, body: Body) -> Body:
         reason = _text(body, "reason", "") or "the operator's word"

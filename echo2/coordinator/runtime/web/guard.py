@@ -9,18 +9,20 @@ constant time.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "echo2_access"
 CSRF_HEADER = "x-echo2-csrf"
 OPEN_PATHS = ("/healthz", "/readyz")
 REQUEST_BYTES_MAX = 64 << 10
+BODY_S = 10.0
 _HEADERS = {
     "content-security-policy": (
         "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'; "
@@ -55,7 +57,11 @@ class Guard:
         if answer is not None:
             await answer(scope, receive, _with_headers(send))
             return
-        await self._app(scope, receive, _with_headers(send))
+        body = _Body(receive)
+        try:
+            await self._app(scope, body.receive, _with_headers(send))
+        except _BodyRefused as error:  # before any answer: an action is looked at once its body is whole
+            await _problem(error.status, str(error))(scope, receive, _with_headers(send))
 
     def _refusal(self, request: Request) -> Response | None:
         host = (request.url.hostname or "").lower()
@@ -97,6 +103,38 @@ class Guard:
             COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure, max_age=30 * 86_400
         )
         return response
+
+
+class _BodyRefused(Exception):
+    """A body is too long or too slow, whatever its head said of it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Body:
+    """What a request brings, counted and timed."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left_bytes = REQUEST_BYTES_MAX
+        self._until = asyncio.get_running_loop().time() + BODY_S
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise _BodyRefused(408, f"expected the whole body within {BODY_S:.0f} s") from None
+        self._left_bytes -= len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._left_bytes < 0:
+            raise _BodyRefused(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
+        return message
 
 
 def _problem(status: int, message: str) -> Response:

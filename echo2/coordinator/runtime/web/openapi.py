@@ -85,6 +85,10 @@ def document() -> dict[str, Any]:
             "/api/machines/release": _post(
                 "Gives a machine back.", "Nothing.", {"machine_id": _TEXT, "reason": _TEXT}, ["machine_id"]
             ),
+            "/api/machines/command": _post(
+                "Tells what a person is to run on a machine.", "`command`; empty: nothing.", {"machine_id": _TEXT},
+                ["machine_id"],
+            ),
             "/api/machines/notice": _post(
                 "Tells that a machine, or one worker by its peer id, will be taken away.", "Nothing.",
                 {"whom": _TEXT, "notice": _TEXT}, ["whom"],

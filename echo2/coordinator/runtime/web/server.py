@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,15 +17,33 @@ import uvicorn
 
 from echo2.base.errors import PortBusy
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.web.acceptor import Acceptor, PageConnection
 from echo2.coordinator.runtime.web.app import Web
 from echo2.coordinator.runtime.web.guard import Guard, is_loopback
 from echo2.trust.runtime.tls import Credentials, read_secret, write_secret
 
 STOP_GRACE_S = 1
-CONNECTIONS_MAX = 512
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
+    """Its connections are accepted by `Acceptor`, which counts them."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None, "the page listens on a socket that it is given"
+        await self.lifespan.startup()
+        self.servers: list[asyncio.Server] = []
+        acceptor = Acceptor(sockets[0], self._protocol, self.config.ssl)
+        self._accepting = asyncio.create_task(acceptor.run())
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _protocol(self, ended: Callable[[PageConnection], None]) -> PageConnection:
+        return PageConnection(ended, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the process's business."""
@@ -49,23 +67,26 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class Dashboard:
-    """`url` opens the page; off loopback it carries the access token."""
+    """`address` is where the page is; `url` opens it: off loopback it carries the access token, so it is told to nobody.
+    `token_file` holds that token; None: none is asked for."""
 
     def __init__(self, commands: Commands, listener: socket.socket, host: str, folder: Path, keys: Credentials) -> None:
         self._stopping = asyncio.Event()
         self._listener = listener
         port = listener.getsockname()[1]
         is_open = is_loopback(host)
-        token = "" if is_open else _access_token(folder / "links" / "dashboard.token")
+        self.token_file = None if is_open else folder / "links" / "dashboard.token"
+        token = _access_token(self.token_file) if self.token_file is not None else ""
         shown = host if is_open else commands.hub.options.link_host
         scheme = "http" if is_open else "https"
-        self.url = f"{scheme}://{shown}:{port}/" + (f"?token={token}" if token else "")
+        self.address = f"{scheme}://{shown}:{port}/"
+        self.url = self.address + (f"?token={token}" if token else "")
         csrf = secrets.token_urlsafe(24)
         hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})
         app = Guard(Web(commands, csrf, self._stopping).application(), token, hosts, csrf)
         tls: dict[str, str] = {} if is_open else _tls_files(folder / "coordinator", keys)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", limit_concurrency=CONNECTIONS_MAX,
+            app, log_config=None, access_log=False, lifespan="off",
             timeout_graceful_shutdown=STOP_GRACE_S, server_header=False, ws="none", **tls,
         )  # fmt: skip
         self._server = _Server(config)

@@ -275,13 +275,19 @@ class StateView:
         }  # fmt: skip
 
 
+def command_of(machine: Machine) -> str:
+    """What a person runs on a machine that is still to join; it carries a join link."""
+    return machine.command if machine.is_open else ""
+
+
 def machine_value(machine: Machine, commands: Commands) -> dict[str, Any]:
-    """A machine as the page shows it; `command` is for a person to run."""
+    """A machine as the page shows it. `has_command`: there is one for a person to run, which carries a join link and is told
+    by an action alone."""
     return {
         "machine_id": machine.machine_id, "offer": machine.offer, "provider": machine.provider,
         "label": machine.label, "state": machine.state.value, "price": machine.usd_per_hour,
         "since": round(machine.rented_at, 1), "ended": machine.ended_at and round(machine.ended_at, 1),
-        "notice": machine.notice, "command": machine.command if machine.is_open else "",
+        "notice": machine.notice, "has_command": bool(command_of(machine)),
         "workers": [worker.name for worker in commands.hub.money.workers_of(machine)],
     }  # fmt: skip
 

@@ -15,10 +15,15 @@ function confirm(title, text, go, run) {
   $("confirm-title").textContent = title; $("confirm-text").textContent = text; $("confirm-go").textContent = go;
   const form = $("confirm-form"); form.reset(); $("confirm-reason").hidden = false; form.onsubmit = () => run(form.elements.reason.value); ask($("confirm-dialog"));
 }
+const runThis = "Run this on the machine that you rented; it lets one worker in:";
+async function tellCommand(machine) {
+  const told = await act("/api/machines/command", { machine_id: machine.machine_id });
+  if (told) showCommand(told.command, runThis);
+}
 async function rent(offer, reason) {
   const machine = await act("/api/machines", { offer: offer.name, reason });
   if (!machine) return;
-  if (machine.command) showCommand(machine.command, "Run this on the machine that you rented; it lets one worker in:");
+  if (machine.command) showCommand(machine.command, runThis);
   else toast(`${machine.machine_id} is ${machine.state}`);
 }
 const askRent = (offer) => confirm(`Rent one ${offer.name}?`, `From ${offer.provider}, at ${perHour(offer.price)}, until it is released.`, "Rent", (reason) => rent(offer, reason));
@@ -35,7 +40,7 @@ function offerRow(offer) {
 }
 function machineRow(machine, now) {
   const until = machine.ended ?? now, cost = machine.price * Math.max(0, until - machine.since) / 3600, isOpen = machine.state !== "gone";
-  const show = machine.command ? make("button", { type: "button", onclick: () => showCommand(machine.command, "Run this on the machine that you rented; it lets one worker in:") }, "Command") : null;
+  const show = machine.has_command ? make("button", { type: "button", onclick: () => tellCommand(machine) }, "Command") : null;
   const release = isOpen ? make("button", { type: "button", class: "ban", "aria-label": `Release ${machine.machine_id}`, onclick: () => askRelease(machine) }, "Release") : null;
   const cell = (label, kind, ...parts) => make("td", { class: kind || null, "data-label": label }, make("span", {}, ...parts));
   return make("tr", { class: isOpen ? null : "gone" },

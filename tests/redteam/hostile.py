@@ -1,0 +1,171 @@
+"""What a hostile client needs: raw TLS and HTTP/2 that keeps no rule, idle connections, and the cost that it causes.
+
+Only loopback; every attack is bounded in count and ends with its context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from echo2.trust.runtime.tls import Credentials
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, WINDOW_UPDATE, HEADERS, DATA, PING = 4, 8, 1, 0, 6
+
+
+@contextlib.contextmanager
+def idle_connections(port: int, count: int, source: str = "127.0.0.1") -> Iterator[list[socket.socket]]:
+    """TCP connections that say nothing. Those that are refused on the spot are left out."""
+    held: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", port), timeout=2, source_address=(source, 0)))
+        yield held
+    finally:
+        for one in held:
+            one.close()
+
+
+def still_open(sockets: list[socket.socket]) -> int:
+    """How many of them the other side has not ended."""
+    count = 0
+    for one in sockets:
+        one.setblocking(False)
+        try:
+            count += one.recv(1 << 16) != b""
+        except BlockingIOError:
+            count += 1
+        except OSError:
+            pass
+    return count
+
+
+def tls_to(port: int, credentials: Credentials | None = None, source: str = "127.0.0.1") -> ssl.SSLSocket:
+    """A TLS connection with or without a certificate of the run."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if credentials is not None:
+        with _as_file(credentials.tls_key_pem) as key, _as_file(credentials.certificate.pem) as certificate:
+            context.load_cert_chain(certificate, key)
+    raw = socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(source, 0))
+    return context.wrap_socket(raw)
+
+
+@contextlib.contextmanager
+def _as_file(data: bytes) -> Iterator[str]:
+    """ssl reads keys from files alone; this one is in memory."""
+    fd = os.memfd_create("key")
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def _literal(name: str, value: str) -> bytes:
+    return b"\x00" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+
+
+class Stalled:
+    """Calls over one connection, each of which announces a message and never sends its last byte."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self.connection = connection
+        self.sent_bytes = 0
+        self._next = 1
+        self._windows: dict[int, int] = {}
+        self._initial, self._whole = 65_535, 65_535
+        self._buffer = b""
+        connection.sendall(PREFACE + _frame(SETTINGS, 0, 0, b""))
+
+    def begin(self, path: str) -> int:
+        stream, self._next = self._next, self._next + 2
+        head = b"".join(
+            _literal(*pair)
+            for pair in (
+                (":method", "POST"), (":scheme", "https"), (":path", path), (":authority", "x"),
+                ("content-type", "application/grpc"), ("te", "trailers"),
+            )
+        )  # fmt: skip
+        self.connection.sendall(_frame(HEADERS, 4, stream, head))
+        self._windows[stream] = self._initial
+        return stream
+
+    def push(self, stream: int, size: int, announced: int, seconds: float) -> None:
+        """Sends up to `size` bytes of a message said to have `announced`, as the windows allow."""
+        left = memoryview(b"\x00" + struct.pack(">I", announced) + bytes(size))
+        until = time.monotonic() + seconds
+        while left and time.monotonic() < until:
+            room = min(len(left), self._windows.get(stream, 0), self._whole, 16_384)
+            if room <= 0:
+                if not self._hear(0.2):
+                    return
+                continue
+            self.connection.sendall(_frame(DATA, 0, stream, bytes(left[:room])))
+            left = left[room:]
+            self.sent_bytes += room
+            self._whole -= room
+            self._windows[stream] -= room
+            self._hear(0.0)
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Takes windows and settings in; whether the connection lives."""
+        self.connection.settimeout(timeout_s or 0.0001)
+        try:
+            data = self.connection.recv(1 << 16)
+        except (TimeoutError, ssl.SSLWantReadError):
+            return True
+        finally:
+            self.connection.settimeout(5)
+        if not data:
+            return False
+        self._buffer += data
+        while len(self._buffer) >= 9 and len(self._buffer) >= (end := 9 + int.from_bytes(self._buffer[:3], "big")):
+            kind, flags = self._buffer[3], self._buffer[4]
+            stream = int.from_bytes(self._buffer[5:9], "big") & 0x7FFFFFFF
+            payload, self._buffer = self._buffer[9:end], self._buffer[end:]
+            if kind == WINDOW_UPDATE:
+                more = int.from_bytes(payload, "big")
+                if stream:
+                    self._windows[stream] = self._windows.get(stream, 0) + more
+                else:
+                    self._whole += more
+            elif kind == SETTINGS and not flags & 1:
+                for at in range(0, len(payload), 6):
+                    name, value = struct.unpack(">HI", payload[at : at + 6])
+                    if name == 4:
+                        for one in self._windows:
+                            self._windows[one] += value - self._initial
+                        self._initial = value
+                self.connection.sendall(_frame(SETTINGS, 1, 0, b""))
+            elif kind == PING and not flags & 1:
+                self.connection.sendall(_frame(PING, 1, 0, payload))
+        return True
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that lies in RAM."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
