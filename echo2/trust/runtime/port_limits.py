@@ -86,7 +86,7 @@ ENROLMENT = PortLimits(
 )  # fmt: skip
 """Callers have no certificate yet."""
 SERVICES = PortLimits(
-    message_bytes=16 << 20, reply_bytes=64 << 20, streams=8, window_bytes=WINDOW_BYTES_MIN, share=0.5,
+    message_bytes=16 << 20, reply_bytes=64 << 20, streams=64, window_bytes=WINDOW_BYTES_MIN, share=0.5,
     connections_cap=24_000, per_peer=8,
 )  # fmt: skip
 """The coordinator's control streams, the operator's calls and renewals."""
