@@ -18,7 +18,7 @@ class Palindromes:
 
     name = "palindromes"
     size = None  # without end
-    is_cheap = True  # a few comparisons: scored in the learner's own process
+    is_cheap = True  # with task.trusted_rewards: scored in the learner's process; for code that takes microseconds
 
     def __init__(self, seed: int, letters: int = 4):
         self.seed = seed

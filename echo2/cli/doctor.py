@@ -48,6 +48,9 @@ ADVICE = {
     "GPU": "update the NVIDIA driver",
     "torch": "install the CUDA build of torch in this environment (its own index has it), or vLLM, which brings one",
     "memory": "close what else runs, choose a smaller model, or rent a machine with more",
+    "containment": "needed by a learner: allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 "
+    "and newer install the system's package bubblewrap, whose AppArmor profile allows them; in a container, its runtime must)",
+    "rewards": "remove task.trusted_rewards, unless nothing but your own models' text can ever reach this learner",
     "disk": "free space, or point --folder at another disk",
     "disk speed": "point --folder at a local disk: chunks and the journal are written as they come",
     "clock": "switch time synchronisation on (timedatectl set-ntp true): certificates and leases go by the clock",
@@ -85,6 +88,7 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     machine = look(folder)
     yield _python()
     yield _packages()
+    yield from _containment(config)
     driver = machine.gpus[0].driver if machine.gpus else ""
     yield gpu_finding(machine.gpu_text, sum(gpu.memory_bytes for gpu in machine.gpus), driver)
     yield _torch(bool(machine.gpus))
@@ -144,6 +148,22 @@ def _packages() -> Finding:
     text = f"echo2 {_version_of('echo2')} can be {', '.join(roles)}"
     text += f"; workers use {engines}" if "worker" in roles else ""
     return Finding("packages", "; ".join([text, *lacking]))
+
+
+def _containment(config: RunConfig) -> Iterator[Finding]:
+    """Whether a learner here could shut in what looks at completions. Workers and coordinators run no such code."""
+    from echo2.contain.runtime.box import bubblewrap, containment_problem
+    from echo2.tasks.executing import PLAIN_TASKS, trusted_text
+
+    if config.task.trusted_rewards:
+        yield Finding("rewards", trusted_text(config.task.name, config.task.args), is_good=False)
+    problem = containment_problem()
+    if not problem:
+        yield Finding("containment", f"rewards and tools can be contained, by {bubblewrap()}")
+    elif config.task.trusted_rewards or config.task.name in PLAIN_TASKS:
+        yield Finding("containment", f"none, and task {config.task.name} needs none as configured; {problem}")
+    else:
+        yield Finding("containment", problem, is_good=False)
 
 
 def _version_of(name: str) -> str:

@@ -19,7 +19,7 @@ from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
 
 if TYPE_CHECKING:
-    from echo2.learner.runtime.options import LearnerOptions, TrainerOptions
+    from echo2.learner.runtime.options import LearnerOptions, TaskOptions, TrainerOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
     """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
     from echo2.broadcast.runtime.shaper import LinkShape
-    from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
+    from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions
     from echo2.tasks.runtime.registry import turns_of
     from echo2.tasks.task import TaskSpec
 
@@ -62,7 +62,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         rollouts_per_group=learner.rollouts_per_prompt,
         staleness_bound=config.staleness.bound,
         trainer=_trainer_options(config),
-        task=TaskOptions(config.task.name, config.task.args, config.task.curriculum, config.task.epochs),
+        task=_task_options(config),
         sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens),
         evaluation=EvaluationOptions(config.task.eval_prompts, config.task.eval_every_steps),
         checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
@@ -90,6 +90,13 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,
     )
+
+
+def _task_options(config: RunConfig) -> TaskOptions:
+    from echo2.learner.runtime.options import TaskOptions
+
+    task = config.task
+    return TaskOptions(task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable)
 
 
 def _trainer_options(config: RunConfig) -> TrainerOptions:

@@ -16,6 +16,7 @@ from echo2.cli.extras import require_extra
 from echo2.cli.options import add_config_arguments, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
+from echo2.tasks.executing import trusted_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # A command takes its parsed arguments and the arguments that it did not know, and returns the exit code.
@@ -73,6 +74,8 @@ def _add_config(commands: Commands) -> None:
 def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(own.files, own.preset, parse_overrides(rest))
     print(to_toml(config, with_descriptions=not own.plain))
+    if config.task.trusted_rewards:
+        print(f"# WARNING: {trusted_text(config.task.name, config.task.args)}", file=sys.stderr)
     return 0
 
 

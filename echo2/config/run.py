@@ -48,6 +48,15 @@ class TaskSection(Section):
     ] = 0
     eval_prompts: Annotated[int, Field(ge=0, description="Held-out prompts scored at each evaluation; 0: none.")] = 64
     eval_every_steps: Annotated[Count, Field(description="Steps between evaluations on held-out prompts.")] = 20
+    trusted_rewards: Annotated[
+        bool,
+        Field(
+            description="DANGER: runs scorers and tools uncontained, so that completions may reach keys and weights."
+        ),
+    ] = False
+    readable: Annotated[
+        tuple[str, ...], Field(description="Files and folders that contained rewards may read beside the task's own.")
+    ] = ()
 
 
 class SamplingSection(Section):

@@ -65,7 +65,9 @@ class Task(Protocol):
 
     @property
     def is_cheap(self) -> bool:
-        """Whether scoring is trusted and takes well under a millisecond, so that it needs no process of its own."""
+        """Whether scoring compares plainly, in well under a millisecond, so that it needs no process of its own. Believed
+        of a user's task only where the operator trusts rewards.
+        """
         ...
 
     def sample(self, index: int) -> TaskInstance:

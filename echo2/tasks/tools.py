@@ -24,7 +24,7 @@ from echo2.base.rng import derived_rng
 from echo2.tasks.environment import Environment, Observation
 from echo2.tasks.task import ChatMessage, Prompt, Reward, Task, TaskInstance
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
 CALLS_PER_TURN_MAX = 16
 EXPRESSION_CHARS_MAX = 200
 NUMBER_MAX = 1e15
@@ -54,14 +54,23 @@ class ToolCall:
 
 
 def tool_calls_in(completion_text: str) -> tuple[ToolCall, ...]:
-    """All calls of a completion, in order; malformed ones with their problem."""
-    return tuple(_parsed(match) for match in _CALL.findall(completion_text)[:CALLS_PER_TURN_MAX])
+    """The first calls of a completion, in order; malformed ones with their problem. One pass over the text."""
+    calls: list[ToolCall] = []
+    end = 0
+    while len(calls) < CALLS_PER_TURN_MAX:
+        start = completion_text.find(_CALL_OPEN, end)
+        close = completion_text.find(_CALL_CLOSE, start + len(_CALL_OPEN)) if start >= 0 else -1
+        if close < 0:
+            break
+        calls.append(_parsed(completion_text[start + len(_CALL_OPEN) : close].strip()))
+        end = close + len(_CALL_CLOSE)
+    return tuple(calls)
 
 
 def _parsed(text: str) -> ToolCall:
     try:
         call = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"expected JSON in <tool_call>: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'expected {"name": ..., "arguments": {...}}')

@@ -13,15 +13,29 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from echo2.base.errors import EchoError
+from echo2.tasks.executing import EXECUTING_DATA_SETS
 from tests.fuzz_targets import TARGETS
+from tests.security.executing_scorers import executing_data_sets
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {"eval", "exec", "compile", "__import__"}
+# The one place where a text from outside is executed: in a fork, under limits and a filter, within the containment.
+EXECUTES = ROOT / "echo2" / "contain" / "runtime" / "program_inside.py"
+# Dependencies that see completions, and in which of echo2's modules they may be imported.
+SEE_COMPLETIONS = {
+    "reasoning_gym": {"echo2/tasks/procedural.py"},
+    "math_verify": {"echo2/tasks/mathematics.py"},
+    "verifiers": {"echo2/tasks/runtime/verifiers_task.py"},
+    "sympy": set[str](),
+    "latex2sympy2_extended": set[str](),
+}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "echo2").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_sources_load_no_code_from_data(path: Path) -> None:
+    if path == EXECUTES:
+        return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert not MODULES & {alias.name.split(".")[0] for alias in node.names}, node.lineno
@@ -31,6 +45,53 @@ def test_sources_load_no_code_from_data(path: Path) -> None:
             assert node.func.id not in CALLS, f"line {node.lineno}: {node.func.id}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
             assert ast.unparse(node.func.value) not in ("torch", "np", "numpy", "yaml"), f"line {node.lineno}"
+
+
+def test_programs_are_executed_in_one_module_that_nothing_imports() -> None:
+    assert EXECUTES.exists()
+    for path in (ROOT / "echo2").rglob("*.py"):
+        assert not any(name.startswith("echo2.contain.runtime.program_inside") for name in imported(path)), path
+
+
+@pytest.mark.parametrize("package", SEE_COMPLETIONS)
+def test_dependencies_that_see_completions_are_used_where_they_are_contained(package: str) -> None:
+    """They are imported by tasks alone, none of which says that it is cheap; such tasks are scored in the pool only."""
+    users = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "echo2").rglob("*.py")
+        if any(name.partition(".")[0] == package for name in imported(path))
+    }
+    assert users == SEE_COMPLETIONS[package]
+    for user in users:
+        tasks = [node for node in ast.walk(ast.parse((ROOT / user).read_text())) if isinstance(node, ast.ClassDef)]
+        cheap = [ast.unparse(f) for task in tasks for f in task.body if getattr(f, "name", "") == "is_cheap"]
+        assert cheap and all(text.endswith("return False") for text in cheap), user
+
+
+def test_only_the_contained_process_and_plain_comparisons_call_a_score() -> None:
+    """A task's `score` is called within the containment (scorer), by tasks that wrap tasks, and where it is plain."""
+    allowed = {"echo2/tasks/runtime/scorer.py", "echo2/tasks/tools.py", "echo2/tasks/runtime/verifiers_task.py"}
+    for path in (ROOT / "echo2" / "tasks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "score":
+                assert str(path.relative_to(ROOT)) in allowed, f"{path}:{node.lineno}"
+
+
+def test_the_list_of_scorers_that_execute_text_is_what_the_sources_say() -> None:
+    pytest.importorskip("reasoning_gym")
+    found = executing_data_sets()
+    assert set(found) == EXECUTING_DATA_SETS, found
+    assert found["countdown"] == ["sympy.parsing.sympy_parser.parse_expr"] and found["n_queens"] == ["eval"]
+
+
+def imported(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 class Bomb:

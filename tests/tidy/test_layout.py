@@ -13,8 +13,9 @@ FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
 PARAMETERS_MAX = 8
 
-# What each room may import of echo2. The order of design: base < {outside, config} < {cost_model, staleness, trust, weights}
-# < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < trust.runtime < broadcast.runtime < {role}.runtime < cli.
+# What each room may import of echo2. The order of design: base < {outside, config} < {cost_model, staleness, trust, weights,
+# contain} < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < {trust, contain}.runtime < broadcast.runtime
+# < {role}.runtime < cli.
 _BASE = {"base"}
 _OUTSIDE = {"base", "outside"}  # what only shells are handed
 _PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "broadcast"}
@@ -27,6 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "staleness": _BASE | {"config", "staleness"},
     "trust": _BASE | {"trust"},
     "weights": _BASE | {"weights"},
+    "contain": _BASE | {"contain"},
+    "contain.runtime": _BASE | {"contain", "contain.runtime"},
     "broadcast": _PURE,
     "coordinator": _PURE | {"coordinator"},
     "learner": _PURE | {"learner"},
@@ -39,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "coordinator.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "coordinator", "coordinator.runtime"},
     "learner.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "learner", "learner.runtime", "tasks"},
     "worker.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "worker", "worker.runtime"},
-    "tasks.runtime": _PURE | {"tasks", "tasks.runtime"},
+    "tasks.runtime": _PURE | {"contain", "contain.runtime", "tasks", "tasks.runtime"},
 }
 ALLOWED["learner.runtime"] |= {"tasks.runtime"}
 for _room in ("broadcast.runtime", "coordinator.runtime", "learner.runtime", "worker.runtime"):

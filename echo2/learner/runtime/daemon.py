@@ -255,6 +255,7 @@ class LearnerDaemon:
         loop.auditor.on_accused = lambda peer_id, accusation: self._accuse(
             peer_id, f"audit: {accusation.text}", accusation.is_certain, ingest
         )
+        loop.intake.on_held = lambda peer_id, text: self._accuse(peer_id, f"rewards: {text}", False, ingest)
         loop.intake.on_untruth = lambda peer_id, text: self._accuse(peer_id, text, True, ingest)
         for part in (loop, loop.intake, loop.auditor, ingest, publisher):
             part.on_failure = self._fail
@@ -387,6 +388,7 @@ class LearnerDaemon:
         ingest.barred.pop(peer_id, None)
         self.loop.auditor.release(peer_id)
         self.loop.p.batcher.untruths.forget(peer_id)
+        self.loop.intake.holding.forget(peer_id)
         _log.info("worker %s is taken back", peer_id)
 
     def _accuse(self, peer_id: PeerId, reason: str, is_certain: bool, ingest: IngestService) -> None:

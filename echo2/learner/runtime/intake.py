@@ -22,9 +22,11 @@ from echo2.learner.batcher import Batch, Batcher, Closure
 from echo2.learner.episodes import NOBODY, TurnOf, is_later_turn, turn_of
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Dropped, Finished, History, Opened, drawn_of
+from echo2.learner.holding import Holding
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
 from echo2.learner.runtime.journal import Journal
 from echo2.learner.runtime.prompts import Prompts
+from echo2.tasks.runtime.rewards import Scored
 
 _log = logging.getLogger("echo2.learner")
 
@@ -49,9 +51,11 @@ class Intake:
         self.cursor = cursor
         self.planned_cap_rollouts: int | None = None
         self.rewards = RewardSums()
+        self.holding = Holding()
         self.on_offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
         self.on_close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
         self.on_untruth: Callable[[PeerId, str], None] = lambda peer_id, text: None
+        self.on_held: Callable[[PeerId, str], None] = lambda peer_id, text: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.is_offering = True
         self.exhausted: TaskError | None = None
@@ -109,23 +113,30 @@ class Intake:
         turns = self.batcher.turns(at.root, at.index)
         context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
         sampled = [turn.rollout.token_ids for turn in turns]
-        answer = await self.prompts.answer(group.draw.cursor, sampled, context_tokens)
+        sender = turns[-1].senders[-1].peer_id if turns[-1].senders else NOBODY
+        answer = await self.prompts.answer(group.draw.cursor, sampled, context_tokens, sender)
         if answer.scored is None:
             self._open_turn(at, answer.said)
             return
         scored = answer.scored
-        self.rewards.seconds += scored.seconds
+        self._count(scored, sender)
         if scored.reward is None:
-            self.rewards.failed += 1
             _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
-        else:
-            self.rewards.scored += 1
         self.batcher.reward(at.root, at.index, scored.reward.value if scored.reward else None)
         if group.is_ready:
             self.prompts.fared(group.draw.cursor, [value for value in group.rewards.values() if value is not None])
         self.settle()
         if self.batcher.is_batch_ready:
             self._progress.set()
+
+    def _count(self, scored: Scored, sender: PeerId) -> None:
+        self.rewards.seconds += scored.seconds
+        self.rewards.failed += scored.reward is None
+        self.rewards.scored += scored.reward is not None
+        is_held = scored.failure is not None and scored.failure.is_held_against_sender
+        text = self.holding.scored(sender, scored.seconds, is_held)
+        if text is not None and sender != NOBODY:
+            self.on_held(sender, text)
 
     def _open_turn(self, before: TurnOf, said: tuple[int, ...]) -> None:
         """Offers the next turn of an episode, whose prompt is all that came before it."""

@@ -257,6 +257,10 @@ class TrainingLoop:
         rewards = self.intake.rewards
         row |= audit_fields(self.auditor.counts)
         row |= {"rewards/failed": rewards.failed, "rewards/score_s": rewards.seconds}
+        row |= {
+            "rewards/held": self.intake.holding.completions_held,
+            "rewards/held_s": self.intake.holding.seconds_held,
+        }
         self._write(row)
         _log.info(
             "step %d: reward %.3f, lag %.1f, %.2f s busy, %.2f s waiting, version %d",

@@ -80,6 +80,8 @@ class TaskOptions:
     args: Mapping[str, object] = field(default_factory=dict)
     curriculum: str = "in_order"  # in_order | success_band
     epochs: int = 0  # passes over a finite data set; 0: as many as the steps need
+    trusted_rewards: bool = False  # rewards run with this process' rights
+    readable: tuple[str, ...] = ()  # what contained rewards may read beside the task's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.world import Answer, make_world, prompt_tokens, text_of
 from echo2.learner.selection import OverlongShaping
 from echo2.tasks.curriculum import make_curriculum
+from echo2.tasks.runtime.rewards import Containment
 from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import TaskInstance, TaskSpec
 
@@ -42,7 +43,9 @@ class Prompts:
         self.seed = options.seed
         self.vocabulary_size = vocabulary_size
         spec = TaskSpec(options.task.name, options.task.args, options.seed)
-        self.world = make_world(spec, self.tokenizer)
+        task, folder = options.task, options.folder.absolute()
+        hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
+        self.world = make_world(spec, self.tokenizer, Containment(task.trusted_rewards, task.readable, (hidden,)))
         self.split = TaskSplit(self.world.size, options.evaluation.prompts, options.seed, options.task.epochs or None)
         self.curriculum = make_curriculum(options.task.curriculum, options.seed)
         self._curriculum_name = options.task.curriculum
@@ -113,21 +116,25 @@ class Prompts:
     def text_of(self, token_ids: Sequence[int]) -> str:
         return text_of(self.tokenizer, token_ids)
 
-    async def answer(self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int) -> Answer:
+    async def answer(
+        self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
+    ) -> Answer:
         """To a finished turn of prompt `cursor`, as it is trained on: a task's reward is shaped by the completion's
-        length where that is on. `context_tokens`: all tokens up to the turn's end.
+        length where that is on. `context_tokens`: all tokens up to the turn's end. `sender`: who sampled it.
         """
-        answer = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens)
+        answer = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
         scored = answer.scored
         if self.overlong is None or scored is None or scored.reward is None:
             return answer
         shaped = self.overlong.shaped(scored.reward.value, len(turns[-1]))
         return Answer(replace(scored, reward=replace(scored.reward, value=shaped)))
 
-    async def answer_instance(self, index: int, turns: Sequence[Sequence[int]], context_tokens: int) -> Answer:
+    async def answer_instance(
+        self, index: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
+    ) -> Answer:
         """To a finished turn of the task's instance `index`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
-        return await self.world.answer(index, turns, room_tokens)
+        return await self.world.answer(index, turns, room_tokens, sender)
 
     def held_out(self, count: int) -> list[TaskInstance]:
         return [self.world.instance(self.split.held_out_index(position)) for position in range(count)]

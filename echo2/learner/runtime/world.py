@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from echo2.base.errors import ConfigError
 from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task
-from echo2.tasks.runtime.rewards import RewardLimits, RewardPool, Scored, make_scorer
+from echo2.tasks.runtime.rewards import Containment, RewardPool, Scored, make_scorer
 from echo2.tasks.task import ChatMessage, Reward, TaskInstance, TaskSpec, prompt_text
 
 _SAID = "\x02answer\x03"
@@ -42,33 +42,34 @@ class World(Protocol):
 
     def instance(self, index: int) -> TaskInstance: ...
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int) -> Answer:
-        """To the last of an instance's turns. `room_tokens`: how many the context still holds."""
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+        """To the last of an instance's turns. `room_tokens`: how many the context still holds. `sender`: who sampled it."""
         ...
 
     def close(self) -> None: ...
 
 
-def make_world(spec: TaskSpec, tokenizer: Any) -> World:
+def make_world(spec: TaskSpec, tokenizer: Any, containment: Containment | None = None) -> World:
     """The task or the environments that `spec` describes."""
-    return EnvironmentWorld(spec, tokenizer) if is_environment(spec) else TaskWorld(spec, tokenizer)
+    make = EnvironmentWorld if is_environment(spec) else TaskWorld
+    return make(spec, tokenizer, containment)
 
 
 class TaskWorld:
     """One completion, then its score."""
 
-    def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
+    def __init__(self, spec: TaskSpec, tokenizer: Any, containment: Containment | None = None) -> None:
         self.task = make_task(spec)
         self.name = self.task.name
         self.size = self.task.size
-        self._scorer = make_scorer(self.task, spec)
+        self._scorer = make_scorer(self.task, spec, None, containment)
         self._tokenizer = tokenizer
 
     def instance(self, index: int) -> TaskInstance:
         return self.task.sample(index)
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int) -> Answer:
-        scored = await _result(self._scorer.submit(index, text_of(self._tokenizer, turns[-1])))
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+        scored = await _result(self._scorer.submit(index, text_of(self._tokenizer, turns[-1]), sender))
         return Answer(scored)
 
     def close(self) -> None:
@@ -78,19 +79,19 @@ class TaskWorld:
 class EnvironmentWorld:
     """Several turns. Steps run in the pool, told whole each time, so a restart replays nothing here."""
 
-    def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
+    def __init__(self, spec: TaskSpec, tokenizer: Any, containment: Containment | None = None) -> None:
         self._source = make_environment_source(spec)
         self.name = self._source.name
         self.size = self._source.size
-        self._pool = RewardPool(spec, RewardLimits())
+        self._pool = RewardPool(spec, None, containment)
         self._tokenizer = tokenizer
 
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, self._source.open(index).reset(), "")
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int) -> Answer:
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
         texts = [text_of(self._tokenizer, turn) for turn in turns]
-        stepped = await _result(self._pool.submit_step(index, texts))
+        stepped = await _result(self._pool.submit_step(index, texts, sender))
         observation = stepped.observation
         scored = Scored(None, stepped.failure, stepped.message, stepped.seconds)
         if observation is None:

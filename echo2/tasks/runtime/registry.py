@@ -74,6 +74,11 @@ def turns_of(spec: TaskSpec) -> int:
     return told if isinstance(told, int) and told >= 1 else 1
 
 
+def is_users_own(spec: TaskSpec) -> bool:
+    """Whether `spec` names a class of the user's, not one that echo2 brings."""
+    return ":" in spec.name
+
+
 def task_names() -> tuple[str, ...]:
     """The built-in names, of tasks and of environments."""
     return (*_BUILT_IN, *_BUILT_IN_ENVIRONMENTS)

@@ -1,48 +1,64 @@
-"""Computes rewards: in this process for cheap tasks, else in a bounded pool of processes with time and memory limits.
-The same pool steps multi-turn environments.
+"""Computes rewards: in this process for echo2's own plain comparisons, else in contained processes with limits on time,
+memory and output. The same pool steps multi-turn environments.
 
-Guarantees: a reward that raises, hangs, eats memory or kills its process costs its own rollout, is counted, and is
-reported by `Scored.failure`; nothing here raises because of it, and the next reward gets a healthy process. Processes
-are started when first needed. Each thread of the pool waits for the next request (woken by `submit` and `close`) or for
-its child's answer (at most `timeout_s`). Leaves to others: what becomes of a rollout without a reward (it is dropped).
+Guarantees: a completion's text is executed, if its scorer executes text, where it sees no network, file or key, and in a
+process of its own; what comes back is a finite number within bounds. A reward that raises, hangs, eats memory or kills its
+process costs its own rollout, is counted, and is reported by `Scored.failure`; nothing here raises because of it.
+Leaves to others: what becomes of a rollout without a reward (it is dropped), whom failures are counted against
+(learner/holding).
+
+What a completion made its scorer use up (CPU time, memory, output) is worth 0; whatever else failed is worth nothing
+(None), for it may be the machine's fault or the scorer's. docs/tasks.md argues for this rule.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import io
-import json
-import os
-import queue
-import select
-import signal
-import subprocess
-import sys
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
-from echo2.base.errors import LimitExceeded, TaskError
+from echo2.base.errors import ConfigError, MalformedMessage, ResourceError, TaskError
+from echo2.contain.limits import Answer, Ending, Limits
+from echo2.contain.messages import foreign_object, shown
+from echo2.contain.runtime.box import bubblewrap, view_here
+from echo2.contain.runtime.pool import Pool
+from echo2.contain.runtime.sandbox import Launch
 from echo2.tasks.environment import Observation
+from echo2.tasks.executing import trusted_text
 from echo2.tasks.runtime import scorer as child
+from echo2.tasks.runtime.registry import is_users_own
 from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
 
-Result = TypeVar("Result")
+_log = logging.getLogger("echo2.rewards")
+PARTS_MAX = 64
+NAME_CHARS_MAX = 64
+MESSAGES_MAX = 64
+OWN_REWARD_MAX = 1e6
+EXHAUSTED = "exhausted"
 
 
 class RewardFailure(enum.Enum):
-    """Why there is no reward."""
+    """Why there is no reward, or why it is 0."""
 
     RAISED = "raised"
+    EXHAUSTED = "exhausted"
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     DIED = "died"
     TOO_LARGE = "too_large"
+    FAULT = "fault"
+
+    @property
+    def is_held_against_sender(self) -> bool:
+        """Whether the completion may have meant it: everything but what is certainly the machine's or the scorer's."""
+        return self not in (RewardFailure.RAISED, RewardFailure.FAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +81,35 @@ class Stepped:
     seconds: float
 
 
+Result = TypeVar("Result", Scored, Stepped)
+
+
 @dataclass(frozen=True, slots=True)
 class RewardLimits:
     """Bounds of the pool. `start_timeout_s` covers importing the task's packages and reading its data."""
 
+    cpu_s: int = 2
     timeout_s: float = 10.0
-    memory_bytes: int = 4 << 30
+    memory_bytes: int = 2 << 30
     process_count: int = 2
     queue_max: int = 1 << 16
     start_timeout_s: float = 120.0
+
+
+def limits_of(spec: TaskSpec) -> RewardLimits:
+    """Scorers that echo2 brings need milliseconds; a user's own may run tests."""
+    return RewardLimits(cpu_s=10, timeout_s=30.0) if is_users_own(spec) else RewardLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Containment:
+    """`is_trusted`: rewards run with the learner's own rights. `readable`: what contained ones may read beside the task's
+    own package and data. `hidden`: folders that they see nothing of even there.
+    """
+
+    is_trusted: bool = False
+    readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +118,21 @@ class RewardCounts:
 
     scored: int = 0
     raised: int = 0
+    exhausted: int = 0
     timed_out: int = 0
     out_of_memory: int = 0
     died: int = 0
     too_large: int = 0
+    fault: int = 0
 
 
 class Scorer(Protocol):
     """Computes rewards of one task. Results come as futures, so that threads and event loops can both wait."""
 
-    def submit(self, index: int, completion_text: str) -> Future[Scored]:
-        """Asks for the reward of a completion of instance `index`. `LimitExceeded` when the queue is full."""
+    def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
+        """Asks for the reward of a completion of instance `index`. `LimitExceeded` when the queue is full. `sender`: whose
+        completion it is; those of a sender whose rewards take long wait behind others'.
+        """
         ...
 
     def counts(self) -> RewardCounts: ...
@@ -102,9 +142,17 @@ class Scorer(Protocol):
         ...
 
 
-def make_scorer(task: Task, spec: TaskSpec, limits: RewardLimits | None = None) -> Scorer:
-    """In this process for a task that says it is cheap, else a pool. `spec` must be what `task` was made from."""
-    return InProcessScorer(task) if task.is_cheap else RewardPool(spec, limits or RewardLimits())
+def make_scorer(
+    task: Task, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None
+) -> Scorer:
+    """In this process for a plain comparison of echo2's own, else a pool. `spec` must be what `task` was made from.
+
+    A user's own task that says it is cheap is scored here only if rewards are trusted.
+    """
+    containment = containment or Containment()
+    if task.is_cheap and (containment.is_trusted or not is_users_own(spec)):
+        return InProcessScorer(task)
+    return RewardPool(spec, limits, containment)
 
 
 class _Tally:
@@ -132,10 +180,10 @@ class InProcessScorer:
         self._sample = lru_cache(maxsize=child.INSTANCES_CACHED)(task.sample)
         self._tally = _Tally()
 
-    def submit(self, index: int, completion_text: str) -> Future[Scored]:
+    def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
         began = time.monotonic()
         answer = child.scored(self._task, self._sample(index), completion_text)
-        result = _scored(_outcome(answer, time.monotonic() - began))
+        result = _scored(_told(answer, time.monotonic() - began), is_trusted=True, bound=OWN_REWARD_MAX)
         self._tally.add(result.failure)
         future: Future[Scored] = Future()
         future.set_result(result)
@@ -148,9 +196,75 @@ class InProcessScorer:
         pass
 
 
+class RewardPool:
+    """Contained processes that score or step, or processes that are not contained where rewards are trusted."""
+
+    def __init__(self, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None):
+        limits = limits or limits_of(spec)
+        containment = containment or Containment()
+        self._is_trusted = containment.is_trusted
+        self._bound = OWN_REWARD_MAX if is_users_own(spec) else 1.0
+        self._tally = _Tally()
+        self._pool = Pool(_launch(spec, limits, containment), limits.process_count, limits.queue_max)
+
+    def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
+        read = partial(_scored, is_trusted=self._is_trusted, bound=self._bound)
+        return self._pool.submit(
+            {"index": index, "text": completion_text}, lambda a: self._counted(read(_read(a))), sender
+        )
+
+    def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[Stepped]:
+        """Asks for the world's answer to the last of an episode's completions; all of them are told, so that any
+        process can answer, and the time allowed grows with them. The pool must have been made for environments.
+        """
+        read = partial(_stepped, is_trusted=self._is_trusted, bound=self._bound)
+        body = {"index": index, "completions": list(completions)}
+        return self._pool.submit(body, lambda a: self._counted(read(_read(a))), sender, max(1, len(completions)))
+
+    def counts(self) -> RewardCounts:
+        return self._tally.read()
+
+    def close(self) -> None:
+        """Waits at most one reward's time limit for the rewards in progress."""
+        self._pool.close()
+
+    def _counted(self, result: Result) -> Result:
+        self._tally.add(result.failure)
+        return result
+
+
+def _launch(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Launch:
+    """How the processes are started. `ConfigError` where they cannot be contained and are not trusted."""
+    bounds = Limits(
+        cpu_s=limits.cpu_s,
+        wall_s=limits.timeout_s,
+        memory_bytes=limits.memory_bytes,
+        start_s=limits.start_timeout_s,
+    )
+    module = "echo2.tasks.runtime.scorer"
+    if containment.is_trusted:
+        _log.warning("%s", trusted_text(spec.name, spec.args))
+        return Launch(module, spec.to_json(), bounds, None)
+    try:
+        bubblewrap()
+    except ResourceError as error:
+        raise ConfigError(
+            f"task {spec.name}: expected to contain its rewards, which look at what models wrote, but {error}. "
+            "task.trusted_rewards = true runs them with the learner's rights instead: its keys and weights are then theirs"
+        ) from None
+    modules = [spec.name.partition(":")[0]] if is_users_own(spec) else []
+    path = spec.args.get("path")
+    data = (str(path),) if isinstance(path, str) and path and not modules else ()
+    view = view_here(modules, (*containment.readable, *data), containment.hidden)
+    return Launch(module, spec.to_json(), bounds, view)
+
+
+# ---- answers
+
+
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What came of one request: an answer, or why there is none."""
+class _Told:
+    """What a scorer answered, or why it did not."""
 
     answer: Mapping[str, object]
     failure: RewardFailure | None
@@ -158,197 +272,99 @@ class _Outcome:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    body: Mapping[str, object]
-    finish: Callable[[_Outcome], None]
-    begin: Callable[[], bool]
-    cancel: Callable[[], bool]
+_FAILURES = {
+    Ending.CPU_USED_UP: RewardFailure.EXHAUSTED,
+    Ending.OUTPUT_USED_UP: RewardFailure.EXHAUSTED,
+    Ending.TIMED_OUT: RewardFailure.TIMED_OUT,
+    Ending.DIED: RewardFailure.DIED,
+    Ending.REQUEST_TOO_LARGE: RewardFailure.TOO_LARGE,
+    Ending.FAULT: RewardFailure.FAULT,
+}
 
 
-class RewardPool:
-    """`process_count` threads, each with a child process of its own that it may kill."""
-
-    def __init__(self, spec: TaskSpec, limits: RewardLimits):
-        self._spec_json = spec.to_json()
-        self._limits = limits
-        self._queue: queue.Queue[_Request | None] = queue.Queue(limits.queue_max)
-        self._tally = _Tally()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def submit(self, index: int, completion_text: str) -> Future[Scored]:
-        return self._submit({"index": index, "text": completion_text}, _scored)
-
-    def submit_step(self, index: int, completions: Sequence[str]) -> Future[Stepped]:
-        """Asks for the world's answer to the last of an episode's completions; all of them are told, so that any
-        process can answer. The pool must have been made for environments.
-        """
-        return self._submit({"index": index, "completions": list(completions)}, _stepped)
-
-    def _submit(self, body: Mapping[str, object], read: Callable[[_Outcome], Result]) -> Future[Result]:
-        if self._is_closed:
-            raise TaskError("reward pool: expected an open pool, it is closed")
-        future: Future[Result] = Future()
-        request = _Request(
-            body, lambda outcome: future.set_result(read(outcome)), future.set_running_or_notify_cancel, future.cancel
-        )
-        try:
-            self._queue.put_nowait(request)
-        except queue.Full as error:
-            raise LimitExceeded(f"reward pool: expected at most {self._limits.queue_max} rewards waiting") from error
-        self._start_a_thread_if_needed()
-        return future
-
-    def counts(self) -> RewardCounts:
-        return self._tally.read()
-
-    def close(self) -> None:
-        """Waits at most one reward's time limit for the rewards in progress."""
-        with self._lock:
-            self._is_closed = True
-            threads = list(self._threads)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request = self._queue.get_nowait()
-                if request is not None:
-                    request.cancel()
-        for _ in threads:
-            self._queue.put(None)
-        for thread in threads:
-            thread.join(self._limits.timeout_s + self._limits.start_timeout_s)
-
-    def _start_a_thread_if_needed(self) -> None:
-        with self._lock:
-            if len(self._threads) < self._limits.process_count and not self._is_closed:
-                thread = threading.Thread(target=self._work, name=f"reward-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _work(self) -> None:
-        process = _ScorerProcess(self._spec_json, self._limits)
-        try:
-            while (request := self._queue.get()) is not None:
-                if not request.begin():
-                    continue
-                outcome = process.ask(request.body)
-                self._tally.add(outcome.failure)
-                request.finish(outcome)
-        finally:
-            process.kill()
+def _read(answer: Answer) -> _Told:
+    if answer.ending is not Ending.ANSWERED:
+        return _Told({}, _FAILURES[answer.ending], answer.note, answer.seconds)
+    try:
+        return _told(foreign_object(answer.body), answer.seconds)
+    except MalformedMessage as error:
+        return _Told({}, RewardFailure.DIED, str(error), answer.seconds)
 
 
-class _ScorerProcess:
-    """One child, started when first asked and again after it had to be killed. Used by one thread."""
-
-    def __init__(self, spec_json: str, limits: RewardLimits):
-        self._spec_json = spec_json
-        self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, body: Mapping[str, object]) -> _Outcome:
-        began = time.monotonic()
-        try:
-            process = self._process or self._start()
-            began = time.monotonic()
-            answer = self._exchange(process, body, self._limits.timeout_s)
-        except TimeoutError:
-            self.kill()
-            failure, message = RewardFailure.TIMED_OUT, f"no answer within {self._limits.timeout_s} s"
-            return _Outcome({}, failure, message, time.monotonic() - began)
-        except TaskError as error:
-            return _Outcome({}, RewardFailure.TOO_LARGE, str(error), time.monotonic() - began)
-        except (EOFError, OSError) as error:
-            self.kill()
-            failure, message = RewardFailure.DIED, f"the reward's process ended: {error}"
-            return _Outcome({}, failure, message, time.monotonic() - began)
-        return _outcome(answer, time.monotonic() - began)
-
-    def kill(self) -> None:
-        """Kills the child and whatever it started."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        self._process = None
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "echo2.tasks.runtime.scorer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        setup = {"task": self._spec_json, "memory_bytes": self._limits.memory_bytes}
-        answer = self._exchange(self._process, setup, self._limits.start_timeout_s)
-        if "error" in answer:
-            raise EOFError(f"it could not make the task: {answer['error']}")
-        return self._process
-
-    def _exchange(self, process: subprocess.Popen[bytes], message: object, timeout_s: float) -> Mapping[str, object]:
-        assert process.stdin is not None and process.stdout is not None, "both pipes were asked for"
-        deadline = time.monotonic() + timeout_s
-        frame = io.BytesIO()
-        child.write_frame(frame, message)
-        process.stdin.write(frame.getbuffer())
-        process.stdin.flush()
-        length = int.from_bytes(_read_exactly(process.stdout.fileno(), 4, deadline), "big")
-        if length > child.FRAME_BYTES_MAX:
-            raise EOFError(f"expected an answer of at most {child.FRAME_BYTES_MAX} bytes, got {length}")
-        answer = json.loads(_read_exactly(process.stdout.fileno(), length, deadline))
-        assert isinstance(answer, dict), "the child answers JSON objects"
-        return answer
-
-
-def _read_exactly(descriptor: int, count: int, deadline: float) -> bytes:
-    """Reads past the stream's buffer, straight from the pipe, so that `select` sees what is there."""
-    data = b""
-    while len(data) < count:
-        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
-            raise TimeoutError
-        piece = os.read(descriptor, count - len(data))
-        if not piece:
-            raise EOFError("end of its answers")
-        data += piece
-    return data
-
-
-def _outcome(answer: Mapping[str, object], seconds: float) -> _Outcome:
+def _told(answer: Mapping[str, object], seconds: float) -> _Told:
     if "error" in answer:
-        failure = RewardFailure.OUT_OF_MEMORY if answer.get("is_memory") else RewardFailure.RAISED
-        return _Outcome({}, failure, str(answer["error"]), seconds)
-    return _Outcome(answer, None, "", seconds)
+        failure = RewardFailure.OUT_OF_MEMORY if answer.get("is_memory") is True else RewardFailure.RAISED
+        return _Told({}, failure, shown(answer["error"]), seconds)
+    return _Told(answer, None, "", seconds)
 
 
-def _scored(outcome: _Outcome) -> Scored:
-    reward = None if outcome.failure else _reward(outcome.answer)
-    return Scored(reward, outcome.failure, outcome.message, outcome.seconds)
+def _nought(told: _Told, is_trusted: bool) -> Reward | None:
+    """The reward of a completion that used its scorer up."""
+    is_used_up = told.failure is RewardFailure.EXHAUSTED or (
+        told.failure is RewardFailure.OUT_OF_MEMORY and not is_trusted
+    )
+    return Reward(0.0, {EXHAUSTED: 1.0}) if is_used_up else None
 
 
-def _stepped(outcome: _Outcome) -> Stepped:
-    observation = None if outcome.failure else _observation(outcome.answer)
-    return Stepped(observation, outcome.failure, outcome.message, outcome.seconds)
+def _scored(told: _Told, is_trusted: bool, bound: float) -> Scored:
+    if told.failure is not None:
+        return Scored(_nought(told, is_trusted), told.failure, told.message, told.seconds)
+    try:
+        return Scored(_reward(told.answer, bound), None, "", told.seconds)
+    except (MalformedMessage, TaskError) as error:
+        return Scored(None, RewardFailure.RAISED, shown(error), told.seconds)
 
 
-def _reward(answer: Mapping[str, object]) -> Reward:
-    parts = answer["parts"]
-    assert isinstance(parts, Mapping), "a reward's parts are an object"
-    named = {str(name): float(str(number)) for name, number in parts.items()}
-    return Reward(float(str(answer["value"])), named)
+def _stepped(told: _Told, is_trusted: bool, bound: float) -> Stepped:
+    if told.failure is not None:
+        reward = _nought(told, is_trusted)
+        observation = Observation((), reward) if reward is not None else None
+        return Stepped(observation, told.failure, told.message, told.seconds)
+    try:
+        return Stepped(_observation(told.answer, bound), None, "", told.seconds)
+    except (MalformedMessage, TaskError) as error:
+        return Stepped(None, RewardFailure.RAISED, shown(error), told.seconds)
 
 
-def _observation(answer: Mapping[str, object]) -> Observation:
+def _reward(answer: Mapping[str, object], bound: float) -> Reward:
+    parts = answer.get("parts")
+    if (
+        not isinstance(parts, Mapping)
+        or len(parts) > PARTS_MAX
+        or any(len(str(name)) > NAME_CHARS_MAX for name in parts)
+    ):
+        raise MalformedMessage(f"reward: expected at most {PARTS_MAX} parts, got {shown(parts)}")
+    value = _number(answer.get("value"))
+    if abs(value) > bound:
+        raise MalformedMessage(f"reward: expected a value from {-bound:g} to {bound:g}, got {value:g}")
+    return Reward(value, {shown(name): _number(number) for name, number in parts.items()})
+
+
+def _number(found: object) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise MalformedMessage(f"reward: expected a number, got {shown(found)}")
+    try:
+        number = float(found)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise MalformedMessage("reward: expected a finite number")
+    return number
+
+
+def _observation(answer: Mapping[str, object], bound: float) -> Observation:
     if "value" in answer:
-        return Observation((), _reward(answer))
-    messages = answer["messages"]
-    assert isinstance(messages, list), "messages are a list of [role, content]"
-    return Observation(tuple(ChatMessage(str(role), str(content)) for role, content in messages))
+        return Observation((), _reward(answer, bound))
+    messages = answer.get("messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
+        raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(messages)}")
+    return Observation(tuple(_message(message) for message in messages))
+
+
+def _message(found: object) -> ChatMessage:
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
+        raise MalformedMessage(f"world: expected a message as [role, content], got {shown(found)}")
+    role, content = found
+    if role not in ("system", "user", "assistant", "tool"):
+        raise MalformedMessage(f"world: expected the role system, user, assistant or tool, got {shown(role)}")
+    return ChatMessage(role, content)

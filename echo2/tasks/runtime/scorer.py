@@ -1,57 +1,30 @@
-"""The child process that computes rewards and steps environments: requests on stdin, answers on stdout, one by one.
+"""Runs inside the containment (contain/runtime/inside): computes rewards and steps environments.
 
-Guarantees: memory is limited before the task is made; whatever the task prints goes to stderr and cannot break the
-protocol; it ends when its parent does. Waits for: the next request on stdin; end of file wakes and ends it. Leaves to
-others: the time limit (its parent kills it).
+Guarantees: completions are looked at by `answer` alone, which runs in a fork for each; instances are drawn and packages
+are loaded before. Whatever a task raises becomes an answer. Leaves to others: limits, processes, frames.
 
-Frames: four bytes of length, then JSON. First the parent sends {task, memory_bytes}; the child answers {ready: true} or
-{error}. Then {index, text} asks for the reward of a completion, answered by {value, parts}; {index, completions} for
-the world's answer to the last of an episode's completions, answered by {messages} or {value, parts}. What the task
-raises is answered by {error, is_memory}.
+{index, text} asks for the reward of a completion, answered by {value, parts}; {index, completions} for the world's answer to
+the last of an episode's completions, answered by {messages} or {value, parts}. What the task raises is answered by
+{error, is_memory}.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
-import os
-import resource
-import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import BinaryIO
 
 from echo2.base.errors import TaskError
+from echo2.contain.messages import error_text
+from echo2.contain.runtime.inside import Body, Handler, serve
 from echo2.tasks.environment import Environment, EnvironmentSource, Observation
-from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task
-from echo2.tasks.task import Reward, Task, TaskInstance, TaskSpec, spec_from_json
+from echo2.tasks.runtime.registry import is_environment, is_users_own, make_environment_source, make_task
+from echo2.tasks.task import Reward, Task, TaskInstance, spec_from_json
 
-FRAME_BYTES_MAX = 16 << 20
 INSTANCES_CACHED = 256
 EPISODES_OPEN_MAX = 256
-_PR_SET_PDEATHSIG = 1
-
-
-def write_frame(stream: BinaryIO, message: object) -> None:
-    """Writes one message; `TaskError` if it is over the limit."""
-    payload = json.dumps(message).encode()
-    if len(payload) > FRAME_BYTES_MAX:
-        raise TaskError(f"reward message: expected at most {FRAME_BYTES_MAX} bytes, got {len(payload)}")
-    stream.write(len(payload).to_bytes(4, "big") + payload)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> dict[str, object] | None:
-    """The next message; None at the end of the stream."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    message = json.loads(stream.read(min(int.from_bytes(head, "big"), FRAME_BYTES_MAX)))
-    assert isinstance(message, dict), "frames hold JSON objects"
-    return message
-
 
 Answer = dict[str, object]
 
@@ -67,7 +40,7 @@ def _caught(work: Callable[[], Answer]) -> Answer:
     except MemoryError:
         return {"error": "memory limit reached", "is_memory": True}
     except Exception as error:  # noqa: BLE001 - the user's code; recorded, counted and reported by the parent
-        return {"error": f"{type(error).__name__}: {error}"[:500], "is_memory": False}
+        return {"error": error_text(error), "is_memory": False}
 
 
 def _reward(reward: Reward) -> Answer:
@@ -80,21 +53,42 @@ def _observation(observation: Observation) -> Answer:
     return {"messages": [[message.role, message.content] for message in observation.messages]}
 
 
-def _answering(spec: TaskSpec) -> Callable[[Answer], Answer]:
-    """The function from requests to answers for this task or environment."""
+def _made(setup: str) -> Handler:
+    """What answers for the task or the environments that `setup` describes."""
+    spec = spec_from_json(setup)
     if is_environment(spec):
         steps = EpisodeReplay(make_environment_source(spec))
-        return lambda request: _caught(lambda: _observation(steps.step(_index(request), _completions(request))))
+        return Handler(lambda body: _bytes(_caught(lambda: _observation(steps.step(_index(body), _completions(body))))))
     task = make_task(spec)
     sample = lru_cache(maxsize=INSTANCES_CACHED)(task.sample)
-    return lambda request: _caught(lambda: _reward(task.score(sample(_index(request)), str(request["text"]))))
+    if not is_users_own(spec):
+        _warm(task)
+    return Handler(
+        lambda body: _bytes(_caught(lambda: _reward(task.score(sample(_index(body)), str(body["text"]))))),
+        lambda body: _ignored(sample(_index(body))),
+    )
 
 
-def _index(request: Answer) -> int:
+def _warm(task: Task) -> None:
+    """Scores answers of the task's own, so that what its scorer loads lazily is there before the first fork."""
+    for text in ("", (answer := task.sample(0).answer), f"\\boxed{{{answer}}}"):
+        with contextlib.suppress(Exception):  # a real completion will meet it, and tell
+            task.score(task.sample(0), text)
+
+
+def _bytes(answer: Answer) -> bytes:
+    return json.dumps(answer).encode()
+
+
+def _ignored(_: object) -> None:
+    pass
+
+
+def _index(request: Body) -> int:
     return int(str(request["index"]))
 
 
-def _completions(request: Answer) -> tuple[str, ...]:
+def _completions(request: Body) -> tuple[str, ...]:
     completions = request["completions"]
     assert isinstance(completions, list), "an environment is asked with its completions"
     return tuple(str(text) for text in completions)
@@ -130,31 +124,5 @@ class EpisodeReplay:
         return environment
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answers until the requests end."""
-    setup = read_frame(requests)
-    if setup is None:
-        return
-    memory_bytes = int(str(setup["memory_bytes"]))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    try:
-        answer = _answering(spec_from_json(str(setup["task"])))
-    except Exception as error:  # noqa: BLE001 - reported to the parent
-        write_frame(replies, {"error": f"{type(error).__name__}: {error}"[:2000]})
-        return
-    write_frame(replies, {"ready": True})
-    while (request := read_frame(requests)) is not None:
-        write_frame(replies, answer(request))
-
-
-def main() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, replies)
-
-
 if __name__ == "__main__":
-    main()
+    serve(_made)

@@ -10,6 +10,7 @@ import pytest
 
 from echo2.cli import doctor
 from echo2.cli.main import main
+from echo2.contain.runtime import box
 from echo2.trust.identity import Identity
 from echo2.worker.runtime import running
 
@@ -41,7 +42,18 @@ def on_ports(enrol_port: int = 0) -> list[str]:
 def test_every_finding_of_a_fit_machine_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--folder", str(tmp_path / "not" / "made" / "yet"), "--json", *on_ports()]) == 0
     found = rows(capsys)
-    assert {"Python", "packages", "GPU", "torch", "memory", "disk", "disk speed", "clock", "ports"} <= found.keys()
+    assert {
+        "Python",
+        "packages",
+        "GPU",
+        "torch",
+        "memory",
+        "disk",
+        "disk speed",
+        "clock",
+        "ports",
+        "containment",
+    } <= found.keys()
     assert all(row["is_good"] for row in found.values())
     assert [what for what, row in found.items() if row["advice"]] == ["reach and rates"], "what to do to have them"
 
@@ -72,3 +84,30 @@ def test_a_link_that_is_wrong_is_named_without_its_token(capsys: pytest.CaptureF
     assert main(["doctor", "--link", "http://127.0.0.1:1/x?token=secret"]) == 2
     err = capsys.readouterr().err
     assert "join link: expected echo2://" in err and "http://127.0.0.1:1/x" in err and "secret" not in err
+
+
+def test_rewards_that_are_trusted_are_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trusting = ["--task.trusted_rewards=true", "--task.name=reasoning_gym", '--task.args={dataset = "countdown"}']
+    assert main(["doctor", "--json", *on_ports(), *trusting]) == 6
+    finding = rows(capsys)["rewards"]
+    assert not finding["is_good"]
+    assert "reasoning_gym/countdown EXECUTES text of completions" in str(finding["found"])
+    config = tmp_path / "trusting.toml"
+    config.write_text('[task]\ntrusted_rewards = true\nname = "reasoning_gym"\nargs = { dataset = "countdown" }\n')
+    assert main(["config", "show", str(config)]) == 0
+    assert "WARNING: task.trusted_rewards is on" in capsys.readouterr().err
+
+
+def test_a_machine_that_can_contain_nothing_is_bad_for_tasks_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(box, "_candidates", lambda: iter(()))
+    box.bubblewrap.cache_clear()
+    try:
+        main(["doctor", "--json", *on_ports()])
+        assert rows(capsys)["containment"]["is_good"], "sort_digits is a plain comparison"
+        assert main(["doctor", "--json", *on_ports(), "--task.name=math"]) == 6
+        finding = rows(capsys)["containment"]
+        assert not finding["is_good"] and "found no bwrap" in str(finding["found"])
+    finally:
+        box.bubblewrap.cache_clear()

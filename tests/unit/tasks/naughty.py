@@ -32,7 +32,12 @@ class Naughty:
             case "eat":
                 return Reward(float(len(bytearray(64 << 30))))
             case "die":
+                os._exit(3)
+            case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "spin":
+                while True:
+                    pass
             case "chatter":
                 print("a reward that prints to stdout " * 100, flush=True)
         return Reward(1.0 + instance.index, {"seed": float(self.seed)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 from hypothesis import given
@@ -94,3 +96,29 @@ def test_arithmetic_takes_the_last_number() -> None:
     instance = task.sample(3)
     assert task.score(instance, f"12 + 5 ... so {int(instance.answer):,}").value == 1.0
     assert task.score(instance, "none").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 100_000,
+        "<tool_call>" + " " * 1_000_000,
+        "<tool_call>" + " \n" * 500_000 + "x" + "\t" * 500_000,
+        ("<tool_call>" + " " * 1000) * 1000,
+        "</tool_call>" * 90_000 + "<tool_call>",
+        "<tool_call>" + "[" * 1_000_000 + "</tool_call>",
+        "<tool_call>{}</tool_call>" * 40_000,
+    ],
+)
+def test_a_megabyte_against_the_parser_takes_no_time(text: str) -> None:
+    began = time.process_time()
+    calls = tool_calls_in(text)
+    assert time.process_time() - began < 0.5
+    assert len(calls) <= 16 and all(call.problem for call in calls)
+
+
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", " ", "\n", "{}", '{"name": "a"}', "x"]), max_size=40))
+def test_calls_are_what_the_plain_reading_of_the_format_finds(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    expected = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)[:16]
+    assert [bool(call.problem) for call in tool_calls_in(text)] == [found != '{"name": "a"}' for found in expected]

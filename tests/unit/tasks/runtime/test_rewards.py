@@ -10,9 +10,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from echo2.base.errors import LimitExceeded, TaskError
+from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, TaskError
+from echo2.tasks.executing import PLAIN_TASKS
+from echo2.tasks.runtime import rewards
 from echo2.tasks.runtime.registry import make_task
 from echo2.tasks.runtime.rewards import (
+    Containment,
     InProcessScorer,
     RewardFailure,
     RewardLimits,
@@ -24,22 +27,29 @@ from echo2.tasks.task import TaskSpec
 
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
 CHEAP_SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=3)
-LIMITS = RewardLimits(timeout_s=3.0, memory_bytes=2 << 30, process_count=2)
+TRUSTED = Containment(is_trusted=True)
+LIMITS = RewardLimits(cpu_s=1, timeout_s=3.0, memory_bytes=2 << 30, process_count=2)
 WAIT_S = 120.0
 
 
 @contextmanager
-def opened(spec: TaskSpec, limits: RewardLimits = LIMITS) -> Iterator[Scorer]:
-    scorer = make_scorer(make_task(spec), spec, limits)
+def opened(spec: TaskSpec, limits: RewardLimits = LIMITS, containment: Containment | None = None) -> Iterator[Scorer]:
+    scorer = make_scorer(make_task(spec), spec, limits, containment)
     try:
         yield scorer
     finally:
         scorer.close()
 
 
-@pytest.mark.parametrize("spec", [SPEC, CHEAP_SPEC], ids=["pool", "in process"])
-def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(spec: TaskSpec) -> None:
-    with opened(spec) as scorer:
+@pytest.mark.parametrize(
+    ("spec", "containment"),
+    [(SPEC, None), (SPEC, TRUSTED), (CHEAP_SPEC, None), (CHEAP_SPEC, TRUSTED)],
+    ids=["contained", "trusted pool", "cheap but contained", "in process"],
+)
+def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(
+    spec: TaskSpec, containment: Containment | None
+) -> None:
+    with opened(spec, containment=containment) as scorer:
         futures = [scorer.submit(index, text) for index, text in enumerate(["fine", "raise", "nan", "chatter", "fine"])]
         results = [future.result(WAIT_S) for future in futures]
         assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0]
@@ -49,29 +59,57 @@ def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(spec:
         assert (scorer.counts().scored, scorer.counts().raised) == (3, 2)
 
 
-def test_rewards_that_hang_eat_memory_or_kill_their_process_are_counted_and_the_pool_goes_on() -> None:
+def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the_pool_goes_on() -> None:
+    expected = {
+        "hang": (RewardFailure.TIMED_OUT, None),
+        "eat": (RewardFailure.OUT_OF_MEMORY, 0.0),
+        "die": (RewardFailure.DIED, None),
+        "kill": (RewardFailure.RAISED, None),  # a contained process may signal nobody
+        "spin": (RewardFailure.EXHAUSTED, 0.0),
+    }
     with opened(SPEC) as scorer:
-        texts = ["hang", "eat", "die", "fine", "hang", "fine"]
-        futures = [scorer.submit(index, text) for index, text in enumerate(texts)]
-        results = [future.result(WAIT_S) for future in futures]
+        futures = {text: scorer.submit(0, text, "sender") for text in expected}
+        results = {text: future.result(WAIT_S) for text, future in futures.items()}
+        assert {t: (r.failure, r.reward.value if r.reward else None) for t, r in results.items()} == expected
+        assert all(r.reward is None or r.reward.parts == {"exhausted": 1.0} for r in results.values())
+        assert scorer.submit(0, "fine").result(WAIT_S).failure is None
+        counts = scorer.counts()
+        assert (counts.scored, counts.timed_out, counts.out_of_memory, counts.exhausted) == (1, 1, 1, 1)
+
+
+def test_trusted_rewards_that_fail_cost_only_themselves_too() -> None:
+    with opened(SPEC, containment=Containment(is_trusted=True)) as scorer:
+        texts = ["hang", "eat", "kill", "fine"]
+        results = [scorer.submit(index, text).result(WAIT_S) for index, text in enumerate(texts)]
         assert [r.failure for r in results] == [
             RewardFailure.TIMED_OUT,
             RewardFailure.OUT_OF_MEMORY,
-            RewardFailure.DIED,
-            None,
-            RewardFailure.TIMED_OUT,
+            RewardFailure.FAULT,
             None,
         ]
-        counts = scorer.counts()
-        assert (counts.scored, counts.timed_out, counts.out_of_memory, counts.died) == (2, 2, 1, 1)
+        assert [r.reward is None for r in results] == [True, True, True, False]
+
+
+def test_without_containment_rewards_are_refused_unless_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> str:
+        raise ResourceError("no user namespaces")
+
+    monkeypatch.setattr(rewards, "bubblewrap", fails)
+    with pytest.raises(ConfigError, match="no user namespaces.* task.trusted_rewards = true"):
+        RewardPool(SPEC)
+    RewardPool(SPEC, containment=Containment(is_trusted=True)).close()
+    with pytest.raises(ConfigError, match="trusted_rewards"):
+        make_scorer(make_task(CHEAP_SPEC), CHEAP_SPEC)
 
 
 def test_a_task_that_cannot_be_made_in_the_child_is_reported_with_its_reason() -> None:
-    pool = RewardPool(TaskSpec("no.such:Task"), LIMITS)
+    with pytest.raises(ResourceError, match="expected an importable module no, found none"):
+        RewardPool(TaskSpec("no.such:Task"), LIMITS)
+    pool = RewardPool(TaskSpec("tests.unit.tasks.naughty:Absent"), LIMITS)
     try:
         result = pool.submit(0, "x").result(WAIT_S)
-        assert result.failure is RewardFailure.DIED
-        assert "expected an importable module no.such" in result.message
+        assert result.failure is RewardFailure.FAULT and result.reward is None
+        assert "expected a class Absent" in result.message
     finally:
         pool.close()
 
@@ -79,7 +117,7 @@ def test_a_task_that_cannot_be_made_in_the_child_is_reported_with_its_reason() -
 def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels() -> None:
     pool = RewardPool(SPEC, RewardLimits(timeout_s=0.5, process_count=1, queue_max=2))
     futures = []
-    with pytest.raises(LimitExceeded, match="at most 2 rewards waiting"):
+    with pytest.raises(LimitExceeded, match="at most 2 requests waiting"):
         for _ in range(10):
             futures.append(pool.submit(0, "hang"))
     pool.close()
@@ -94,10 +132,14 @@ def test_a_completion_over_the_limit_costs_only_itself() -> None:
         assert scorer.submit(0, "fine").result(WAIT_S).failure is None
 
 
-def test_cheap_tasks_stay_in_this_process_and_others_do_not() -> None:
+def test_plain_comparisons_of_our_own_stay_in_this_process_and_others_do_not() -> None:
+    plain = TaskSpec("sort_digits")
+    with opened(plain) as own, opened(CHEAP_SPEC, containment=TRUSTED) as trusted:
+        assert isinstance(own, InProcessScorer) and isinstance(trusted, InProcessScorer)
     with opened(CHEAP_SPEC) as cheap, opened(SPEC) as dear:
-        assert isinstance(cheap, InProcessScorer)
-        assert isinstance(dear, RewardPool)
+        assert isinstance(cheap, RewardPool) and isinstance(dear, RewardPool)
+    for name in PLAIN_TASKS:
+        assert make_task(TaskSpec(name)).is_cheap
 
 
 def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> None:

@@ -1,0 +1,57 @@
+"""What one contained run may use, and what became of it.
+
+Guarantees: every figure is finite. Leaves to others: the kernel holds memory, CPU and file sizes (runtime/inside), the
+process that started it holds time and output (runtime/sandbox).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one run, and of the process that runs come from.
+
+    `cpu_s` is what a run may compute; `wall_s` is longer, for a busy machine makes no run guilty. `scratch_bytes` is its
+    temporary folder. Of what it prints `printed_bytes` are kept; printing more than `printed_bytes_max` ends it.
+    `start_s`: importing the packages and reading the data, once for many runs.
+    """
+
+    cpu_s: int = 2
+    wall_s: float = 10.0
+    memory_bytes: int = 2 << 30
+    scratch_bytes: int = 64 << 20
+    open_files_max: int = 64
+    request_bytes: int = 16 << 20
+    answer_bytes: int = 1 << 20
+    printed_bytes: int = 64 << 10
+    printed_bytes_max: int = 16 << 20
+    start_s: float = 120.0
+
+
+class Ending(enum.IntEnum):
+    """How a run ended. The first is the only one with an answer."""
+
+    ANSWERED = 0
+    CPU_USED_UP = 1  # it computed longer than its limit
+    OUTPUT_USED_UP = 2  # it answered or printed more than its limit
+    TIMED_OUT = 3  # its wall time passed, its CPU time did not
+    DIED = 4  # it ended without an answer: a signal, an exit
+    REQUEST_TOO_LARGE = 5  # never started
+    FAULT = 6  # the containment itself failed: could not start, ended, or did not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a run. `body` is foreign data. `note` says why there is no answer; `printed` is what it wrote to
+    stdout and stderr, cut. `seconds` is wall time without the wait in a queue.
+    """
+
+    ending: Ending
+    body: bytes = b""
+    printed: bytes = b""
+    note: str = ""
+    seconds: float = 0.0
+    cpu_s: float = 0.0

@@ -1,0 +1,251 @@
+"""Runs inside the containment: makes what answers requests once, then answers each in a fork of its own.
+
+Guarantees: foreign text is looked at only in a fork, which has its own limits on CPU, memory, files and output, is under
+the filter of system calls before it reads the request, and is killed and reaped before its answer is passed on; what it
+left in the temporary folder is removed, and where that fails no further request is answered. So a run leaves nothing to the
+next, and its answer is bytes that nothing here reads. Waits for: the next request (end of file ends it) and, at most
+`wall_s`, for a fork. Leaves to others: namespaces and the file system (box), what the answer means.
+
+With isolation "none" (rewards that the operator trusts) requests are answered in this very process, under the memory limit
+alone, and what they print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import platform
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.contain.limits import Ending, Limits
+from echo2.contain.messages import LENGTH, answer_frame, error_text
+from echo2.contain.system_calls import filter_program
+from echo2.contain.view import SCRATCH
+
+Body = Mapping[str, object]
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 1, 22, 38, 2
+_CPU_SLACK_S = 0.2
+_LEFTOVERS_MAX = 4096
+_PIECE = 1 << 16
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _nothing(body: Body) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """`answer` runs in a fork and may look at all of a request; `prepare` runs before the fork, whose time it does not
+    count against, and must not look at foreign text.
+    """
+
+    answer: Callable[[Body], bytes]
+    prepare: Callable[[Body], None] = _nothing
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
+
+
+def serve(make: Callable[[str], Handler]) -> None:
+    """Answers requests on stdin until it ends. `make` makes the handler from the setup's text; it sees no foreign text."""
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    setup = _read(requests)
+    if setup is None:
+        return
+    limits = Limits(**setup["limits"])  # type: ignore[arg-type] # our own process wrote it
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    try:
+        handler = make(str(setup["setup"]))
+    except Exception as error:  # noqa: BLE001 - reported to the process that asked for it
+        _write(replies, answer_frame(Ending.FAULT, True, 0.0, error_text(error).encode(), b""))
+        return
+    if setup["isolation"] == "none":
+        _serve_here(handler, requests, replies)
+    else:
+        _serve_in_forks(handler, limits, requests, replies)
+
+
+def _serve_here(handler: Handler, requests: int, replies: int) -> None:
+    _write(replies, answer_frame(Ending.ANSWERED, False, 0.0, b"", b""))
+    while (request := _read(requests)) is not None:
+        _write(replies, answer_frame(Ending.ANSWERED, False, 0.0, b"", handler.answer(_body(request))))
+
+
+def _serve_in_forks(handler: Handler, limits: Limits, requests: int, replies: int) -> None:
+    filter_program(platform.machine())  # refused here, before the first request
+    _clean(SCRATCH)
+    gc.collect()
+    gc.freeze()
+    _write(replies, answer_frame(Ending.ANSWERED, False, 0.0, b"", b""))
+    while (request := _read(requests)) is not None:
+        with contextlib.suppress(Exception):  # the fork meets it again, and tells
+            handler.prepare(_body(request))
+        cpu_s, wall_s = int(str(request["cpu_s"])), float(str(request["wall_s"]))
+        ending, used_s, printed, body = _run(handler, _body(request), limits, cpu_s, wall_s)
+        is_last = not _clean(SCRATCH)
+        _write(replies, answer_frame(ending, is_last, used_s, printed, body))
+        if is_last:
+            return
+
+
+def _body(request: Body) -> Body:
+    body = request["body"]
+    assert isinstance(body, dict), "requests are our own"
+    return body
+
+
+# ---- one run
+
+
+def _run(handler: Handler, body: Body, limits: Limits, cpu_s: int, wall_s: float) -> tuple[Ending, float, bytes, bytes]:
+    """How it ended, the CPU seconds it used, what it printed and what it answered."""
+    reply_out, reply_in = os.pipe()
+    printed_out, printed_in = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            _confine(reply_in, printed_in, limits, cpu_s)
+            _write(3, handler.answer(body))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(reply_in)
+    os.close(printed_in)
+    answered, printed, early = _drained(reply_out, printed_out, limits, time.monotonic() + wall_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _, status, usage = os.wait4(pid, 0)
+    os.close(reply_out)
+    os.close(printed_out)
+    used_s = usage.ru_utime + usage.ru_stime
+    ending = _ending(early, status, answered, used_s >= cpu_s - _CPU_SLACK_S)
+    return ending, used_s, printed, answered if ending is Ending.ANSWERED else b""
+
+
+def _ending(early: Ending | None, status: int, answered: bytes, is_cpu_used_up: bool) -> Ending:
+    if early is Ending.OUTPUT_USED_UP:
+        return early
+    if early is None and os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and answered:
+        return Ending.ANSWERED
+    if is_cpu_used_up:
+        return Ending.CPU_USED_UP
+    return early or Ending.DIED
+
+
+def _drained(reply: int, printed: int, limits: Limits, deadline: float) -> tuple[bytes, bytes, Ending | None]:
+    """Reads both pipes to their ends, which come with the fork's; or up to a limit, which it then names."""
+    kept = {reply: bytearray(), printed: bytearray()}
+    room = {reply: limits.answer_bytes, printed: limits.printed_bytes_max}
+    waiting = select.poll()
+    for pipe in kept:
+        waiting.register(pipe, select.POLLIN)
+    is_open = set(kept)
+    early: Ending | None = None
+    while is_open and early is None:
+        left_s = deadline - time.monotonic()
+        ready = waiting.poll(left_s * 1000) if left_s > 0 else []
+        if not ready:
+            early = Ending.TIMED_OUT
+        for pipe, _ in ready:
+            piece = os.read(pipe, _PIECE)
+            room[pipe] -= len(piece)
+            if not piece:
+                waiting.unregister(pipe)
+                is_open.discard(pipe)
+            elif room[pipe] < 0:
+                early = Ending.OUTPUT_USED_UP
+            elif pipe == reply or len(kept[pipe]) < limits.printed_bytes:
+                kept[pipe] += piece
+    return bytes(kept[reply]), bytes(kept[printed][: limits.printed_bytes]), early
+
+
+def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
+    """In the fork: descriptors, limits, filter. After this nothing can be taken back."""
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    reply, printed = os.dup(reply), os.dup(printed)  # above 3, so that no move overwrites another
+    for here, there in ((nothing, 0), (printed, 1), (printed, 2), (reply, 3)):
+        os.dup2(here, there)
+    os.closerange(4, 1 << 16)
+    for which, bound in (
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, limits.scratch_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files_max),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 64),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        resource.setrlimit(which, (bound, bound))
+    steps = filter_program(platform.machine())
+    program = _Program(len(steps) // 8, steps)
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _libc.prctl(
+        _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "the filter of system calls could not be installed")
+
+
+def _clean(folder: str) -> bool:
+    """Empties the temporary folder; False where it cannot be, or would take long."""
+    try:
+        with os.scandir(folder) as entries:
+            left = [entry for _, entry in zip(range(_LEFTOVERS_MAX), entries, strict=False)]
+        for entry in left:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                Path(entry.path).unlink()
+        return not any(Path(folder).iterdir())
+    except (OSError, RecursionError):
+        return False
+
+
+# ---- frames
+
+
+def _read(pipe: int) -> dict[str, object] | None:
+    """The next message of the process outside; None at the end."""
+    head = _exactly(pipe, LENGTH.size)
+    if head is None:
+        return None
+    payload = _exactly(pipe, LENGTH.unpack(head)[0])
+    if payload is None:
+        return None
+    message = json.loads(payload)
+    assert isinstance(message, dict), "frames hold JSON objects"
+    return message
+
+
+def _exactly(pipe: int, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        piece = os.read(pipe, min(count - len(data), _PIECE))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def _write(pipe: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(pipe, view[:_PIECE]) :]

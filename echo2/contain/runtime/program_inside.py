@@ -1,0 +1,46 @@
+"""Runs inside the containment: Python programs, each in a fork of its own (inside), as `__main__`.
+
+Guarantees: none beyond inside's; this is the one place in echo2 where a text from outside is executed, and it is
+reached only in a fork under limits and the filter. Leaves to others: everything (programs).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from echo2.contain.runtime.inside import Handler, serve
+
+ERROR_CHARS_MAX = 4000
+
+
+def _made(setup: str) -> Handler:
+    return Handler(_ran)
+
+
+def _ran(request: Mapping[str, object]) -> bytes:
+    """Writes the program's files, executes it, and tells how it ended: `problem` is empty for a clean end."""
+    files = request["files"]
+    assert isinstance(files, dict), "requests are our own"
+    for name, text in files.items():
+        Path(str(name)).write_text(str(text), encoding="utf-8")
+    sys.stdin = io.StringIO(str(request["stdin"]))
+    sys.argv = ["program.py"]
+    sys.path.insert(0, str(Path.cwd()))
+    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    problem = ""
+    try:
+        exec(compile(str(request["code"]), "program.py", "exec"), names)  # what this module is for
+    except SystemExit as leaving:
+        problem = "" if leaving.code in (None, 0) else f"exit {str(leaving.code)[:200]}"
+    except BaseException:  # noqa: BLE001 - the program's own, told to whoever sent it
+        problem = traceback.format_exc(limit=-8)[-ERROR_CHARS_MAX:]
+    return json.dumps({"problem": problem}).encode()
+
+
+if __name__ == "__main__":
+    serve(_made)

@@ -1,0 +1,170 @@
+"""A contained process, as the process that started it sees it: requests go in, bounded bytes come out.
+
+Guarantees: no request waits longer than its wall time and `GRACE_S`; no more memory is taken than the limits say; what
+comes back is data that nothing here executes; whatever happens within, the next request gets a healthy process, at most
+`start_s` later. The process and all that it started end with `kill`, and with this process. Waits for: the pipes, always
+with a deadline. Used by one thread. Leaves to others: what requests and answers mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from echo2.base.errors import EchoError
+from echo2.contain.limits import Answer, Ending, Limits
+from echo2.contain.messages import HEAD, request_frame, shown
+from echo2.contain.runtime.box import bubblewrap
+from echo2.contain.view import View, box_command
+
+GRACE_S = 5.0
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run: `module` serves requests (inside.serve), made from the text `setup`. `view` None: not contained, which is
+    for code that the operator trusts.
+    """
+
+    module: str
+    setup: str
+    limits: Limits
+    view: View | None
+
+
+class Sandbox:
+    """Started when first asked, and again after it ended."""
+
+    def __init__(self, launch: Launch):
+        self._launch = launch
+        self._limits = launch.limits
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
+        """`times`: how many runs' time this one may take, such as an episode's turns."""
+        cpu_s, wall_s = self._limits.cpu_s * times, self._limits.wall_s * times
+        frame = request_frame({"body": body, "cpu_s": cpu_s, "wall_s": wall_s})
+        if len(frame) > self._limits.request_bytes:
+            note = f"expected a request of at most {self._limits.request_bytes} bytes, got {len(frame)}"
+            return Answer(Ending.REQUEST_TOO_LARGE, note=note)
+        began = time.monotonic()
+        try:
+            process = self._process or self._start()
+            began = time.monotonic()
+            is_contained = self._launch.view is not None
+            answer = self._exchange(process, frame, began + wall_s + (GRACE_S if is_contained else 0.0))
+        except TimeoutError:
+            self.kill()
+            ending = Ending.FAULT if self._launch.view is not None else Ending.TIMED_OUT
+            return Answer(ending, note=f"no answer within {wall_s:g} s", seconds=time.monotonic() - began)
+        except (EOFError, OSError, EchoError) as error:
+            self.kill()
+            return Answer(Ending.FAULT, note=shown(f"its process ended: {error}"), seconds=time.monotonic() - began)
+        return dataclasses.replace(
+            answer, note=_note(answer, cpu_s, wall_s, self._limits), seconds=time.monotonic() - began
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def kill(self) -> None:
+        """Ends the process and whatever it started: of a namespace of processes nothing outlives its first."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        deadline = time.monotonic() + self._limits.start_s
+        command = [sys.executable, "-P", "-m", self._launch.module]
+        environment: Mapping[str, str] = {}
+        if self._launch.view is None:
+            search = os.pathsep.join(path for path in sys.path if path)
+            environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+        else:
+            command = box_command(bubblewrap(), self._launch.view, self._limits.scratch_bytes, command)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if self._launch.view is None else subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self._process = process
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None, "both pipes were asked for"
+            os.set_blocking(stream.fileno(), False)
+        setup = {
+            "setup": self._launch.setup,
+            "limits": dataclasses.asdict(self._limits),
+            "isolation": "none" if self._launch.view is None else "fork",
+        }
+        answer = self._exchange(process, request_frame(setup), deadline)
+        if answer.ending is not Ending.ANSWERED:
+            raise EOFError(f"it could not be made ready: {answer.printed.decode(errors='replace')}")
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> Answer:
+        assert process.stdin is not None and process.stdout is not None, "both pipes were asked for"
+        _write(process.stdin.fileno(), frame, deadline)
+        head = _read(process.stdout.fileno(), HEAD.size, deadline)
+        length, ending, is_last, cpu_s, printed_length = HEAD.unpack(head)
+        bound = self._limits.answer_bytes + self._limits.printed_bytes
+        if length > bound or printed_length > length or ending not in Ending._value2member_map_:
+            raise EOFError(f"expected an answer of at most {bound} bytes, got {length}")
+        data = _read(process.stdout.fileno(), length, deadline)
+        if is_last:
+            self.kill()
+        return Answer(Ending(ending), data[printed_length:], data[:printed_length], "", 0.0, cpu_s)
+
+
+def _note(answer: Answer, cpu_s: int, wall_s: float, limits: Limits) -> str:
+    match answer.ending:
+        case Ending.CPU_USED_UP:
+            return f"computed longer than {cpu_s} s"
+        case Ending.OUTPUT_USED_UP:
+            return f"answered more than {limits.answer_bytes} bytes, or printed more than {limits.printed_bytes_max}"
+        case Ending.TIMED_OUT:
+            return f"no answer within {wall_s:g} s, of which it computed {answer.cpu_s:.1f} s"
+        case Ending.DIED:
+            return shown("it ended without an answer: " + answer.printed.decode(errors="replace")[-300:])
+    return ""
+
+
+def _write(pipe: int, data: bytes, deadline: float) -> None:
+    view = memoryview(data)
+    while view:
+        _, writable, _ = select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))
+        if not writable:
+            raise TimeoutError
+        view = view[os.write(pipe, view[:_PIECE]) :]
+
+
+def _read(pipe: int, count: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            raise TimeoutError
+        piece = os.read(pipe, min(count - len(data), _PIECE))
+        if not piece:
+            raise EOFError("end of its answers")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,202 @@
+"""Hostile completions against the real reward path, and hostile programs against the runner of programs: none reads a
+file or key outside, connects, signals, leaves a trace for the next, or outlives its limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import ResourceError
+from echo2.contain.limits import Ending, Limits
+from echo2.contain.runtime.box import bubblewrap
+from echo2.contain.runtime.programs import Program, ProgramPool, Ran
+from echo2.tasks.executing import EXECUTING_DATA_SETS
+from echo2.tasks.runtime.registry import make_task
+from echo2.tasks.runtime.rewards import Containment, RewardFailure, RewardLimits, RewardPool, Scored
+from echo2.tasks.task import TaskSpec
+from tests.redteam.hostile_programs import bombs, programs_that_want_something
+
+try:
+    bubblewrap()
+except ResourceError as error:  # then rewards are refused, which tests/unit/tasks/runtime/test_rewards.py shows
+    pytest.skip(f"nothing can be contained on this machine: {error}", allow_module_level=True)
+
+WAIT_S = 300.0
+SECRET = "SECRET-of-the-learner"
+LIMITS = RewardLimits(cpu_s=1, timeout_s=4.0, process_count=1)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a completion may want: a key, a listening port, this process, a place to leave a mark."""
+
+    key: Path
+    mark: Path
+    listener: socket.socket
+
+    @property
+    def port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    def filled(self, text: str) -> str:
+        for name, value in (("secret", self.key), ("port", self.port), ("pid", os.getpid()), ("mark", self.mark)):
+            text = text.replace("{" + name + "!r}", repr(str(value))).replace("{" + name + "}", str(value))
+        return text.replace("{{", "{").replace("}}", "}")
+
+    def is_untouched(self) -> bool:
+        self.listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            self.listener.accept()
+            return False
+        return not self.mark.exists() and self.key.read_text() == SECRET
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
+    key = tmp_path / "runs" / "r" / "learner" / "identity.key"
+    key.parent.mkdir(parents=True)
+    key.write_text(SECRET)
+    monkeypatch.setenv("PLANTED", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Outside(key, tmp_path / "mark", listener)
+
+
+def processes_of_this_one() -> set[int]:
+    """Children of this process, theirs, and so on."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+# What each data set's scorer takes for a Python expression; the others of the list execute the problem's own text.
+TAKES = (
+    "binary_matrix", "countdown", "n_queens", "puzzle24", "polynomial_multiplication", "simple_integration", "spiral_matrix",
+    "string_insertion",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("data_set", TAKES)
+def test_a_completion_that_its_scorer_executes_reaches_nothing(data_set: str, outside: Outside) -> None:
+    pytest.importorskip("reasoning_gym")
+    assert data_set in EXECUTING_DATA_SETS
+    spec = TaskSpec("reasoning_gym", {"dataset": data_set, "size": 10}, 1)
+    hidden = Containment(readable=(str(outside.key.parents[3]),), hidden=(str(outside.key.parents[1]),))
+    pool = RewardPool(spec, LIMITS, hidden)
+    actions = (
+        f"__import__('os').close(__import__('os').open({str(outside.mark)!r}, 66))",
+        f"open({str(outside.mark)!r}, 'w').write(open({str(outside.key)!r}).read())",
+        f"__import__('socket').create_connection(('127.0.0.1', {outside.port}))",
+        f"__import__('os').kill({os.getpid()}, 15)",
+        f"__import__('os').system('touch {outside.mark}')",
+    )
+    try:
+        for action in actions:
+            for text in (action, f"[{action}]", f"<answer>{action}</answer>"):
+                scored = pool.submit(0, text, "hostile").result(WAIT_S)
+                assert scored.failure is not RewardFailure.FAULT, scored.message
+                assert scored.reward is None or scored.reward.value < 1.0, text
+                assert SECRET not in scored.message
+        assert outside.is_untouched()
+        answer = make_task(spec).sample(1).answer
+        good = pool.submit(1, answer, "honest").result(WAIT_S)
+        assert good.reward is not None, f"{good.failure} {good.message}"
+    finally:
+        pool.close()
+
+
+def test_the_same_completions_do_harm_where_rewards_are_trusted(outside: Outside) -> None:
+    """The attack is real: without containment it writes the mark. So the test above shows what contains it."""
+    pytest.importorskip("reasoning_gym")
+    pool = RewardPool(TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}), LIMITS, Containment(True))
+    try:
+        text = f"open({str(outside.mark)!r}, 'w').write(open({str(outside.key)!r}).read())"
+        pool.submit(0, text).result(WAIT_S)
+        assert outside.mark.read_text() == SECRET
+    finally:
+        pool.close()
+
+
+MATHS_BOMBS = (
+    "9**9**9**9", "factorial(10**9)", "(x+y+z)**99999", "2**(2**(2**30))", "prime(10**12)", "sin(" * 5000 + "1" + ")" * 5000,
+    "*".join(["(1+x)"] * 5000), "10**10**10",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("data_set", ["countdown", "simple_integration"])
+def test_a_maths_bomb_costs_its_sender_and_the_others_wait_little(data_set: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    spec = TaskSpec("reasoning_gym", {"dataset": data_set, "size": 10}, 1)
+    pool = RewardPool(spec, RewardLimits(cpu_s=1, timeout_s=5.0, process_count=2))
+    try:
+        pool.submit(0, "0", "honest").result(WAIT_S)  # started
+        began = time.monotonic()
+        bad: list[Future[Scored]] = [pool.submit(0, text, "hostile") for text in MATHS_BOMBS]
+        good = [pool.submit(1, make_task(spec).sample(1).answer, "honest") for _ in range(8)]
+        assert all(future.result(WAIT_S).reward is not None for future in good)
+        honest_s = time.monotonic() - began
+        results = [future.result(WAIT_S) for future in bad]
+        assert honest_s < 8.0, "all honest rewards came before most of the bombs were through"
+        for text, scored in zip(MATHS_BOMBS, results, strict=True):
+            assert scored.failure is not RewardFailure.FAULT
+            assert scored.reward is None or scored.reward.value < 1.0, text[:50]
+            assert scored.seconds < 6.0
+        held = [scored for scored in results if scored.failure is RewardFailure.EXHAUSTED]
+        assert held and all(s.reward is not None and s.reward.value == 0.0 for s in held)
+    finally:
+        pool.close()
+
+
+def _ran(pool: ProgramPool, outside: Outside, codes: Iterator[str]) -> list[tuple[str, Ran]]:
+    submitted = [(code, pool.submit(Program(outside.filled(code)))) for code in codes]
+    return [(code, future.result(WAIT_S)) for code, future in submitted]
+
+
+def test_hostile_programs_get_nothing_and_leave_nothing(outside: Outside) -> None:
+    codes = list(programs_that_want_something())
+    assert len(codes) >= 160
+    pool = ProgramPool(Limits(cpu_s=2, wall_s=6.0))
+    try:
+        got = [
+            (code, ran)
+            for code, ran in _ran(pool, outside, iter(codes))
+            if "GOT" in ran.output or SECRET in ran.output + ran.problem or ran.ending is Ending.FAULT
+        ]
+        assert not got, got
+        _, again = _ran(pool, outside, iter(["print('still here')"]))[0]
+        assert again.output == "still here\n"
+    finally:
+        pool.close()
+    assert outside.is_untouched()
+
+
+def test_bombs_end_within_their_limits_and_the_next_program_runs(outside: Outside) -> None:
+    before = processes_of_this_one()
+    codes = list(bombs())
+    assert len(codes) + len(list(programs_that_want_something())) >= 200
+    pool = ProgramPool(Limits(cpu_s=1, wall_s=2.0, memory_bytes=1 << 30, scratch_bytes=8 << 20))
+    try:
+        for code in codes:
+            (_, ran), (_, after) = _ran(pool, outside, iter([code, "import os; print(1 + 1, os.listdir())"]))
+            assert ran.seconds < 8.0 and len(ran.output) <= 64 << 10, (code, ran.seconds)
+            assert ran.ending is not Ending.FAULT, (code, ran)
+            assert after.output == "2 []\n", (code, after)
+    finally:
+        pool.close()
+    assert processes_of_this_one() <= before, "nothing outlives the pool"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20, "nothing it sent filled this process"
