@@ -138,7 +138,7 @@ def test_nothing_on_the_wire_is_pickled() -> None:
 READS_THE_MACHINE = (
     "echo2/outside/", "echo2/cli/", "echo2/sim/", "echo2/tasks/runtime/rewards.py", "echo2/worker/runtime/engines/",
     "echo2/learner/runtime/trainer.py", "echo2/broadcast/runtime/p2p/", "echo2/broadcast/runtime/probing.py",
-    "echo2/coordinator/runtime/web/", "echo2/coordinator/runtime/probe.py",
+    "echo2/coordinator/runtime/web/", "echo2/coordinator/runtime/probe.py", "echo2/contain/runtime/",
 )  # fmt: skip
 MACHINE_CALLS = {"time", "monotonic", "perf_counter", "urandom", "token_bytes", "token_hex", "token_urlsafe", "fsync"}
 MACHINE_MODULES = {"time", "os", "secrets", "random"}
