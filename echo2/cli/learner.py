@@ -75,6 +75,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         join_link=link_text(link),
         link_file=link_file(link),
         chunk_bytes=config.broadcast.chunk_bytes,
+        store_bytes=config.learner.store_bytes,
         delta_setting=config.broadcast.delta_setting,
         uplink_limit_bytes_per_s=config.broadcast.uplink_limit,
         link=LinkShape(

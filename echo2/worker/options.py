@@ -70,7 +70,7 @@ class WorkerOptions:
     advertised_addresses: tuple[str, ...] = ()
     link: EmulatedLink = field(default_factory=EmulatedLink)
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
-    store_bytes: int = 8 << 30  # disk kept for chunks
+    store_bytes: int = 0  # disk kept for chunks; 0: from the model
     slowdown: float = 1.0
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     report_interval_s: float = 0.0  # 0: what the coordinator says

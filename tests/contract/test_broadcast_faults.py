@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast import stalls
 from echo2.broadcast.manifest import ArtifactId, Chunk
@@ -209,6 +210,44 @@ def test_worker_without_room_on_disk_and_in_memory_does_not_harm_the_others(tmp_
             reading = gathered(*(blocks_of(node, KEYFRAME) for node in others))
             await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
             assert await reading == [BLOCKS] * 2
+
+    asyncio.run(scene())
+
+
+def test_a_learner_whose_store_holds_one_keyframe_publishes_the_next_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            limits = LibraryLimits(memory_bytes_max=0)
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=1_500_000, limits=limits)
+
+        async with fleet(tmp_path, 1, options) as f:
+            learner, worker = (m.node for m in f.members)
+            for version in range(3):
+                keyframe = ArtifactId(Version(version))
+                reading = asyncio.create_task(blocks_of(worker, keyframe))
+                await learner.publish(keyframe, iter(BLOCKS), lambda: "p", 1_200_000, is_pushed=False)
+                assert await reading == BLOCKS
+                worker.set_live(keyframe.version)
+            assert max(learner.library.store.used_bytes, worker.library.store.used_bytes) <= 1_500_000
+
+    asyncio.run(scene())
+
+
+def test_a_worker_whose_store_cannot_hold_a_keyframe_ends_with_the_number_that_it_needs(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            limits = LibraryLimits(memory_bytes_max=100_000 if number == 1 else 1 << 30)
+            store_bytes = 200_000 if number == 1 else 0
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes, limits=limits)
+
+        async with fleet(tmp_path, 1, options) as f:
+            learner, small = (m.node for m in f.members)
+            reading = asyncio.create_task(blocks_of(small, KEYFRAME))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1_200_000, is_pushed=False)
+            with pytest.raises(
+                LimitExceeded, match=r"keyframe 0: expected store_bytes of at least 1218750 .* got 200000"
+            ):
+                await reading
 
     asyncio.run(scene())
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from echo2.base.errors import DiskFull, LimitExceeded
 from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.room import STORE_BYTES_FLOOR, store_bytes_for
 from echo2.outside import here
 
 _LENGTH = struct.Struct(">I")
@@ -44,14 +45,20 @@ class _File:
 
 
 class ChunkStore:
-    """Frames of artifacts by key."""
+    """Frames of artifacts by key. `bytes_max` 0: it grows with the weights that it is told of."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         self.folder = folder
-        self.bytes_max = bytes_max
+        self.bytes_max = bytes_max or STORE_BYTES_FLOOR
+        self._follows_weights = bytes_max == 0
         self.used_bytes = 0
         self._files: dict[ArtifactKey, _File] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def fit(self, weights_bytes: int) -> None:
+        """Where no size was asked for: room for the keyframes and deltas of weights of this size."""
+        if self._follows_weights:
+            self.bytes_max = max(self.bytes_max, store_bytes_for(weights_bytes))
 
     def left_files(self) -> list[Path]:
         """Files that an earlier run left, oldest first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, Way, plan_way
 from echo2.broadcast.chunks import BlockAssembler
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
+from echo2.broadcast.room import store_bytes_min
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords, read_records
 from echo2.broadcast.runtime.progress import AvailableArtifact
 from echo2.weights.policy import Edge, WorkerLink, joining_path, plan_retention
@@ -160,6 +161,7 @@ class Library:
         if entry.header.lineage != self.lineage:
             raise VersionMismatch(f"{path}: expected {self.lineage}, got {entry.header.lineage!r} of another release")
         key = entry.header.key
+        self.store.fit(entry.header.full_snapshot_bytes)
         self.entries[key] = entry
         self.store.adopt(key, path, records)
         return key
@@ -178,6 +180,7 @@ class Library:
         while len(self.entries) >= self.limits.artifacts_max and (victims := self._victims(header.key, 1)):
             dropped += victims
         entry = Entry(header)
+        self.store.fit(header.full_snapshot_bytes)
         self.entries[header.key] = entry
         self._last_way = None
         try:
@@ -253,7 +256,8 @@ class Library:
     def _victims(self, spared: ArtifactKey, room_bytes: int, *, in_memory: bool = False) -> list[ArtifactKey]:
         """Drops the least useful artifacts (delta/policy) until `room_bytes` are free, on disk or in memory.
 
-        Never what a newcomer needs to reach the newest version: then too little is dropped, or nothing.
+        Never what a newcomer needs to reach the newest version, but for a keyframe that is as new: it replaces the older one.
+        Else too little is dropped, or nothing.
         """
         sizes = {
             key: sum(map(len, entry.memory.values())) if in_memory else max(1, self.store.size_of(key))
@@ -269,10 +273,27 @@ class Library:
         budget = max(0, sum(edge.encoded_bytes for edge in edges) - room_bytes)
         kept = plan_retention(edges, newest, [edge.target for edge in edges], 0, budget)
         free = kept.dropped - joining_path(edges, newest)
+        replacing = self.entries[spared].header.artifact if spared in self.entries else None
+        if not free and replacing is not None and replacing.is_keyframe and replacing.version >= newest:
+            free = kept.dropped
         victims = [key for edge, key in of_edge.items() if edge in free]
         for key in victims:
             self.drop(key)
         return victims
+
+    def shortage(self, keys: Iterable[ArtifactKey]) -> LimitExceeded | None:
+        """That a keyframe among these can never be held whole, on disk and in memory."""
+        room = self.store.bytes_max + self.limits.memory_bytes_max
+        for header in (self.entries[key].header for key in keys if key in self.entries):
+            needed = store_bytes_min(header.full_snapshot_bytes)
+            seal = self.entries[header.key].seal
+            needed = min(needed, store_bytes_min(seal.total_bytes)) if seal is not None else needed
+            if header.artifact.is_keyframe and room < needed:
+                return LimitExceeded(
+                    f"{header.artifact}: expected store_bytes of at least {needed} for a keyframe of this model, got "
+                    f"{self.store.bytes_max}; 0 sizes the store by the model"
+                )
+        return None
 
     # ---- giving out
 

@@ -314,6 +314,10 @@ class BroadcastNode:
         if now < self._settled_at:
             return
         way = self.following.choose(self._reader.version)
+        if way is not None and (shortage := self.library.shortage(way.keys)):
+            self._error = shortage
+            self._changed.set()
+            return
         for key in way.keys if way is not None else ():
             artifact = self.session.artifacts.get(key)
             if artifact is not None and not artifact.is_wanted:

@@ -12,12 +12,15 @@ from echo2.weights.container import FORMAT_VERSION
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node takes part. A chunk has at most `chunk_bytes`. `uplink_limit_bytes_per_s` 0: no cap. `shape`: an
-    emulated link, for trials. `lineage`: the format of what is published and read; what another release left is no use."""
+    """How one node takes part. A chunk has at most `chunk_bytes`. `store_bytes` 0: from the size of the weights (room).
+
+    `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for trials. `lineage`: the format of what is published
+    and read; what another release left is no use.
+    """
 
     folder: Path
     chunk_bytes: int = 256 << 10
-    store_bytes: int = 8 << 30
+    store_bytes: int = 0
     uplink_limit_bytes_per_s: float = 0.0
     shape: LinkShape = field(default_factory=LinkShape)
     limits: LibraryLimits = field(default_factory=LibraryLimits)

@@ -115,7 +115,7 @@ class LearnerOptions:
     chunk_bytes: int = 256 << 10
     delta_setting: SettingWish = "auto"
     keyframe_chain_max: int = 16
-    store_bytes: int = 8 << 30
+    store_bytes: int = 0  # disk kept for chunks; 0: from the model
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
     link: LinkShape = field(default_factory=LinkShape)  # an emulated link, for trials
     drops_equal_rewards: bool = False

@@ -20,6 +20,7 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
+from echo2.broadcast.room import store_bytes_min
 from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
@@ -112,6 +113,7 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
     )
     store = CheckpointStore(folder.path / "checkpoints", options.checkpoint)
     store.check_room(team.checkpoint_bytes)
+    _check_chunk_store(options, model.snapshot_bytes)
     prepared = Prepared(
         folder=folder,
         model=model,
@@ -130,6 +132,16 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
     )
     _resume(prepared, options, team.load_newest(store))
     return prepared
+
+
+def _check_chunk_store(options: LearnerOptions, weights_bytes: int) -> None:
+    """Before training: later the first keyframe would end the run."""
+    needed = store_bytes_min(weights_bytes)
+    if options.store_bytes and options.store_bytes < needed:
+        raise ConfigError(
+            f"learner.store_bytes: expected at least {needed} for a keyframe of this model, got {options.store_bytes}; "
+            "0 sizes the store by the model"
+        )
 
 
 def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str, Tensor]) -> dict[str, object]:

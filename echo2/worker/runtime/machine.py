@@ -135,7 +135,7 @@ def findings(machine: Machine, folder: Path, store_bytes: int) -> list[Finding]:
     return [
         gpu_finding(machine.gpu_text, memory, driver),
         memory_finding(machine.memory_bytes, machine.free_memory_bytes),
-        disk_finding(str(folder), machine.free_disk_bytes, min(store_bytes, DISK_WANTED_BYTES)),
+        disk_finding(str(folder), machine.free_disk_bytes, min(store_bytes or DISK_WANTED_BYTES, DISK_WANTED_BYTES)),
     ]
 
 

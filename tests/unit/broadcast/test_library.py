@@ -9,6 +9,7 @@ from echo2.base.errors import CorruptChunk
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Header, Seal, root_of
+from echo2.broadcast.room import STORE_BYTES_FLOOR, store_bytes_for, store_bytes_min
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.library import Library, LibraryLimits
 from echo2.trust.identity import Identity
@@ -79,6 +80,34 @@ def test_a_full_disk_loses_first_what_leads_to_old_versions(tmp_path: Path) -> N
     assert into_newest in library.entries
     assert not {"delta 0->1", "delta 1->2"} & held
     assert not library.trouble
+
+
+def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: Path) -> None:
+    """Else the learner's second keyframe ends the run, and a worker's is fetched for ever."""
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 14_000), RUN, LibraryLimits(memory_bytes_max=0), "delta 1")
+    first = _artifact(library, identity, 1, None, 10_000)
+    _artifact(library, identity, 2, 1, 500)
+    second = _artifact(library, identity, 2, None, 10_000)
+    assert first not in library.entries and library.entries[second].is_complete and not library.trouble
+    assert library.store.used_bytes <= 14_000
+
+
+def test_a_store_without_a_size_of_its_own_follows_the_weights_and_is_kept_after_a_restart(tmp_path: Path) -> None:
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 0), RUN, LibraryLimits(), "delta 1")
+    assert library.store.bytes_max == STORE_BYTES_FLOOR
+    weights_bytes = 8 << 30
+    header = Header(ArtifactId(Version(1)), RUN, "delta 1", 1.0, weights_bytes, True, identity.peer_id).signed(identity)
+    library.add_header(header)
+    assert library.store.bytes_max == store_bytes_for(weights_bytes) >= 2 * store_bytes_min(weights_bytes) > 16 << 30
+    library.store.close()
+    again = Library(ChunkStore(tmp_path, 0), RUN, LibraryLimits(), "delta 1")
+    assert list(again.restore()) == [header.key] and again.store.bytes_max == store_bytes_for(weights_bytes)
+    asked = Library(ChunkStore(tmp_path / "asked", 1 << 20), RUN, LibraryLimits(memory_bytes_max=0), "delta 1")
+    asked.add_header(header)
+    assert asked.store.bytes_max == 1 << 20
+    assert f"at least {store_bytes_min(weights_bytes)} for a keyframe" in str(asked.shortage([header.key]))
 
 
 def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: Path) -> None:

@@ -203,6 +203,14 @@ def prepared_from(options: LearnerOptions) -> Prepared:
         folder.release()
 
 
+def test_a_chunk_store_that_no_keyframe_fits_is_refused_before_the_run_begins(model_path: Path, tmp_path: Path) -> None:
+    options = replace(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=2), store_bytes=10_000)
+    with pytest.raises(
+        ConfigError, match=r"learner\.store_bytes: expected at least \d+ for a keyframe of this model, got 10000"
+    ):
+        prepared_from(options)
+
+
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, tmp_path: Path, at: int) -> None:
     run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=2))
