@@ -22,6 +22,7 @@ from typing import Protocol
 from echo2.base.errors import DiskFull, EchoError
 
 FORCED_EXIT_CODE = 130
+LINES_PER_S, LINES_BURST = 2.0, 20.0
 
 
 class Daemon(Protocol):
@@ -57,10 +58,38 @@ class _PlainLines(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
+class Seldom(logging.Filter):
+    """Lets LINES_PER_S lines through a second, and with the next one says how many were not: no peer fills a disk by mishaps."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._room, self._at, self._unsaid = LINES_BURST, clock(), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        self._room = min(LINES_BURST, self._room + (now - self._at) * LINES_PER_S)
+        self._at = now
+        if self._room < 1:
+            self._unsaid += 1
+            return False
+        self._room -= 1
+        if self._unsaid:
+            record.msg, record.args = f"{record.getMessage()} ({self._unsaid} lines before it not logged)", ()
+            self._unsaid = 0
+        return True
+
+
 def set_up_logging(as_json: bool, verbose: bool = False) -> None:
     """Logs of `echo2.*` to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if as_json else _PlainLines())
+    logging.lastResort = foreign = (
+        logging.StreamHandler()
+    )  # what libraries have to say: asyncio and gRPC of each mishap
+    foreign.setLevel(logging.WARNING)
+    foreign.setFormatter(handler.formatter)
+    foreign.addFilter(Seldom())
     root = logging.getLogger("echo2")
     root.handlers[:] = [handler]
     root.propagate = False
@@ -69,6 +98,9 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
 
 def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
     """Runs the daemon that `make` gives, which writes under `folder`, until its end. Returns the exit code."""
+    from echo2.trust.runtime.port_limits import raise_descriptor_limit  # as below
+
+    raise_descriptor_limit()
     try:
         asyncio.run(_with_signals(make))
     except EchoError as error:

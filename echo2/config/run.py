@@ -133,7 +133,9 @@ class LearnerSection(Section):
         tuple[Literal["tensorboard", "wandb"], ...], Field(description="Where metrics go beside metrics.jsonl.")
     ] = ()
     store_bytes: Annotated[Bytes, Field(description="Disk kept for chunks; 0: twice the published weights.")] = 0
-    metrics_port: Annotated[Port, Field(description="Port of the learner's Prometheus endpoint; 0: none.")] = 0
+    metrics_port: Annotated[
+        Port, Field(description="Port of the learner's Prometheus endpoint on loopback; 0: none.")
+    ] = 0
     overlong_buffer_tokens: Annotated[
         int, Field(ge=0, description="Completions lose reward over their last so many tokens before the limit; 0: off.")
     ] = 0

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from google.protobuf.message import DecodeError
-
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.chunks import bitmap_from_bytes, bitmap_to_bytes
@@ -20,6 +18,7 @@ from echo2.broadcast.striping import LINK_CONNECTIONS
 from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
+from echo2.wire.weighing import PEER_FRAME, parsed
 
 HOST_CHARS_MAX, RELAYS_MAX, MET_MAX = 256, 8, 64
 ADDRESSES_MAX = 8
@@ -27,12 +26,7 @@ ADDRESSES_MAX = 8
 
 def parse(data: bytes, whose: str) -> pb.PeerMessage:
     """A message of a peer within its bounds; MalformedMessage when it is not one."""
-    try:
-        message: pb.PeerMessage = pb.PeerMessage.FromString(data)
-    except DecodeError as error:
-        raise MalformedMessage(
-            f"{whose}: expected a PeerMessage, got {len(data)} bytes that are not ({error})"
-        ) from None
+    message = parsed(pb.PeerMessage, data, PEER_FRAME, whose)
     if message.WhichOneof("kind") is None:
         raise MalformedMessage(f"{whose}: expected a PeerMessage of a known kind, got none")
     check(message, whose)

@@ -38,8 +38,8 @@ CALLS: Mapping[str, CallLimits] = {
     "/echo2.v1.Ingest/Report": CallLimits(8 << 20, 65_536),
 }
 """The others carry a name, a token or a ticket each, and take the defaults."""
-PEER_FIELDS_MAX = 256
-"""Of a frame between peers: its lists are packed."""
+PEER_FRAME = CallLimits(8 << 20, 256)
+"""Between peers: the lists of frames are packed."""
 
 
 def limits_of(method: str) -> CallLimits:

@@ -36,6 +36,7 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
+from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.dialling import Dialling, Target
@@ -57,7 +58,7 @@ from echo2.broadcast.runtime.progress import (
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.shaper import NodeShaper
 from echo2.broadcast.runtime.stripes import Stripes
-from echo2.broadcast.runtime.transport import Connection, Transport
+from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
@@ -68,7 +69,6 @@ from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 
 log = logging.getLogger("echo2.broadcast")
-CONNECTIONS_MAX = 48
 CONNECT_INTERVAL_S = 0.5
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
@@ -396,10 +396,16 @@ class BroadcastNode:
             del self._links[link.peer_id]
             self._act(PeerDown(link.peer_id))
             await old.close()
-        if len(self._links) >= CONNECTIONS_MAX:
-            raise Unreachable(f"peer {link.peer_id}: {CONNECTIONS_MAX} connections are open, the most allowed")
+        held = [self._place_of(one) for one in self._links.values()]
+        gone = giving_way(self._place_of(link), held, has_plan=self._dialling.plan is not None)
+        if gone is not None:
+            self._accuse(gone, "gives way to a newcomer", is_ban=False)
         self._links[link.peer_id] = link
         self._uplink.expect_new()
+
+    def _place_of(self, link: PeerLink) -> Place:
+        hosts = link.connection.remotes if isinstance(link.connection, Widenable) else ()
+        return Place(link.peer_id, min((host for host, _ in hosts), default=""), link.peer_id in self._dialling.targets)
 
     def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
         log.warning("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)

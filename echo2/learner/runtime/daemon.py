@@ -215,7 +215,7 @@ class LearnerDaemon:
         sinks = open_sinks(options.folder, options.run_id, options.sinks)
         loop = TrainingLoop(options, prepared, intake, publisher, sinks, self._executor)
         if options.metrics_port:
-            sinks.append(PrometheusEndpoint(options.host, options.metrics_port, lambda: self._numbers_now(loop)))
+            sinks.append(PrometheusEndpoint(options.metrics_port, lambda: self._numbers_now(loop)))
         loop.facts.peak_flops = _peak_flops(prepared)
         self.session = CoordinatorSession(
             credentials,

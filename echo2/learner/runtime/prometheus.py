@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from echo2.base.errors import PortBusy
 
+HOST = "127.0.0.1"
 PREFIX = "echo2_learner_"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -50,17 +51,17 @@ class LastRow(Collector):
 
 
 class PrometheusEndpoint:
-    """A sink whose last row is served at /metrics."""
+    """A sink whose last row is served at /metrics, to this machine alone: plain HTTP asks nobody who he is."""
 
-    def __init__(self, host: str, port: int, now: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, port: int, now: Callable[[], Mapping[str, float]]) -> None:
         registry = CollectorRegistry(auto_describe=False)
         self._rows = LastRow(now)
         registry.register(self._rows)
         self._server: Any
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server, self._thread = start_http_server(port, HOST, registry)
         except OSError as error:
-            raise PortBusy(f"learner.metrics_port: expected {host}:{port} to be free, got {error}") from error
+            raise PortBusy(f"learner.metrics_port: expected {HOST}:{port} to be free, got {error}") from error
 
     @property
     def port(self) -> int:

@@ -60,7 +60,7 @@ def served(endpoint: PrometheusEndpoint) -> dict[str, float]:
 
 
 def test_prometheus_serves_the_last_row_under_the_documented_names() -> None:
-    endpoint = PrometheusEndpoint("127.0.0.1", 0, lambda: {"step": 4, "waiting_s": 1.5})
+    endpoint = PrometheusEndpoint(0, lambda: {"step": 4, "waiting_s": 1.5})
     try:
         assert served(endpoint) == {"echo2_learner_step": 4.0, "echo2_learner_waiting_s": 1.5}
         endpoint.write(ROW)
@@ -68,7 +68,7 @@ def test_prometheus_serves_the_last_row_under_the_documented_names() -> None:
         assert found["echo2_learner_reward_mean"] == 0.5 and found["echo2_learner_is_skipped"] == 0.0
         assert found['echo2_learner_lag_histogram{lag="2"}'] == 2.0 and found["echo2_learner_step"] == 4.0
         with pytest.raises(PortBusy, match="metrics_port"):
-            PrometheusEndpoint("127.0.0.1", endpoint.port, dict)
+            PrometheusEndpoint(endpoint.port, dict)
     finally:
         endpoint.close()
     assert len({gauge_name(name) for name in documented_names()}) == len(documented_names()), "no two share a name"

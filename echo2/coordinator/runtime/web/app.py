@@ -26,6 +26,7 @@ from echo2.coordinator.planner_input import plan_config
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.planning import make_plan, snapshot_of
 from echo2.coordinator.runtime.web.feed import Feed
+from echo2.coordinator.runtime.web.guard import BodyRefused, body_refused
 from echo2.coordinator.runtime.web.metrics import exposition, families_of
 from echo2.coordinator.runtime.web.openapi import document
 from echo2.coordinator.runtime.web.state import StateView, command_of, machine_value, plan_value
@@ -66,7 +67,7 @@ class Web:
             Route("/metrics", self._metrics), Route("/healthz", self._healthz), Route("/readyz", self._readyz),
             Route("/favicon.ico", self._icon), Mount("/static", StaticFiles(directory=STATIC)),
         ]  # fmt: skip
-        return Starlette(routes=routes, exception_handlers={EchoError: _echo_error})
+        return Starlette(routes=routes, exception_handlers={EchoError: _echo_error, BodyRefused: body_refused})
 
     # ---- looking
 

@@ -57,11 +57,7 @@ class Guard:
         if answer is not None:
             await answer(scope, receive, _with_headers(send))
             return
-        body = _Body(receive)
-        try:
-            await self._app(scope, body.receive, _with_headers(send))
-        except _BodyRefused as error:  # before any answer: an action is looked at once its body is whole
-            await _problem(error.status, str(error))(scope, receive, _with_headers(send))
+        await self._app(scope, _Body(receive).receive, _with_headers(send))
 
     def _refusal(self, request: Request) -> Response | None:
         host = (request.url.hostname or "").lower()
@@ -105,7 +101,7 @@ class Guard:
         return response
 
 
-class _BodyRefused(Exception):
+class BodyRefused(Exception):
     """A body is too long or too slow, whatever its head said of it."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -129,12 +125,18 @@ class _Body:
             async with asyncio.timeout_at(self._until):
                 message = await self._receive()
         except TimeoutError:
-            raise _BodyRefused(408, f"expected the whole body within {BODY_S:.0f} s") from None
+            raise BodyRefused(408, f"expected the whole body within {BODY_S:.0f} s") from None
         self._left_bytes -= len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
         if self._left_bytes < 0:
-            raise _BodyRefused(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
+            raise BodyRefused(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
         return message
+
+
+async def body_refused(request: Request, error: Exception) -> Response:
+    """The application's answer: its own would be 500."""
+    assert isinstance(error, BodyRefused)
+    return _problem(error.status, str(error))
 
 
 def _problem(status: int, message: str) -> Response:

@@ -1,0 +1,88 @@
+"""A hostile client meets the page of a real coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.redteam.target import Target, coordinator
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with coordinator(tmp_path_factory.mktemp("page")) as found:
+        yield found
+
+
+def asked(target: Target, path: str, body: dict[str, Any] | None = None, csrf: str = "") -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{target.port('dashboard_port')}{path}"
+    request = urllib.request.Request(url, data, {"x-echo2-csrf": csrf})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def said(target: Target, head: str, pieces: Iterator[bytes], pause_s: float) -> tuple[bytes, float]:
+    """What comes back for a request sent in pieces, and after how long the connection ended."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", target.port("dashboard_port")), timeout=30) as connection:
+        answer = b""
+        with contextlib.suppress(OSError):
+            connection.sendall(head.encode())
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause_s)  # a real process has no virtual clock
+                connection.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    answer += connection.recv(4096)
+                    break
+                connection.setblocking(True)
+            connection.settimeout(30)
+            while part := connection.recv(4096):
+                answer += part
+        return answer, time.monotonic() - began
+
+
+def test_a_body_in_chunks_is_counted(target: Target) -> None:
+    csrf = asked(target, "/api/session")["csrf"]
+    head = f"POST /api/tokens HTTP/1.1\r\nhost: localhost\r\nx-echo2-csrf: {csrf}\r\ntransfer-encoding: chunked\r\n\r\n"
+    before = target.resident_bytes()
+    answer, _ = said(target, head, (b"4000\r\n" + b"x" * 0x4000 + b"\r\n" for _ in range(4096)), 0.0)
+    assert b" 413 " in answer.split(b"\r\n")[0]
+    assert target.resident_bytes() - before < 16 << 20
+
+
+def test_slow_heads_and_bodies_end(target: Target) -> None:
+    csrf = asked(target, "/api/session")["csrf"]
+    _, taken_s = said(target, "GET / HTTP/1.1\r\nhost: localhost\r\n", (b"a" for _ in range(100)), 0.3)
+    assert taken_s < 15
+    head = f"POST /api/tokens HTTP/1.1\r\nhost: localhost\r\nx-echo2-csrf: {csrf}\r\ncontent-length: 1000\r\n\r\n"
+    answer, taken_s = said(target, head, (b"{" for _ in range(100)), 0.3)
+    assert b" 408 " in answer.split(b"\r\n")[0]
+    assert taken_s < 20
+
+
+def test_the_state_that_every_page_hears_holds_no_join_link(target: Target) -> None:
+    csrf = asked(target, "/api/session")["csrf"]
+    offers = asked(target, "/api/state")["machines"]["offers"]
+    manual = next(offer["name"] for offer in offers if offer["provider"] == "manual")
+    rented = asked(target, "/api/machines", {"offer": manual}, csrf)
+    assert "echo2://" in rented["command"]
+    assert "echo2://" not in json.dumps(asked(target, "/api/state"))
+    told = asked(target, "/api/machines/command", {"machine_id": rented["machine_id"]}, csrf)
+    assert told["command"] == rented["command"]
+
+
+def test_off_loopback_the_log_does_not_hold_the_access_token(tmp_path: Path) -> None:
+    with coordinator(tmp_path, 'dashboard_host = "0.0.0.0"\n') as target:
+        token = (target.links / "dashboard.token").read_text().strip()
+        assert token not in target.log()
+        assert "dashboard.token" in target.log()
