@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.reachability import LinkKind, circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.p2p import punching
+from echo2.broadcast.runtime.p2p.host import P2pHost, _multiaddr_of
 from echo2.broadcast.runtime.transport import Connection, refuse_exchange, way_of
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
 
 WAIT_S = 20.0
+PING, IDENTIFY, DCUTR = "/ipfs/ping/1.0.0", "/ipfs/id/1.0.0", "/libp2p/dcutr"
 RUN = RunId("relay")
 
 
@@ -109,6 +117,38 @@ def test_a_stranger_gets_no_place_and_a_barred_member_neither(monkeypatch: pytes
             assert "PERMISSION_DENIED" in outlaw.facts.trouble
 
     asyncio.run(scene())
+
+
+def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with lab(monkeypatch) as made:
+            asked = made.own.peer_id, made.address
+            for of, is_answered in ((credentials(made.authority), True), (credentials(authority()), False)):
+                caller = MixedTransport(of)
+                caller.accept, caller.settings = refuse_exchange, P2pSettings("127.0.0.1")
+                made.transports.append(caller)
+                await caller.serve()
+                p2p = caller._p2p
+                assert p2p is not None
+                for protocol, sent in ((PING, b"x" * 32), (IDENTIFY, b""), (DCUTR, b"")):
+                    answer = await p2p._thread.call(partial(ask, p2p._host, asked, protocol, sent))
+                    assert bool(answer) == (is_answered and protocol != DCUTR), (protocol, is_answered)
+
+    asyncio.run(scene())
+
+
+async def ask(caller: P2pHost, asked: tuple[PeerId, str], protocol: str, sent: bytes) -> bytes:
+    """What the relay answers within a second to whoever speaks `protocol` to it, a member having shown its certificate."""
+    peer, address = asked
+    await caller._host.connect(PeerInfo(ID.from_base58(peer), [await _multiaddr_of(address)]))
+    with contextlib.suppress(Exception):  # a stranger is refused in many ways
+        await caller._introduce(peer)
+    with contextlib.suppress(Exception), trio.move_on_after(1.0):
+        stream = await caller._host.new_stream(ID.from_base58(peer), [TProtocol(protocol)])
+        if sent:
+            await stream.write(sent)
+        return bytes(await stream.read(32))
+    return b""
 
 
 def test_a_relayed_link_says_so_and_ends_where_its_bytes_do(monkeypatch: pytest.MonkeyPatch) -> None:

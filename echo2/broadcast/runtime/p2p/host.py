@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,10 +20,13 @@ from libp2p import new_host
 from libp2p.connection_types import ConnectionType
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.host.autonat.autonat import AUTONAT_PROTOCOL_ID
 from libp2p.host.basic_host import BasicHost
 from libp2p.network.config import ConnectionConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP_PROTOCOL
+from libp2p.relay.circuit_v2.protocol import STOP_PROTOCOL_ID
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
@@ -40,6 +44,8 @@ from echo2.trust.identity import PeerIdentity
 from echo2.trust.runtime.tls import Credentials
 
 EXCHANGE = TProtocol("/echo2/exchange/1")
+OWN_PROTOCOLS = (membership.PROTOCOL, EXCHANGE, HOP_PROTOCOL, STOP_PROTOCOL_ID, AUTONAT_PROTOCOL_ID)
+"""Their handlers look at the caller's membership first."""
 PUNCH_S = 5.0
 UNPROVEN_S = 15.0
 RENEW_S = 20.0
@@ -49,6 +55,7 @@ CONNECT_S = 8.0
 RELAYS_MAX = 4
 PEERS_MAX = 2048
 CLOSE_S = 2.0
+WAITING_STREAMS_MAX = 16
 _log = logging.getLogger("echo2.broadcast")
 # It reports every dial of a hole punch that fails, which most must, as an error; what matters is said here.
 logging.getLogger("libp2p").setLevel(logging.CRITICAL)
@@ -106,6 +113,7 @@ class P2pHost:
         self._seen_at: dict[PeerId, float] = {}
         self._judged_at = -JUDGE_S
         self._told: dict[PeerId, str] = {}
+        self._waiting: Counter[PeerId] = Counter()  # streams of peers that have not shown their certificate yet
 
     async def run(self, started: Callable[[], object]) -> None:
         """Until cancelled."""
@@ -125,6 +133,7 @@ class P2pHost:
         async with host.run([listen]), background_trio_service(relay), background_trio_service(puncher):
             await relay.event_started.wait()
             await puncher.event_started.wait()
+            self._members_first(host)
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(self._drop_strangers)
@@ -137,6 +146,33 @@ class P2pHost:
                 await self._host.get_network().close_peer(peer)
 
     # ---- who is who
+
+    def _members_first(self, host: BasicHost) -> None:
+        """The library's handlers (identify, push, ping, holes) know no run: here they serve its members alone, as ours do."""
+        mux = host.get_mux()
+        for protocol, handler in list(mux.handlers.items()):
+            if protocol is not None and handler is not None and protocol not in OWN_PROTOCOLS:
+                mux.add_handler(protocol, self._for_members(handler))
+
+    def _for_members(self, handler: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+        async def serve(stream: Any) -> None:
+            peer = peer_of_stream(stream)
+            if self._waiting[peer] >= WAITING_STREAMS_MAX:
+                await reset(stream)
+                return
+            self._waiting[peer] += 1
+            try:
+                is_member = await self._members.wait_known(peer)
+            finally:
+                self._waiting[peer] -= 1
+                if not self._waiting[peer]:
+                    del self._waiting[peer]
+            if is_member:
+                await handler(stream)
+            else:
+                await reset(stream)
+
+        return serve
 
     async def _show_membership(self, stream: Any) -> None:
         try:

@@ -63,8 +63,9 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
         relay = peer_of_stream(stream)
         try:
             with trio.fail_after(MESSAGE_S):
-                message = await read_delimited_msg(stream, StopMessage)
-                if self._members.identity_of(relay) is None or message.type != StopMessage.CONNECT:
+                is_member = self._members.identity_of(relay) is not None  # else nothing of it is read
+                message = await read_delimited_msg(stream, StopMessage) if is_member else StopMessage()
+                if not is_member or message.type != StopMessage.CONNECT:
                     await write_delimited_msg(stream, _stop_status(Status.PERMISSION_DENIED))
                     await stream.close()
                     return
@@ -86,10 +87,10 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
         member = peer_of_stream(stream)
         assert self._book is not None, "only relays register this handler"
         try:
-            with trio.fail_after(MESSAGE_S):
-                message = await read_delimited_msg(stream, HopMessage)
             if self._members.identity_of(member) is None:
                 raise NotAllowed(f"relay: {member} has shown no certificate of this run")
+            with trio.fail_after(MESSAGE_S):
+                message = await read_delimited_msg(stream, HopMessage)
             if message.type == HopMessage.RESERVE:
                 await self._reserve(stream, member)
             elif message.type == HopMessage.CONNECT:
