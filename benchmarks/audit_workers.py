@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import FinishReason, Rollout, VersionSpan
-from echo2.learner.audit import copies, examined, pieces_of
+from echo2.base.noise import rollout_seed, uniforms
+from echo2.base.rng import derived_seed
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
+from echo2.learner.audit import Habits, copies, examined, passage_of
+from echo2.learner.batcher import TrainGroup
+from echo2.learner.episodes import Sent
+from echo2.learner.plausible import problem_of_end, problem_of_segment
 from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.snapshots import KeptSnapshots, SnapshotScorer
+from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT = (5, 6, 7)
 TOKENS = 32
 SIBLINGS = 8
+TRIES = 4
 TEMPERATURE = 1.0
 STOP = 3
+VOCABULARY = 1 << 16
 UPDATE = 2e-3
 """Size of a step relative to the weights: what changes a log-probability by about a hundredth of a nat here."""
 
-PREVIOUS, NEWEST = 4, 6
+OLDEST, PREVIOUS, NEWEST = 2, 4, 6
+SAMPLING = SamplingParams(temperature=TEMPERATURE, max_new_tokens=TOKENS, stop_token_ids=(STOP,))
 Alter = Callable[[torch.Tensor], torch.Tensor]
 Maker = Callable[[int], list[Rollout]]
 """The rollouts of a group, by its number."""
+REFUSED = Accusation("intake", 0.0, 0, "refused at intake", True)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     model: PolicyModel
-    snapshots: KeptSnapshots
-    scorer: SnapshotScorer
+    snapshots: dict[Version, dict[str, torch.Tensor]]
+    kept: KeptVersions
 
 
 def make_bench(folder: Path) -> Bench:
@@ -50,60 +60,117 @@ def make_bench(folder: Path) -> Bench:
         for name, master in model.masters_by_name().items():
             master.mul_(1.0 if "norm" in name else 3.0)
     model.round_to_policy()
-    snapshots = KeptSnapshots(versions_max=3)
-    for version in (2, 4, 6):
-        snapshots.keep(Version(version), model.snapshot())
+    kept, snapshots = KeptVersions(copy.deepcopy(model.hf_model), versions_max=3), {}
+    for version in (OLDEST, PREVIOUS, NEWEST):
+        snapshots[Version(version)] = dict(model.snapshot())
+        kept.keep(Version(version), snapshots[Version(version)])
         with torch.no_grad():
             for master in model.masters:
                 master.add_(UPDATE * master.abs().mean() * torch.randn_like(master))
         model.round_to_policy()
-    return Bench(model, snapshots, SnapshotScorer(copy.deepcopy(model.hf_model), snapshots, TEMPERATURE, [STOP]))
+    return Bench(model, snapshots, kept)
 
 
 def engine_of(bench: Bench, version: int, dtype: torch.dtype = torch.float32, alter: Alter | None = None) -> Any:
     engine = copy.deepcopy(bench.model.hf_model)
-    weights = {name: tensor.float() for name, tensor in bench.snapshots.of(Version(version)).items()}
+    weights = {name: tensor.float() for name, tensor in bench.snapshots[Version(version)].items()}
     if alter is not None:
         weights = {name: alter(tensor) if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
     engine.load_state_dict({**engine.state_dict(), **weights})
     return engine.to(dtype).eval()
 
 
-def sampled(engine: Any, claimed: int, group: int, coldness: float = 1.0, siblings: int = SIBLINGS) -> list[Rollout]:
-    """A group of siblings, sampled together."""
-    generator = torch.Generator().manual_seed(group)
-    tokens = torch.tensor([PROMPT] * siblings)
-    logprobs = []
-    for _ in range(TOKENS):
+def spec_of(group: int) -> GroupSpec:
+    """The lease of a group: its seed is nobody's choice."""
+    sampling = SamplingParams(TEMPERATURE, 1.0, 0, TOKENS, (STOP,), derived_seed(7, "group", group))
+    return GroupSpec(GroupId(f"g{group}"), PROMPT, SIBLINGS, sampling, 0)
+
+
+def leased_numbers(group: int, count: int = SIBLINGS) -> torch.Tensor:
+    """The random numbers of a lease, by rollout and position."""
+    seed = spec_of(group).sampling.seed
+    return torch.from_numpy(np.stack([uniforms(rollout_seed(seed, index), TOKENS) for index in range(count)]))
+
+
+def own_numbers(group: int, count: int = SIBLINGS) -> torch.Tensor:
+    return torch.rand(count, TOKENS, generator=torch.Generator().manual_seed(group), dtype=torch.float64)
+
+
+Engines = Sequence[tuple[Any, int, int]]
+"""Whose weights sample, of which version they are said to be, and for how many tokens."""
+
+
+def sampled(engines: Engines, group: int, numbers: torch.Tensor, coldness: float = 1.0) -> list[Rollout]:
+    """Siblings, sampled together by these numbers; `coldness` above 1 samples likelier tokens than the numbers say."""
+    count = len(numbers)
+    tokens, logprobs = torch.tensor([PROMPT] * count), []
+    for engine in [engine for engine, _, length in engines for _ in range(length)]:
         with torch.no_grad():
             logits = engine(input_ids=tokens, use_cache=False).logits[:, -1].float()
-        logs = logits.log_softmax(-1)
-        drawn = torch.multinomial((coldness * logits).softmax(-1), 1, generator=generator)
-        logprobs.append(logs.gather(-1, drawn))
+        sums = (coldness * logits).softmax(-1).double().cumsum(-1)
+        at = len(logprobs)
+        drawn = torch.searchsorted(sums, numbers[:, at : at + 1] * sums[:, -1:], right=True).clamp(
+            max=logits.shape[1] - 1
+        )
+        logprobs.append(logits.log_softmax(-1).gather(-1, drawn))
         tokens = torch.cat([tokens, drawn], 1)
     rows = torch.cat(logprobs, 1).clamp(max=0.0).tolist()
-    return [rollout_of(group, n, tokens[n, len(PROMPT) :].tolist(), rows[n], claimed) for n in range(siblings)]
+    versions = [version for _, version, length in engines for _ in range(length)]
+    return [rollout_of(group, n, tokens[n, len(PROMPT) :].tolist(), rows[n], versions) for n in range(count)]
 
 
-def rollout_of(group: int, index: int, tokens: list[int], logprobs: list[float], version: int) -> Rollout:
-    numbers, spans = tuple(logprobs), (VersionSpan(Version(version), len(tokens)),)
-    return Rollout(GroupId(f"g{group}"), index, tuple(tokens), numbers, numbers, spans, FinishReason.STOP)
+def rollout_of(group: int, index: int, tokens: list[int], logprobs: list[float], versions: Sequence[int]) -> Rollout:
+    """Up to its first stop token, or to its limit."""
+    length = tokens.index(STOP) + 1 if STOP in tokens else len(tokens)
+    numbers = tuple(np.float32(logprobs[:length]).tolist())
+    reason = FinishReason.STOP if STOP in tokens else FinishReason.LENGTH
+    spans = spans_of(Version(version) for version in versions[:length])
+    return Rollout(GroupId(f"g{group}"), index, tuple(tokens[:length]), numbers, numbers, spans, reason)
 
 
-def watched(bench: Bench, make: Maker, groups: int, first_group: int = 0) -> tuple[Suspicion, int, Accusation | None]:
-    """Audits up to `groups` groups: what is held against the worker, after how many rollouts, and of what it is accused."""
+def recomputed(bench: Bench, engine: Any, one: Rollout, version: int, index: int | None = None) -> Rollout:
+    """The same tokens with the honest numbers of a version."""
+    tokens, group = list(one.token_ids), int(one.group_id[1:])
+    with torch.no_grad():
+        logits = engine(input_ids=torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]
+    rows = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].clamp(max=0.0).tolist()
+    return rollout_of(group, one.index if index is None else index, tokens, rows, [version] * len(tokens))
+
+
+def problem_of(rollout: Rollout, spec: GroupSpec) -> str | None:
+    """What the learner's intake says of it."""
+    whole = RolloutSegment(
+        rollout.group_id, rollout.index, 0, rollout.token_ids, rollout.logprobs, rollout.raw_logprobs,
+        rollout.version_spans, rollout.finish_reason,
+    )  # fmt: skip
+    published = [Version(version) for version in (OLDEST, PREVIOUS, NEWEST)]
+    return problem_of_segment(whole, spec, VOCABULARY, published) or problem_of_end(rollout, 0, spec)
+
+
+def watched(
+    bench: Bench, make: Maker, groups: int, first_group: int = 0, draws_by_seed: bool = True
+) -> tuple[Suspicion, int, Accusation | None]:
+    """Looks at all rollouts of up to `groups` groups: what is held against the worker, after how many, and of what it is
+    accused."""
     suspicion, rollouts_seen = Suspicion(SuspicionConfig(), 0.0), 0
-    for group in range(first_group, first_group + groups):
-        rollouts = make(group)
-        rollouts_seen += len(rollouts)
-        bench.scorer.prompts[rollouts[0].group_id] = PROMPT
-        pieces = [p for r in rollouts for p in pieces_of(r, [(PeerId("w"), len(r.token_ids))])]
-        found = examined(pieces, bench.snapshots.versions, bench.scorer)
-        for evidence in found:
-            suspicion.observe(evidence)
-        suspicion.observe_copies(copies(rollouts, [e.exact.logprobs for e in found]))
-        if (accusation := suspicion.accusation) is not None:
-            return suspicion, rollouts_seen, accusation
+    worker, scorer = PeerId("w"), VersionScorer(bench.kept)
+    for number in range(first_group, first_group + groups):
+        rollouts = make(number)
+        spec = spec_of(int(rollouts[0].group_id[1:]))
+        if any(problem_of(rollout, spec) for rollout in rollouts):
+            return suspicion, rollouts_seen + 1, REFUSED
+        senders = tuple((Sent(worker, len(rollout.token_ids)),) for rollout in rollouts)
+        group = TrainGroup(spec, number, tuple(rollouts), (0.0,) * len(rollouts), (), senders)
+        passages = [passage_of(group, member, lambda peer: Habits(draws_by_seed)) for member in range(len(rollouts))]
+        for passage, found in zip(passages, examined(passages, bench.kept.versions, scorer), strict=True):
+            rollouts_seen += 1
+            for evidence in found:
+                suspicion.observe(evidence)
+            likelihood = copies(passage, found)
+            if likelihood is not None:
+                suspicion.observe_copies(likelihood)
+            if (accusation := suspicion.accusation) is not None:
+                return suspicion, rollouts_seen, accusation
     return suspicion, rollouts_seen, None
 
 
@@ -115,6 +182,13 @@ def honest(bench: Bench, dtype: torch.dtype = torch.float32, siblings: int = SIB
     return altered(bench, None, dtype, siblings)
 
 
+def honest_over_a_swap(bench: Bench) -> Maker:
+    """Its weights change in the midst of each rollout; it computes its cache anew."""
+    first, second = engine_of(bench, PREVIOUS), engine_of(bench, NEWEST)
+    engines = ((first, PREVIOUS, TOKENS // 3), (second, NEWEST, TOKENS - TOKENS // 3))
+    return lambda group: sampled(engines, group, leased_numbers(group))
+
+
 def altered(
     bench: Bench,
     alter: Alter | None,
@@ -124,13 +198,68 @@ def altered(
 ) -> Maker:
     """Of changed weights; `coldness` above 1 samples likelier tokens than it says."""
     engine = engine_of(bench, NEWEST, dtype, alter)
-    return lambda group: sampled(engine, NEWEST, group, coldness, siblings)
+    return lambda group: sampled([(engine, NEWEST, TOKENS)], group, leased_numbers(group, siblings), coldness)
 
 
 def one_behind(bench: Bench, dtype: torch.dtype = torch.float32) -> Maker:
     """Runs the version before the one that it claims."""
     engine = engine_of(bench, PREVIOUS, dtype)
-    return lambda group: sampled(engine, NEWEST, group)
+    return lambda group: sampled([(engine, NEWEST, TOKENS)], group, leased_numbers(group))
+
+
+def others_tokens(bench: Bench, version: int) -> Maker:
+    """The tokens of an older version, drawn by the lease's numbers, with the honest numbers of the newest."""
+    engine, newest = engine_of(bench, version), engine_of(bench, NEWEST)
+    return lambda group: [
+        recomputed(bench, newest, one, NEWEST)
+        for one in sampled([(engine, version, TOKENS)], group, leased_numbers(group))
+    ]
+
+
+def best_of(bench: Bench, value: Callable[[Rollout], float], version: int = NEWEST, tries: int = TRIES) -> Maker:
+    """The best of several completions for each rollout, of which the first is honest."""
+    engine = engine_of(bench, version)
+
+    def best(group: int) -> list[Rollout]:
+        numbers = [leased_numbers(group), *(own_numbers(tries * group + n) for n in range(1, tries))]
+        made = [sampled([(engine, version, TOKENS)], group, each) for each in numbers]
+        return [max((one[index] for one in made), key=value) for index in range(SIBLINGS)]
+
+    return best
+
+
+def by_reward(one: Rollout) -> float:
+    """A stand-in for a reward that a worker can compute: how many tokens are odd."""
+    return sum(token % 2 for token in one.token_ids) / len(one.token_ids)
+
+
+def by_likelihood(one: Rollout) -> float:
+    return sum(one.logprobs) / len(one.logprobs)
+
+
+def hands_back_hard_prompts(bench: Bench) -> Maker:
+    """Gives back every group whose first completion is worth less than most; the rest is honest."""
+    make = honest(bench)
+
+    def easy(group: int) -> list[Rollout]:
+        while by_reward((rollouts := make(group))[0]) < 0.5:
+            group += 100_000
+        return rollouts
+
+    return easy
+
+
+def memorised(bench: Bench) -> Maker:
+    """One of the siblings is the likeliest completion, kept ready, with honest numbers; the others are honest."""
+    make, engine = honest(bench), engine_of(bench, NEWEST)
+    ready = sampled([(engine, NEWEST, TOKENS)], 0, own_numbers(0, 1), coldness=1e4)[0]
+
+    def with_one(group: int) -> list[Rollout]:
+        rollouts, place = make(group), group % SIBLINGS
+        rollouts[place] = rollout_of(group, place, list(ready.token_ids), list(ready.logprobs), [NEWEST] * TOKENS)
+        return rollouts
+
+    return with_one
 
 
 def fabricated(bench: Bench) -> Maker:
@@ -138,23 +267,68 @@ def fabricated(bench: Bench) -> Maker:
     make, rng = honest(bench), random.Random(0)
 
     def lie(one: Rollout, group: int) -> Rollout:
-        return rollout_of(group, one.index, list(one.token_ids), [-rng.expovariate(0.5) for _ in one.token_ids], NEWEST)
+        numbers = [-rng.expovariate(0.5) for _ in one.token_ids]
+        return rollout_of(group, one.index, list(one.token_ids), numbers, [NEWEST] * TOKENS)
 
     return lambda group: [lie(one, group) for one in make(group)]
+
+
+def forged_raw(bench: Bench) -> Maker:
+    """One of the two numbers of each token is honest, and the other is made up."""
+    make = honest(bench)
+
+    def lie(one: Rollout) -> Rollout:
+        raw = tuple(number - 15.0 for number in one.raw_logprobs)
+        return Rollout(
+            one.group_id, one.index, one.token_ids, one.logprobs, raw, one.version_spans, FinishReason.STOP
+        )  # fmt: skip
+
+    return lambda group: [lie(one) for one in make(group)]
+
+
+def one_token(bench: Bench) -> Maker:
+    """Ends after its first token, for its length as it says."""
+    make = honest(bench)
+
+    def cut(one: Rollout) -> Rollout:
+        spans = (VersionSpan(Version(NEWEST), 1),)
+        return Rollout(
+            one.group_id,
+            one.index,
+            one.token_ids[:1],
+            one.logprobs[:1],
+            one.raw_logprobs[:1],
+            spans,
+            FinishReason.LENGTH,
+        )
+
+    return lambda group: [cut(one) for one in make(group)]
+
+
+def dishonest_tail(bench: Bench) -> Maker:
+    """Honest up to a change of versions; what stands behind it is sampled by numbers of its own, with honest log-probabilities."""
+    first, second = engine_of(bench, PREVIOUS), engine_of(bench, NEWEST)
+    cut = TOKENS // 3
+
+    def tail(group: int) -> list[Rollout]:
+        numbers = leased_numbers(group)
+        numbers[:, cut:] = own_numbers(group)[:, cut:]
+        return sampled([(first, PREVIOUS, cut), (second, NEWEST, TOKENS - cut)], group, numbers)
+
+    return tail
 
 
 def cut_short(bench: Bench) -> Maker:
     """Ends its completions after a third with the stop token, with the honest log-probability of that token there."""
     engine = engine_of(bench, NEWEST)
 
-    def cut(one: Rollout, group: int) -> Rollout:
-        tokens = [*one.token_ids[: TOKENS // 3], STOP]
-        with torch.no_grad():
-            logits = engine(input_ids=torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, -2]
-        last = min(0.0, float(logits.log_softmax(-1)[STOP]))
-        return rollout_of(group, one.index, tokens, [*one.logprobs[: TOKENS // 3], last], NEWEST)
+    def cut(one: Rollout) -> Rollout:
+        tokens = [*[token for token in one.token_ids if token != STOP][: TOKENS // 3], STOP]
+        given = Rollout(one.group_id, one.index, tuple(tokens), (0.0,) * len(tokens), (0.0,) * len(tokens),
+                        (VersionSpan(Version(NEWEST), len(tokens)),), FinishReason.STOP)  # fmt: skip
+        return recomputed(bench, engine, given, NEWEST)
 
-    return lambda group: [cut(one, group) for one in sampled(engine, NEWEST, group)]
+    return lambda group: [cut(one) for one in sampled([(engine, NEWEST, TOKENS)], group, leased_numbers(group))]
 
 
 def copied(bench: Bench) -> Maker:
@@ -163,7 +337,10 @@ def copied(bench: Bench) -> Maker:
 
     def all_alike(group: int) -> list[Rollout]:
         first = make(group)[0]
-        return [rollout_of(group, n, list(first.token_ids), list(first.logprobs), NEWEST) for n in range(SIBLINGS)]
+        return [
+            rollout_of(group, n, list(first.token_ids), list(first.logprobs), [NEWEST] * TOKENS)
+            for n in range(SIBLINGS)
+        ]
 
     return all_alike
 

@@ -22,31 +22,54 @@ from typing import Any
 import torch
 
 from benchmarks.audit_workers import (
+    OLDEST,
+    PREVIOUS,
     SIBLINGS,
     TOKENS,
     Bench,
     Maker,
     altered,
+    best_of,
+    by_likelihood,
+    by_reward,
     copied,
     cut_short,
+    dishonest_tail,
     fabricated,
     float8,
+    forged_raw,
+    hands_back_hard_prompts,
     honest,
+    honest_over_a_swap,
     make_bench,
+    memorised,
     one_behind,
+    one_token,
+    others_tokens,
     perturbed,
     quantised,
     watched,
 )
-from echo2.learner.audit import NEWCOMER_TOKENS
+from echo2.learner.audit_draw import NEWCOMER_TOKENS
 from echo2.learner.suspicion import Accusation, SuspicionConfig
 
 RESULTS = Path(__file__).parent / "results" / "audit.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 TIMES = 3
-GROUPS_MAX = 40
+GROUPS_MAX = 20
+
 ALLOWED_NATS = SuspicionConfig().noise_nats
+
+
+OWN = ", says that it cannot draw by its seeds"
+WORST = {
+    "tokens of the version before, with honest numbers of the one named": "they train as if a version older, and cost as much",
+    "tokens of the oldest version admitted, with honest numbers of the newest": "they train as if that old, no more",
+    "hands back prompts whose first completion is poor, the rest honest": "others do those prompts; hand-backs cost it leases",
+    f"best of four by reward{OWN}": "its rollouts look up to the best of four better; it is looked at three times as often",
+}
+"""What a lie that is not found can do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +86,25 @@ class Finding:
 
 
 def lies(bench: Bench) -> dict[str, Maker]:
-    """What an audit must find, whatever the model."""
+    """What an audit must find, whatever the model, but for those that `WORST` tells of."""
     return {
         "the previous version, float32": one_behind(bench),
         "the previous version, bf16": one_behind(bench, torch.bfloat16),
+        "tokens of the version before, with honest numbers of the one named": others_tokens(bench, PREVIOUS),
+        "tokens of the oldest version admitted, with honest numbers of the newest": others_tokens(bench, OLDEST),
         "made-up log-probabilities": fabricated(bench),
+        "one of a token's two numbers made up": forged_raw(bench),
+        "ends for its length after one token": one_token(bench),
         "completions cut short with a stop token": cut_short(bench),
         "one completion handed in for all siblings": copied(bench),
+        "one memorised answer a group, honest numbers": memorised(bench),
+        "best of four by reward, honest numbers": best_of(bench, by_reward),
+        "best of four by reward, of the oldest version admitted": best_of(bench, by_reward, OLDEST),
+        "best of four by likelihood, honest numbers": best_of(bench, by_likelihood),
+        f"best of four by reward{OWN}": best_of(bench, by_reward),
+        f"best of four by likelihood{OWN}": best_of(bench, by_likelihood),
+        "hands back prompts whose first completion is poor, the rest honest": hands_back_hard_prompts(bench),
+        "honest until the version changes, a choice behind it": dishonest_tail(bench),
         "nearly greedy sampling, honest numbers": altered(bench, None, coldness=8.0),
         "sharpened sampling (temperature 0.67), honest numbers": altered(bench, None, coldness=1.5),
     }
@@ -88,7 +123,8 @@ def cheats(bench: Bench) -> dict[str, Maker]:
 def finding_of(bench: Bench, worker: str, make: Maker) -> Finding:
     rollouts, bets, certain, noises = [], [], 0, []
     for time_number in range(TIMES):
-        held, seen, accusation = watched(bench, make, GROUPS_MAX, first_group=1000 * time_number)
+        by_seed = OWN not in worker
+        held, seen, accusation = watched(bench, make, GROUPS_MAX, 1000 * time_number, by_seed)
         noises.append(held.noise_nats)
         if accusation is not None:
             rollouts.append(seen)
@@ -105,6 +141,7 @@ def honest_kinds(bench: Bench) -> dict[str, Maker]:
         "float16, batch 8": honest(bench, torch.float16),
         "float32, batch 1": honest(bench, siblings=1),
         "bf16, batch 3": honest(bench, torch.bfloat16, siblings=3),
+        "float32, over a change of versions": honest_over_a_swap(bench),
     }
 
 
@@ -136,7 +173,8 @@ def rows_of(kept: dict[str, Any]) -> list[dict[str, object]]:
     (and truncation, of which a completion says one bit, within four times as many)."""
     rows: list[dict[str, object]] = []
     for one in (Finding(**given) for given in kept["findings"]):
-        is_allowed = not one.rollouts and one.noise_nats <= ALLOWED_NATS
+        is_altered = one.worker.startswith("weights")
+        is_allowed = not one.rollouts and (one.worker in WORST or (is_altered and one.noise_nats <= ALLOWED_NATS))
         rate = 100.0 * len(one.rollouts) / one.watched
         rows.append(row(f"{one.worker}: found", rate, "%", None if is_allowed else 100.0, "higher"))
         median = statistics.median(one.rollouts) if one.rollouts else None
@@ -159,18 +197,28 @@ def row(name: str, value: object, unit: str, target: float | None, better: str) 
 def table_of(kept: dict[str, Any]) -> str:
     """The table of docs/security.md."""
     lines = [
-        "| worker | numbers off by, nats | found | rollouts until found: median, worst | by | then |",
+        "| worker | numbers off by, nats | found | after rollouts looked at: median, worst | by | then, or at worst |",
         "|---|---|---|---|---|---|",
     ]
     for one in (Finding(**given) for given in kept["findings"]):
         rate = f"{len(one.rollouts)} of {one.watched}"
         if one.rollouts:
             when = f"{statistics.median(one.rollouts):.0f}, {max(one.rollouts)}"
-            then = "banned" if one.certain == len(one.rollouts) else "quarantined" if not one.certain else "either"
+            then = (
+                "refused"
+                if one.bets[0] == "intake"
+                else "banned"
+                if one.certain == len(one.rollouts)
+                else "quarantined"
+                if not one.certain
+                else "either"
+            )
         else:
             when, then = (
                 f"not in {one.rollouts_max}",
-                "within what honest engines may differ" if one.noise_nats <= ALLOWED_NATS else "",
+                WORST.get(
+                    one.worker, "within what honest engines may differ" if one.noise_nats <= ALLOWED_NATS else ""
+                ),
             )
         lines.append(
             f"| {one.worker} | {one.noise_nats:.3f} | {rate} | {when} | {', '.join(sorted(set(one.bets)))} | {then} |"

@@ -156,8 +156,8 @@ class LearnerSection(Section):
         Count, Field(description="Whole snapshots among the published versions, for newcomers.")
     ] = 16
     audit_share: Annotated[
-        Fraction, Field(description="Share of the groups scored again, to find workers that cheat; 0: none.")
-    ] = 0.02
+        Fraction, Field(description="Share of the rollouts scored again, to find workers that cheat; 0: none.")
+    ] = 0.12
     host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
     advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""
     port: Annotated[Port, Field(description="Port of ingest and broadcast; 0: any free one.")] = 0

@@ -1,129 +1,234 @@
-"""Which tokens to score under which version, for an audit: exact log-probabilities beside those that a worker claimed.
+"""Which tokens to score under which version, for an audit: exact numbers beside those that a worker claimed.
 
-Guarantees: every token is scored under the very version that its span names, and under the one published before it;
-each version's weights are needed once. Leaves to others: keeping the snapshots and running the forward pass
-(`ScoreUnderVersion`, learner/runtime/snapshots), what the numbers say about the worker (suspicion).
+Guarantees: a rollout is examined whole, whatever its versions, workers and turns: every token under the version that its
+span names, behind the key-value cache that an honest engine had there, and under the version published before. Leaves
+to others: which rollouts (audit_draw), keeping the versions and running the forward pass (`ScoreUnderVersion`,
+learner/runtime/snapshots), what the numbers say about the worker (suspicion).
 
-A sequence that kept its KV cache across a swap matches no version exactly after it: under `keep_kv` audit first spans
-only.
+An engine computes its cache anew where the rollout came from another worker, where a turn begins, and, unless its worker
+says that it keeps its cache, where the version changes; elsewhere the cache of a piece is that of the piece before it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rng import derived_rng
-from echo2.base.rollout import Rollout
+import numpy as np
+import numpy.typing as npt
 
-NEWCOMER_TOKENS = 2048
+from echo2.base.ids import PeerId, Version
+from echo2.base.noise import rollout_seed, turn_seed, uniforms
+from echo2.base.rollout import Rollout, SamplingParams
+from echo2.learner.batcher import TrainGroup
+from echo2.learner.episodes import Insertion
+
 FLOOR_NATS = -12.0
 """Log-probabilities below this count as this where a token's likelihood is judged, so that the judgement is bounded."""
+
+Column = npt.NDArray[np.float64]
+NOTHING: Column = np.zeros(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What a worker says of its engine. `draws_by_seed`: each token is the one that the position's random number of its
+    lease's seed picks. `keeps_cache`: sequences keep their key-value cache when the weights change."""
+
+    draws_by_seed: bool = False
+    keeps_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of consecutive tokens, under one version: the log-probability of each (nats), the mean of max(log-probability,
-    FLOOR_NATS) of a token drawn there, the probability that the sequence ends there, and whether it did."""
+    """Of consecutive tokens, under one version. `logprobs`: of the number that is trained on (nats). Of the sampling
+    distribution: `drawn`, the token's log-probability; `expected`, the mean of max(log-probability, FLOOR_NATS);
+    `stop_chances`, the probability that the sequence ends there, and `stopped`, whether it did (0 or 1); `below`, the
+    probability of all tokens with lower ids; `collisions`, that of drawing the same token twice."""
 
-    logprobs: tuple[float, ...]
-    expected: tuple[float, ...]
-    stop_chances: tuple[float, ...]
-    stopped: tuple[bool, ...]
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.logprobs), len(self.expected), len(self.stop_chances), len(self.stopped)}
-        assert len(lengths) == 1, "four numbers a token"
-
-
-class ScoreUnderVersion(Protocol):
-    """The forward pass under a kept snapshot: scores of `token_ids[start:stop]` after the prompt and what precedes.
-
-    Under the sampling temperature, without filters.
-    """
-
-    def __call__(self, version: Version, rollout: Rollout, start: int, stop: int) -> TokenScores: ...
+    logprobs: Column
+    drawn: Column
+    expected: Column
+    stop_chances: Column
+    stopped: Column
+    below: Column
+    collisions: Column
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `start` to `stop - 1` of `rollout`: sampled under `version`, as `worker` says who reported them."""
+    """Sampled tokens `start` to `stop - 1`: reported by `worker` as of `version`; `keeps_cache` of the piece before."""
 
     worker: PeerId
-    rollout: Rollout
     version: Version
     start: int
     stop: int
+    keeps_cache: bool = False
+    draws_by_seed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A rollout as its engines read it: `token_ids` of prompt, world and policy; `places` of those that were sampled, with
+    the `uniforms` of their seeds. `siblings`: the completions of the same prompt that the same worker sent alone."""
+
+    rollout: Rollout
+    sampling: SamplingParams
+    token_ids: tuple[int, ...]
+    places: npt.NDArray[np.int64]
+    uniforms: Column
+    pieces: tuple[Piece, ...]
+    siblings: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def claimed(self) -> Column:
+        return np.asarray(self.sampling.trained_logprobs(self.rollout.logprobs, self.rollout.raw_logprobs))
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was claimed of a piece and what is so. `previous`: log-probabilities under the version before; empty where
-    that is not kept. `is_raw`: of the raw model, for tokens were sampled with a filter."""
+    """What was claimed of a piece and what is so. `previous`: the exact numbers under the version before; empty where that is
+    not kept. `uniforms`: empty where the worker does not say that it draws by its seeds."""
 
     piece: Piece
+    claimed: Column
     exact: TokenScores
-    previous: tuple[float, ...]
-    is_raw: bool = False
-
-    @property
-    def claimed(self) -> tuple[float, ...]:
-        rollout = self.piece.rollout
-        numbers = rollout.raw_logprobs if self.is_raw else rollout.logprobs
-        return numbers[self.piece.start : self.piece.stop]
+    previous: Column
+    uniforms: Column
 
 
-def pieces_of(rollout: Rollout, senders: Sequence[tuple[PeerId, int]], first_span_only: bool = False) -> list[Piece]:
-    """The rollout cut where its version or its sender changes. `senders`: who reported how many tokens, in order."""
-    spans = rollout.version_spans[: 1 if first_span_only else None]
-    cuts = {0}
-    for counts in ([span.count for span in spans], [count for _, count in senders]):
-        cuts |= {sum(counts[: n + 1]) for n in range(len(counts))}
-    end = min(sum(span.count for span in spans), sum(count for _, count in senders))
-    edges = sorted(cut for cut in cuts if cut <= end)
-    versions = [span.version for span in spans for _ in range(span.count)]
-    peers = [peer for peer, count in senders for _ in range(count)]
-    return [Piece(peers[start], rollout, versions[start], start, stop) for start, stop in itertools.pairwise(edges)]
+class ScoreUnderVersion(Protocol):
+    """The forward pass under a kept version. `cache`: what the call for the piece before gave, where this one keeps it; what
+    is given back is for the piece behind it."""
+
+    def __call__(
+        self, version: Version, passage: Passage, piece: Piece, cache: object | None
+    ) -> tuple[TokenScores, object]: ...
 
 
-def examined(
-    pieces: Sequence[Piece], kept: Sequence[Version], score: ScoreUnderVersion, is_raw: bool = False
-) -> list[Evidence]:
-    """Scores of the pieces whose version is among the `kept` ones (ascending), each version loaded once.
+def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> Passage:
+    """The rollout `member` of a group that is trained on."""
+    rollout = group.rollouts[member]
+    insertions = group.insertions[member] if group.insertions else ()
+    text, sampled_at = group.text_of(member)
+    prompt = group.spec.prompt_token_ids
+    return Passage(
+        rollout,
+        group.spec.sampling,
+        (*prompt, *text),
+        np.asarray(sampled_at, dtype=np.int64) + len(prompt),
+        _uniforms_of(rollout, group.spec.sampling.seed, insertions),
+        _pieces_of(group, member, insertions, habits_of),
+        _siblings_of(group, member),
+    )
 
-    `is_raw`: tokens were sampled with top-p or top-k; `score` is then of the raw model, temperature 1.
-    """
-    exact: dict[int, TokenScores] = {}
-    previous: dict[int, tuple[float, ...]] = {}
-    for place, version in enumerate(kept):
-        after = kept[place + 1] if place + 1 < len(kept) else None
-        for number, piece in enumerate(pieces):
+
+def _uniforms_of(rollout: Rollout, seed: int, insertions: Sequence[Insertion]) -> Column:
+    starts = [0, *(insertion.position for insertion in insertions), len(rollout.token_ids)]
+    seeds = [rollout_seed(seed, rollout.index)]
+    seeds += [rollout_seed(turn_seed(seed, rollout.index, turn + 1), 0) for turn in range(len(insertions))]
+    turns = zip(seeds, itertools.pairwise(starts), strict=True)
+    return np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns])
+
+
+def _pieces_of(
+    group: TrainGroup, member: int, insertions: Sequence[Insertion], habits_of: Callable[[PeerId], Habits]
+) -> tuple[Piece, ...]:
+    """The rollout cut where its version, its sender or its turn changes."""
+    rollout = group.rollouts[member]
+    versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
+    peers = [sent.peer_id for sent in group.senders[member] for _ in range(sent.token_count)]
+    turns = {insertion.position for insertion in insertions}
+    end = min(len(versions), len(peers))
+    cuts = [n for n in range(1, end) if versions[n] != versions[n - 1] or peers[n] != peers[n - 1] or n in turns]
+    pieces = []
+    for start, stop in itertools.pairwise([0, *cuts, end] if end else [0]):
+        goes_on = start > 0 and start not in turns and peers[start] == peers[start - 1]
+        keeps = goes_on and habits_of(peers[start]).keeps_cache
+        by_seed = habits_of(peers[start]).draws_by_seed
+        pieces.append(Piece(peers[start], versions[start], start, stop, keeps, by_seed))
+    return tuple(pieces)
+
+
+def _siblings_of(group: TrainGroup, member: int) -> tuple[tuple[int, ...], ...]:
+    own = {sent.peer_id for sent in group.senders[member]}
+    if len(own) != 1:
+        return ()
+    return tuple(
+        other.token_ids
+        for n, other in enumerate(group.rollouts)
+        if n != member and {sent.peer_id for sent in group.senders[n]} == own
+    )
+
+
+def examined(passages: Sequence[Passage], kept: Sequence[Version], score: ScoreUnderVersion) -> list[list[Evidence]]:
+    """Of each passage, the evidence of its pieces whose version is among the `kept` ones (ascending). Pieces that stand alone
+    are scored version by version, so that each is loaded once."""
+    before = {version: kept[place - 1] for place, version in enumerate(kept) if place > 0}
+    found: list[list[Evidence]] = [[] for _ in passages]
+    alone: list[tuple[int, Piece]] = []
+    for number, passage in enumerate(passages):
+        for chain in _chains(passage.pieces):
+            if len(chain) == 1:
+                alone += [(number, piece) for piece in chain if piece.version in kept]
+            elif all(piece.version in kept for piece in chain):
+                found[number] += _examined_chain(passage, chain, before, score)
+    exact: dict[tuple[int, int], TokenScores] = {}
+    previous: dict[tuple[int, int], Column] = {}
+    for version in kept:
+        for number, piece in alone:
+            key = (number, piece.start)
             if piece.version == version:
-                exact[number] = score(version, piece.rollout, piece.start, piece.stop)
-            elif piece.version == after:
-                previous[number] = score(version, piece.rollout, piece.start, piece.stop).logprobs
-    return [Evidence(pieces[n], exact[n], previous.get(n, ()), is_raw) for n in sorted(exact)]
+                exact[key] = score(version, passages[number], piece, None)[0]
+            elif before.get(piece.version) == version:
+                previous[key] = score(version, passages[number], piece, None)[0].logprobs
+    for number, piece in alone:
+        key = (number, piece.start)
+        found[number].append(_evidence(passages[number], piece, exact[key], previous.get(key, NOTHING)))
+    return found
 
 
-def is_chosen(seed: int, group_id: GroupId, share: float, tokens_seen: int) -> bool:
-    """Whether a group is audited: `share` of all, by its name, and all of a worker of which little was seen yet."""
-    if share <= 0:
-        return False
-    return tokens_seen < NEWCOMER_TOKENS or derived_rng(seed, "audit", group_id).random() < share
+def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces with those behind them that keep their cache."""
+    chain: list[Piece] = []
+    for piece in pieces:
+        if chain and not piece.keeps_cache:
+            yield chain
+            chain = []
+        chain.append(piece)
+    if chain:
+        yield chain
 
 
-def copies(rollouts: Sequence[Rollout], logprobs: Sequence[Sequence[float]]) -> float:
-    """How much likelier equal siblings are than by chance: the mean over pairs of [equal] / P(the completion).
+def _examined_chain(
+    passage: Passage, chain: Sequence[Piece], before: dict[Version, Version], score: ScoreUnderVersion
+) -> Iterator[Evidence]:
+    cache: object | None = None
+    for piece in chain:
+        previous = NOTHING
+        if piece.version in before:
+            previous = score(before[piece.version], passage, piece, cache)[0].logprobs
+        exact, cache = score(piece.version, passage, piece, cache)
+        yield _evidence(passage, piece, exact, previous)
 
-    Its expectation is at most 1 for completions drawn independently. `logprobs`: exact, per token.
+
+def _evidence(passage: Passage, piece: Piece, exact: TokenScores, previous: Column) -> Evidence:
+    own = slice(piece.start, piece.stop)
+    numbers = passage.uniforms[own] if piece.draws_by_seed else NOTHING
+    return Evidence(piece, passage.claimed[own], exact, previous, numbers)
+
+
+def copies(passage: Passage, evidence: Sequence[Evidence]) -> float | None:
+    """How much likelier equal siblings are than by chance: the mean over siblings of [equal] / P(the completion).
+
+    Its expectation is at most 1 for completions drawn independently. None where the passage was not examined whole, is not
+    of one worker, or has no siblings.
     """
-    pairs = [(i, j) for i in range(len(rollouts)) for j in range(i)]
-    if not pairs:
-        return 1.0
-    chance = [math.exp(-min(600.0, -math.fsum(row))) for row in logprobs]
-    equal = [1.0 / chance[i] for i, j in pairs if rollouts[i].token_ids == rollouts[j].token_ids]
-    return math.fsum(equal) / len(pairs)
+    if not passage.siblings or sum(len(one.claimed) for one in evidence) != len(passage.rollout.token_ids):
+        return None
+    equal = sum(tokens == passage.rollout.token_ids for tokens in passage.siblings)
+    chance = math.fsum(math.fsum(one.exact.drawn) for one in evidence)
+    return equal * math.exp(min(600.0, -chance)) / len(passage.siblings)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rng import derived_seed
+from echo2.base.noise import turn_seed
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.episodes import (
     NOBODY,
@@ -76,6 +76,20 @@ class TrainGroup:
     rewards: tuple[float, ...]
     insertions: tuple[tuple[Insertion, ...], ...] = ()
     senders: tuple[tuple[Sent, ...], ...] = ()
+
+    def text_of(self, index: int) -> tuple[list[int], list[int]]:
+        """All tokens behind the prompt of its rollout `index`, the world's among them, and the places of the sampled ones."""
+        token_ids = self.rollouts[index].token_ids
+        text: list[int] = []
+        sampled_at: list[int] = []
+        begin = 0
+        for insertion in self.insertions[index] if self.insertions else ():
+            sampled_at += range(len(text), len(text) + insertion.position - begin)
+            text += [*token_ids[begin : insertion.position], *insertion.token_ids]
+            begin = insertion.position
+        sampled_at += range(len(text), len(text) + len(token_ids) - begin)
+        text += token_ids[begin:]
+        return text, sampled_at
 
     def tokens_of(self, index: int) -> int:
         """All tokens behind the prompt of its rollout `index`, the world's included."""
@@ -171,7 +185,7 @@ class Batcher:
             return None
         rollout = asked.rollouts[before.index if before.turn == 0 else 0]
         following = replace(before, turn=before.turn + 1)
-        seed = derived_seed(root.spec.sampling.seed, "turn", before.index, following.turn)
+        seed = turn_seed(root.spec.sampling.seed, before.index, following.turn)
         sampling = replace(root.spec.sampling, seed=seed)
         prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
         spec = GroupSpec(following.group_id, prompt, 1, sampling, root.spec.consume_step)

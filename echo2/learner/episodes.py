@@ -94,10 +94,10 @@ def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
     raw_logprobs: tuple[float, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     senders: tuple[Sent, ...] = ()
-    for turn in turns:
+    for number, turn in enumerate(turns):
         assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
         said = turn.prompt_token_ids[len(before) :]
-        if said:
+        if said or number > 0:  # a turn begins there, also where the world said nothing
             insertions.append(Insertion(len(token_ids), said))
         token_ids += turn.rollout.token_ids
         logprobs += turn.rollout.logprobs

@@ -6,7 +6,7 @@ Leaves to others: the numbers (audit), what is done to an accused worker.
 
 The test bets against honesty (Ville's inequality; Wald 1945 for the ratio of likelihoods, Waudby-Smith and Ramdas 2024
 for bounded means). Each bet starts with 1 and, while the worker is honest, grows on average never; so the mean of all
-bets reaches 1/alpha with probability at most alpha. Six bets, each with what it takes for granted of honest workers:
+bets reaches 1/alpha with probability at most alpha. Seven bets, each with what it takes for granted of honest workers:
 
 - *noise*: the mean square of claimed minus exact log-probability is at most `noise_nats` squared. Catches altered and
   coarsely quantised models.
@@ -18,6 +18,11 @@ bets reaches 1/alpha with probability at most alpha. Six bets, each with what it
   repeated and forged tokens with honest numbers.
 - *length*: completions end as often as the version named says. Catches truncation, and ends that are put off.
 - *copies*: siblings are drawn independently. Catches completions handed in twice.
+- *choice*: each token is the one that the random number of its place in the lease picks: the number lies in the token's part
+  of the cumulative distribution, or no further outside than `CHOICE_SIGMAS` times what the worker's own noise moves that
+  part's edge, but for a share `CHOICE_MISSES` of the tokens at most (Chebyshev's inequality gives less than half of it). Catches
+  every choice between samples, whoever made it and by whatever rule, and tokens of another version. Made only of workers
+  that say they draw so.
 
 How much honest engines differ is the one thing here that depends on kernels and cards, so a finding that rests on
 *noise* alone is not certain (`Accusation.is_certain`): what is done then can be undone, and a person decides. Nor is one
@@ -32,8 +37,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from echo2.base.errors import ConfigError
-from echo2.learner.audit import FLOOR_NATS, Evidence
+from echo2.learner.audit import FLOOR_NATS, Column, Evidence
 
 DAY_S = 86_400.0
 NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)
@@ -42,6 +49,13 @@ STOP_FACTORS = (3.0, 20.0, 0.3)
 """How much more often than it should a cheat ends its sequences: the alternatives that are bet on."""
 STOP_CHANCE_MAX = 0.9
 COPY_STAKE = 0.01
+CHOICE_SIGMAS = 6.0
+CHOICE_MISSES = 1.0 / 16.0
+CHOICE_STAKES = (0.02, 0.2, 0.9)
+"""Shares of a worker's rollouts that are chosen, for the alternatives that are bet on."""
+CHOICE_ROUNDING = 1e-5
+CHOICE_SIGMA_MIN, CHOICE_SIGMA_MAX = 0.004, 0.5
+"""The worker's noise counts as no less, and as no more, in nats."""
 NOISE_CAP = 8.0
 """Differences beyond this many `noise_nats` count as this many."""
 LEARN_TOKENS = 200
@@ -89,10 +103,10 @@ class _Mixture:
         self._stakes = stakes
         self._logs = [0.0] * len(stakes)
 
-    def bet(self, excess: float) -> None:
-        """`excess`: at most 0 on average for an honest worker; every stake times it is above -1."""
+    def bet(self, excess: Column) -> None:
+        """`excess`: each at most 0 on average for an honest worker; every stake times it is above -1."""
         for number, stake in enumerate(self._stakes):
-            self._logs[number] += math.log1p(stake * excess)
+            self._logs[number] += float(np.log1p(stake * excess).sum())
 
     @property
     def log_wealth(self) -> float:
@@ -114,6 +128,7 @@ class Suspicion:
     _fabrication: _Mixture = field(default_factory=lambda: _Mixture(NOISE_STAKES))
     _draw: _Mixture = field(default_factory=lambda: _Mixture(DRAW_STAKES))
     _stops: list[float] = field(default_factory=lambda: [0.0] * len(STOP_FACTORS))
+    _choice: list[float] = field(default_factory=lambda: [0.0] * len(CHOICE_STAKES))
     _version: float = 0.0
     _copies: float = 0.0
     _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
@@ -123,53 +138,66 @@ class Suspicion:
     _all_squares: float = 0.0
 
     def observe(self, evidence: Evidence) -> None:
-        """Takes a piece into account. Tokens sampled with a filter are no draw from the whole distribution."""
-        differences = [
-            claimed - exact for claimed, exact in zip(evidence.claimed, evidence.exact.logprobs, strict=True)
-        ]
+        """Takes a piece into account."""
+        exact = evidence.exact
+        differences = evidence.claimed - exact.logprobs
         self.tokens += len(differences)
-        for difference in differences:
-            share = (difference / (NOISE_CAP * self.config.noise_nats)) ** 2
-            if not self.excuses_noise:
-                self._noise.bet(min(1.0, share) - NOISE_CAP**-2)
-            self._fabrication.bet(min(1.0, share / FABRICATION**2) - NOISE_CAP**-2)
-        self._all_squares += math.fsum(difference * difference for difference in differences)
-        if evidence.previous:
+        shares = (differences / (NOISE_CAP * self.config.noise_nats)) ** 2
+        if not self.excuses_noise:
+            self._noise.bet(np.minimum(1.0, shares) - NOISE_CAP**-2)
+        self._fabrication.bet(np.minimum(1.0, shares / FABRICATION**2) - NOISE_CAP**-2)
+        self._all_squares += float(differences @ differences)
+        if len(evidence.previous):
             self._bet_on_version(differences, evidence)
-        if not evidence.is_raw:
-            for logprob, expected in zip(evidence.exact.logprobs, evidence.exact.expected, strict=True):
-                self._draw.bet((max(logprob, FLOOR_NATS) - expected) / -FLOOR_NATS)
-            for chance, stopped in zip(evidence.exact.stop_chances, evidence.exact.stopped, strict=True):
-                self._bet_on_stop(chance, stopped)
+        self._draw.bet((np.maximum(exact.drawn, FLOOR_NATS) - exact.expected) / -FLOOR_NATS)
+        self._bet_on_stops(exact.stop_chances, exact.stopped)
+        if len(evidence.uniforms):
+            self._bet_on_choice(evidence)
 
     def observe_copies(self, likelihood: float) -> None:
         """`audit.copies` of a group."""
         self._copies += math.log1p(COPY_STAKE * (min(likelihood, 1e12) - 1.0))
 
-    def _bet_on_version(self, differences: Sequence[float], evidence: Evidence) -> None:
+    def _bet_on_version(self, differences: Column, evidence: Evidence) -> None:
         """Wald's ratio for a shift by the difference of two versions, in Gaussian noise of the worker's own size.
 
         Shift and noise are cut at one and three standard deviations: what counts is the direction.
         """
-        shifts = [previous - exact for exact, previous in zip(evidence.exact.logprobs, evidence.previous, strict=True)]
+        shifts = evidence.previous - evidence.exact.logprobs
         is_clear = self._shift_squares >= SHIFT_MIN**2 * self._squares and self._counted >= LEARN_TOKENS
         if is_clear:
             sigma = math.sqrt(2.0 * self._squares / self._counted + SIGMA_MIN**2)
-            for difference, shift in zip(differences, shifts, strict=True):
-                towards = max(-1.0, min(1.0, shift / sigma))
-                noise = max(-3.0, min(3.0, difference / sigma))
-                self._version += towards * noise - towards * towards / 2.0
-        self._squares += math.fsum(difference * difference for difference in differences)
-        self._shift_squares += math.fsum(shift * shift for shift in shifts)
-        self._products += math.fsum(d * s for d, s in zip(differences, shifts, strict=True))
+            towards = np.clip(shifts / sigma, -1.0, 1.0)
+            noise = np.clip(differences / sigma, -3.0, 3.0)
+            self._version += float((towards * noise - towards * towards / 2.0).sum())
+        self._squares += float(differences @ differences)
+        self._shift_squares += float(shifts @ shifts)
+        self._products += float(differences @ shifts)
         self._counted += len(differences)
 
-    def _bet_on_stop(self, chance: float, stopped: bool) -> None:
-        """The ratio of likelihoods of ending here, were it so many times as likely."""
-        chance = min(max(chance, 1e-9), STOP_CHANCE_MAX)
+    def _bet_on_stops(self, chances: Column, stopped: Column) -> None:
+        """The ratio of likelihoods of ending there, were it so many times as likely."""
+        chances = np.clip(chances, 1e-9, STOP_CHANCE_MAX)
         for number, factor in enumerate(STOP_FACTORS):
-            other = min(factor * chance, STOP_CHANCE_MAX)
-            self._stops[number] += math.log(other / chance if stopped else (1.0 - other) / (1.0 - chance))
+            others = np.minimum(factor * chances, STOP_CHANCE_MAX)
+            ratios = np.where(stopped > 0, others / chances, (1.0 - others) / (1.0 - chances))
+            self._stops[number] += float(np.log(ratios).sum())
+
+    def _bet_on_choice(self, evidence: Evidence) -> None:
+        """The ratio of likelihoods of as many misses, were the piece's tokens drawn by other numbers; a share of the wealth is
+        staked on each piece, for a worker may choose some rollouts only."""
+        exact, numbers = evidence.exact, evidence.uniforms
+        sigma = 2.0 * math.sqrt(self._all_squares / self.tokens)
+        sigma = min(CHOICE_SIGMA_MAX, max(CHOICE_SIGMA_MIN, sigma))
+        low, high = exact.below, np.minimum(1.0, exact.below + np.exp(exact.drawn))
+        edges = np.where(numbers < low, low, high)
+        allowed = CHOICE_SIGMAS * sigma * np.sqrt(edges * (1.0 - edges)) + CHOICE_ROUNDING
+        misses = np.maximum(low - numbers, numbers - high) > allowed
+        chances = 0.8 * (1.0 - exact.collisions)  # of a miss by other numbers, less what the allowance hides
+        ratios = np.where(misses, chances / CHOICE_MISSES, (1.0 - chances) / (1.0 - CHOICE_MISSES))
+        evident = float(np.log(ratios[chances > 2.0 * CHOICE_MISSES]).sum())
+        for number, stake in enumerate(CHOICE_STAKES):
+            self._choice[number] += float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident))
 
     def expire(self, now: float) -> None:
         """Forgets what is older than a day, so that false alarms are counted by the day."""
@@ -185,6 +213,7 @@ class Suspicion:
             "draw": self._draw.log_wealth,
             "length": _log_mean(self._stops),
             "copies": self._copies,
+            "choice": _log_mean(self._choice),
         }
 
     @property
@@ -224,6 +253,7 @@ _TEXTS = {
     "draw": "its tokens are no draw from the version that it claims",
     "length": "its completions end where the version that it claims would not end them",
     "copies": "its completions of a prompt are copies of one another",
+    "choice": "its tokens are not those that the random numbers of its leases pick, as it says of its engine",
 }
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import LeaseId
+from echo2.base.noise import rollout_seed
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.worker.demand import Demand
 from echo2.worker.duties import (
@@ -224,7 +225,7 @@ class Assignments:
                         request_id=f"{lease.lease_id}/{index}",
                         prompt_token_ids=group.prompt_token_ids,
                         token_ids=tuple(rollout.token_ids),
-                        sampling=group.sampling,
+                        sampling=replace(group.sampling, seed=rollout_seed(group.sampling.seed, index)),
                         prefix_key=group.group_id,
                     )
                 )

@@ -31,7 +31,7 @@ class GenerateRequest:
     """One sequence. `token_ids` already generated (a continuation) are prefilled after the prompt, not sampled again.
 
     `sampling.max_new_tokens` counts from the prompt's end, the tokens handed in included. Sequences of one
-    `prefix_key` share their prompt. `sampling.seed` and the request's id make its random stream.
+    `prefix_key` share their prompt. `sampling.seed` is the seed of its random stream.
     """
 
     request_id: str
@@ -93,6 +93,12 @@ class Engine(Protocol):
     @property
     def slot_count(self) -> int:
         """How many sequences can decode at the same time."""
+        ...
+
+    @property
+    def draws_by_seed(self) -> bool:
+        """Whether each token is the one that the number of its place (base/noise) picks: the first whose cumulative
+        probability, in the order of ids, is above it. Learners test it."""
         ...
 
     async def start(self) -> None: ...

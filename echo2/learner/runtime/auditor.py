@@ -1,19 +1,19 @@
-"""The audit at work: some groups of each batch are scored again under the versions that they name, beside the training.
+"""The audit at work: some rollouts of each batch are scored again under the versions that they name, beside the training.
 
-Guarantees: training never waits for it: what does not fit the queue is left out and counted; a worker is accused once,
-on the event loop; an audit that fails is told (`on_failure`). Waits for: batches (`consider`), in a thread of its own.
-Leaves to others: the verdict (learner/suspicion), banning and dropping (`on_accused`).
+Guarantees: training never waits for it; which rollouts is decided after they are in, by dice that no worker can know
+(learner/audit_draw); a worker is accused once, on the event loop; an audit that fails is told (`on_failure`). Waits for: batches
+(`consider`), in a thread of its own. Leaves to others: the verdict (learner/suspicion), banning and dropping (`on_accused`).
 
-Looked at are the tokens of a rollout's first version: a worker that keeps its KV cache across swaps is honest, and its
-later tokens still belong to no version exactly. Rollouts of several turns are left out. Costs the host memory of
-`versions_max` - 1 more snapshots and a float32 copy of the model.
+Costs host memory for the versions that rollouts may name (learner/runtime/snapshots) and the thread's time: one forward pass
+over a rollout under its version, one under the version before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
-from echo2.base.rollout import SamplingParams
-from echo2.learner.audit import Piece, copies, examined, is_chosen, pieces_of
-from echo2.learner.batcher import Batch, TrainGroup
+from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of
+from echo2.learner.audit_draw import AuditDraw, Drawn, kind_of
+from echo2.learner.batcher import Batch
 from echo2.learner.episodes import NOBODY
-from echo2.learner.runtime.snapshots import KeptSnapshots, SnapshotScorer
+from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
 
-QUEUE_GROUPS_MAX = 8
-VERSIONS_KEPT = 3
+TURN_TOKENS = 16_384
+"""Looked at in one turn of the thread, prompts included; one rollout at least."""
 WORKERS_MAX = 16_384
 _log = logging.getLogger("echo2.learner")
 
@@ -40,93 +40,111 @@ class AuditCounts:
     """Since the process began."""
 
     tokens: int = 0
-    groups: int = 0
-    skipped: int = 0  # chosen, but the queue was full
+    rollouts: int = 0
     accused: int = 0
 
 
 class Auditor:
-    """`share` of the groups are looked at. All methods belong to the event loop's thread."""
+    """`share` of the rollouts are looked at, and `versions_max` versions kept for it. All methods belong to the event loop's
+    thread."""
 
-    def __init__(self, model_config: Any, share: float, sampling: SamplingParams, seed: int) -> None:
+    def __init__(self, model_config: Any, share: float, versions_max: int, rng: random.Random) -> None:
         self.counts = AuditCounts()
+        self.draw = AuditDraw(share, rng)
         self.accused: dict[PeerId, Accusation] = {}
         self.on_accused: Callable[[PeerId, Accusation], None] = lambda peer_id, accusation: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.habits_of: Callable[[PeerId], Habits] = lambda peer_id: Habits()
         self._model_config = model_config
-        self._share, self._sampling, self._seed = share, sampling, seed
-        self._is_raw = sampling.top_p < 1.0 or sampling.top_k > 0
-        self._snapshots = KeptSnapshots(VERSIONS_KEPT)
+        self._versions_max = versions_max
         self._config = SuspicionConfig()
         self._suspicions: dict[PeerId, Suspicion] = {}
         self._excused: set[PeerId] = set()
-        self._scorer: SnapshotScorer | None = None
+        self._kept: KeptVersions | None = None  # of the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
-        self._looking: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._is_looking = False
 
     @property
     def is_on(self) -> bool:
-        return self._share > 0
+        return self.draw.share > 0
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` of a version that was published; never changed in place."""
+        """`tensors` of a version that was published; never changed in place. Returns at once."""
         if self.is_on:
-            self._snapshots.keep(version, tensors)
+            self._begin(self._in_thread(self._keep, version, tensors))
 
     def consider(self, batch: Batch, now: float) -> None:
-        """Takes what is to be audited of a batch that was drawn. Returns at once."""
+        """Draws of a batch that was trained on. Returns at once."""
+        if not self.is_on:
+            return
         for group in batch.groups:
-            if group.insertions and any(group.insertions):
-                continue
-            workers = {sent.peer_id for senders in group.senders for sent in senders} - {NOBODY} - self.accused.keys()
-            seen = min((self._of(peer_id, now).tokens for peer_id in workers), default=0)
-            if not workers or not is_chosen(self._seed, group.spec.group_id, self._share, seen):
-                continue
-            if len(self._looking) >= QUEUE_GROUPS_MAX:
-                self.counts.skipped += 1
-                continue
-            task = asyncio.get_running_loop().create_task(self._look_at(group, now))
-            self._looking.add(task)
-            task.add_done_callback(self._looked)
+            for member, senders in enumerate(group.senders):
+                workers = [sent.peer_id for sent in senders if sent.peer_id != NOBODY]
+                if not workers or self.accused.keys() & set(workers):
+                    continue
+                passage = passage_of(group, member, self.habits_of)
+                drawn = Drawn(workers[-1], kind_of(passage), passage, now)
+                self.draw.consider(drawn, all(self.habits_of(worker).draws_by_seed for worker in workers))
+        if self.draw.waiting and not self._is_looking:
+            self._is_looking = True
+            self._begin(self._look(now))
 
-    async def _look_at(self, group: TrainGroup, now: float) -> None:
-        pieces = [
-            piece
-            for rollout, senders in zip(group.rollouts, group.senders, strict=True)
-            for piece in pieces_of(
-                rollout, [(sent.peer_id, sent.token_count) for sent in senders], first_span_only=True
-            )
-        ]
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, group, pieces)
-        self.counts.groups += 1
+    async def _look(self, now: float) -> None:
+        """Until nothing waits."""
+        try:
+            while taken := self.draw.take(TURN_TOKENS):
+                found = await self._in_thread(self._score, [drawn.passage for drawn in taken])
+                for drawn, evidence in zip(taken, found, strict=True):
+                    self._weigh(drawn, evidence, now)
+        finally:
+            self._is_looking = False
+
+    def _weigh(self, drawn: Drawn, found: Sequence[Evidence], now: float) -> None:
+        tokens = sum(len(evidence.claimed) for evidence in found)
+        self.draw.looked_at(drawn, tokens)
+        self.counts.rollouts += tokens > 0
+        self.counts.tokens += tokens
         for evidence in found:
-            self.counts.tokens += len(evidence.claimed)
             self._of(evidence.piece.worker, now).observe(evidence)
+        likelihood = copies(drawn.passage, found)
+        if likelihood is not None:
+            self._of(drawn.worker, now).observe_copies(likelihood)
         for worker in {evidence.piece.worker for evidence in found}:
-            own = [e for e in found if e.piece.worker == worker and _is_whole(e.piece)]
-            likelihood = copies([e.piece.rollout for e in own], [e.exact.logprobs for e in own])
-            self._of(worker, now).observe_copies(likelihood)
             self._judge(worker)
 
-    def _looked(self, task: asyncio.Task[None]) -> None:
-        self._looking.discard(task)
+    # ---- in the audit's thread
+
+    def _keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        self._model().keep(version, tensors)
+
+    def _score(self, passages: Sequence[Any]) -> list[list[Evidence]]:
+        kept = self._model()
+        return examined(passages, kept.versions, VersionScorer(kept))
+
+    def _model(self) -> KeptVersions:
+        if self._kept is None:
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_config(self._model_config, dtype=torch.float32)
+            self._kept = KeptVersions(model, self._versions_max)
+        return self._kept
+
+    def _in_thread(self, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self.on_failure(error)
 
-    def _score(self, group: TrainGroup, pieces: list[Piece]) -> list[Any]:
-        """In the audit's thread."""
-        if self._scorer is None:
-            self._scorer = self._make_scorer()
-        self._scorer.prompts = {group.spec.group_id: group.spec.prompt_token_ids}
-        return examined(pieces, self._snapshots.versions, self._scorer, self._is_raw)
-
-    def _make_scorer(self) -> SnapshotScorer:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_config(self._model_config, dtype=torch.float32)
-        temperature = 1.0 if self._is_raw else self._sampling.temperature
-        return SnapshotScorer(model, self._snapshots, temperature, self._sampling.stop_token_ids)
+    # ---- verdicts
 
     def _of(self, peer_id: PeerId, now: float) -> Suspicion:
         if peer_id not in self._suspicions and len(self._suspicions) >= WORKERS_MAX:
@@ -148,16 +166,12 @@ class Auditor:
         """The operator takes it back: it is watched from the start. A finding of noise alone is not made again."""
         accusation = self.accused.pop(worker, None)
         self._suspicions.pop(worker, None)
+        self.draw.forget(worker)
         if accusation is not None and not accusation.is_certain:
             self._excused.add(worker)
 
     def close(self) -> None:
         """What is still looked at is given up."""
-        for task in list(self._looking):
+        for task in list(self._tasks):
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _is_whole(piece: Piece) -> bool:
-    """Whether it is all of its rollout: only whole completions can be compared."""
-    return piece.start == 0 and piece.stop == len(piece.rollout.token_ids)

@@ -57,21 +57,6 @@ def lengths_of(groups: Sequence[TrainGroup]) -> list[Lengths]:
     return [Lengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
 
 
-def laid_out(group: TrainGroup, member: int) -> tuple[list[int], list[int]]:
-    """All tokens behind the prompt of one rollout, the world's among them, and the places of the sampled ones."""
-    token_ids = group.rollouts[member].token_ids
-    text: list[int] = []
-    sampled_at: list[int] = []
-    begin = 0
-    for insertion in group.insertions[member] if group.insertions else ():
-        sampled_at += range(len(text), len(text) + insertion.position - begin)
-        text += [*token_ids[begin : insertion.position], *insertion.token_ids]
-        begin = insertion.position
-    sampled_at += range(len(text), len(text) + len(token_ids) - begin)
-    text += token_ids[begin:]
-    return text, sampled_at
-
-
 def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
     """Lays out one micro-batch of `groups`."""
     first_rollout = _flat_offsets(groups)
@@ -97,7 +82,7 @@ def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
             column = start + len(prompt)
             for member_number, member in enumerate(piece.members):
                 rollout = group.rollouts[member]
-                text, sampled_at = laid_out(group, member)
+                text, sampled_at = group.text_of(member)
                 count = len(text)
                 ids[b, column : column + count] = torch.tensor(text)
                 positions[b, column : column + count] = torch.arange(len(prompt), len(prompt) + count)

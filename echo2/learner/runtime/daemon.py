@@ -256,6 +256,7 @@ class LearnerDaemon:
             peer_id, f"audit: {accusation.text}", accusation.is_certain, ingest
         )
         loop.intake.on_held = lambda peer_id, text: self._accuse(peer_id, f"rewards: {text}", False, ingest)
+        loop.auditor.habits_of = ingest.habits_of
         loop.intake.on_untruth = lambda peer_id, text: self._accuse(peer_id, text, True, ingest)
         for part in (loop, loop.intake, loop.auditor, ingest, publisher):
             part.on_failure = self._fail

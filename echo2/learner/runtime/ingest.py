@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ import grpc
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, ProtocolError, TrustError
 from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
+from echo2.learner.audit import Habits
 from echo2.learner.runtime.intake import Intake
 from echo2.trust.runtime.tls import peer_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
@@ -28,6 +30,7 @@ from echo2.wire.ticket import Ticket, verify_ticket
 
 STREAMS_PER_PEER_MAX = 4
 LEASES_PER_STREAM_MAX = 8192
+WORKERS_MAX = 16_384
 _log = logging.getLogger("echo2.learner")
 
 
@@ -41,6 +44,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self.barred: dict[PeerId, str] = {}
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.refused_reports = 0
+        self._habits: dict[PeerId, Habits] = {}
         self._streams: Counter[PeerId] = Counter()
 
     async def Report(
@@ -85,6 +89,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         ticket = self._ticket_of(report, peer_id, tickets)
         segments = segments_from_report(report)
         own = [segment for segment in segments if segment.group_id == ticket.group_id]
+        self._note_habits(peer_id, Habits(report.draws_by_seed, report.keeps_cache))
         verdicts = await self.intake.report(own, ticket.attempt, peer_id)
         answered = iter(verdicts)
         everything = [
@@ -93,6 +98,17 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         return ingest_pb2.RolloutVerdict(
             sequence=report.sequence, segments=[verdict_to_message(verdict) for verdict in everything]
         )
+
+    def habits_of(self, peer_id: PeerId) -> Habits:
+        """What the worker says of its engine; nothing good where it has said nothing yet."""
+        return self._habits.get(peer_id, Habits())
+
+    def _note_habits(self, peer_id: PeerId, told: Habits) -> None:
+        """A worker that once could not draw by its seeds cannot any more: it does not choose by the report how it is tested."""
+        known = self._habits.get(peer_id, told)
+        if peer_id not in self._habits and len(self._habits) >= WORKERS_MAX:
+            del self._habits[next(iter(self._habits))]
+        self._habits[peer_id] = replace(told, draws_by_seed=told.draws_by_seed and known.draws_by_seed)
 
     def _ticket_of(self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]) -> Ticket:
         if report.HasField("ticket"):

@@ -185,7 +185,7 @@ class Intake:
     def _open_next(self) -> GroupSpec | None:
         """The next prompt's group, or None when there is no prompt left."""
         if self._retries:
-            draw = self._retries.popleft()
+            draw = self.prompts.seeded(self._retries.popleft())
         else:
             cursor = self.prompts.next_wanted(self.cursor)
             if not self.prompts.split.has(cursor):

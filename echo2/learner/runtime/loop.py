@@ -35,12 +35,14 @@ from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, left
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
-from echo2.outside import monotonic, unix_now
+from echo2.outside import here, monotonic, unix_now
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
 NOT_FINITE_KEPT_MAX = 16
 """Batches kept for inspection; later ones are counted only."""
+AUDIT_BOUNDS_KEPT = 2
+"""Versions of so many staleness bounds are kept for audits, one a step at most: a rollout is looked at within a bound."""
 LEFT_OUT_LINES_MAX = 8
 """Workers named a step in the log; the metrics count all."""
 
@@ -73,7 +75,8 @@ class TrainingLoop:
         self.executor = executor
         self.facts = RunFacts(flops_per_position=prepared.model.flops_per_position)
         share = 0.0 if options.trainer.lora_rank else options.audit_share
-        self.auditor = Auditor(prepared.model.config, share, prepared.prompts.sampling, options.seed)
+        versions = AUDIT_BOUNDS_KEPT * options.staleness_bound + 2  # one before the oldest, for it may be leant to
+        self.auditor = Auditor(prepared.model.config, share, versions, here().rng)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
@@ -255,7 +258,7 @@ class TrainingLoop:
             )  # fmt: skip
         row |= state_fields(self.intake.batcher, self.publisher, self.p.schedule, self.utilisation)
         rewards = self.intake.rewards
-        row |= audit_fields(self.auditor.counts)
+        row |= audit_fields(self.auditor)
         row |= {"rewards/failed": rewards.failed, "rewards/score_s": rewards.seconds}
         row |= {
             "rewards/held": self.intake.holding.completions_held,

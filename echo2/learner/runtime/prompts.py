@@ -8,13 +8,13 @@ checkpoint. Leaves to others: the order of instances
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from echo2.base.errors import ConfigError, TaskError
-from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import LearnerOptions
@@ -55,6 +55,7 @@ class Prompts:
         self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
         self.check_length: Callable[[int], None] = lambda tokens: None  # the model's own, once it is loaded
         self.context_tokens = 1 << 20  # of the run's longest sequence; likewise
+        self.secret = b""  # of the run: whoever lacks it cannot know a seed before it is leased
         self.prompt_tokens_max = options.prompt_tokens_max
 
     def next_wanted(self, cursor: int) -> int:
@@ -94,8 +95,13 @@ class Prompts:
 
     def draw(self, cursor: int) -> Draw:
         """Prompt number `cursor` of the run."""
-        sampling = replace(self.sampling, seed=derived_seed(self.seed, "group", cursor))
-        return Draw(cursor, 0, self.tokens_of(self.world.instance(self.split.train_index(cursor))), sampling)
+        prompt = self.tokens_of(self.world.instance(self.split.train_index(cursor)))
+        return self.seeded(Draw(cursor, 0, prompt, self.sampling))
+
+    def seeded(self, draw: Draw) -> Draw:
+        """With the seed of this try of the prompt: the same after every restart, and not to be foreseen."""
+        digest = hmac.digest(self.secret, f"{self.seed}/{draw.cursor}/{draw.retry}".encode(), "sha256")
+        return replace(draw, sampling=replace(draw.sampling, seed=int.from_bytes(digest[:8], "big") >> 1))
 
     def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
         """The prompt as the model reads it."""

@@ -14,7 +14,7 @@ from echo2.base.ids import PeerId
 from echo2.learner.batcher import Batch, Batcher
 from echo2.learner.loss import LossMetrics
 from echo2.learner.publication import PublicationSchedule
-from echo2.learner.runtime.auditor import AuditCounts
+from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.publisher import Publisher
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
@@ -162,11 +162,14 @@ def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
     return found
 
 
-def audit_fields(counts: AuditCounts) -> dict[str, object]:
+def audit_fields(auditor: Auditor) -> dict[str, object]:
+    counts, draw = auditor.counts, auditor.draw
     return {
         "audit/tokens": counts.tokens,
-        "audit/groups": counts.groups,
-        "audit/skipped_groups": counts.skipped,
+        "audit/rollouts": counts.rollouts,
+        "audit/waiting_rollouts": len(draw.waiting),
+        "audit/given_up_rollouts": draw.given_up,
+        "audit/unaudited_share_max": max(draw.unaudited.values(), default=0.0),
         "audit/accused_workers": counts.accused,
     }
 

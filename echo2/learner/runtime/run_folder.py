@@ -16,7 +16,9 @@ from pathlib import Path
 
 from echo2.base.errors import StateError
 from echo2.outside import here
+from echo2.trust.runtime.tls import read_secret, write_secret
 
+SECRET_BYTES = 32
 _OF_A_RUN = ("checkpoints/step-????????", "journal/segment-*")
 
 
@@ -62,6 +64,16 @@ class RunFolder:
         """What only a run that has begun leaves."""
         left = (path.name for name in _OF_A_RUN for path in sorted(self.path.glob(name)))
         return next(left, "")
+
+    def secret(self) -> bytes:
+        """Random bytes of this run, made once, that nobody else knows: what its seeds are derived from."""
+        path = self.path / "sampling.secret"
+        if not path.exists():
+            write_secret(path, here().rng.randbytes(SECRET_BYTES))
+        found = read_secret(path)
+        if len(found) != SECRET_BYTES:
+            raise StateError(f"{path}: expected {SECRET_BYTES} bytes, got {len(found)}; restore it from a backup")
+        return found
 
     def release(self) -> None:
         os.close(self._lock)

@@ -100,6 +100,7 @@ def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder)
     trainer, model = team.trainer, team.model
     prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
     prompts.check_length, prompts.context_tokens = model.check_length, min(options.longest_tokens, model.context_tokens)
+    prompts.secret = folder.secret()
     base = team.snapshot()
     folder.check_identity(_identity_of(options, team, base), {"model_path": options.trainer.model_path})
     bound = options.staleness_bound

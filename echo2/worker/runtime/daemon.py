@@ -33,7 +33,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
 from echo2.worker.backoff import Backoff
-from echo2.worker.engine import Engine, TokenChunk
+from echo2.worker.engine import Engine, SwapMode, TokenChunk
 from echo2.worker.findings import clock_finding, rate_finding
 from echo2.worker.model_digest import check_model
 from echo2.worker.options import WorkerOptions
@@ -306,6 +306,8 @@ class WorkerDaemon:
         await engine.start()
         self._progress.ended(f"load of the {self._choice.value} engine")
         self._engine = self.desk.engine = engine
+        self.reporting.draws_by_seed = engine.draws_by_seed
+        self.reporting.keeps_cache = self.options.swap_mode is SwapMode.KEEP_KV
 
         def check(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
             check_model(whereabouts.model_digest, whereabouts.model_config_json, tensors)

@@ -67,6 +67,7 @@ class Reporting:
         self._sequence = 0
         self._fetches: dict[LeaseId, asyncio.Task[None]] = {}
         self.reported_tokens = 0
+        self.draws_by_seed = self.keeps_cache = False  # of the engine, as the learner is told
 
     # -- called by the desk
 
@@ -91,6 +92,8 @@ class Reporting:
                 ticket=self._tickets.get(lease_id) if is_first else None,
                 lease_id=lease_id,
                 segments=[wire.segment_to_message(segment) for segment in segments],
+                draws_by_seed=self.draws_by_seed,
+                keeps_cache=self.keeps_cache,
             )
         )
 

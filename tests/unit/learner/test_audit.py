@@ -1,51 +1,163 @@
-"""Which tokens are scored under which version, and what equal siblings are worth."""
+"""Which tokens are scored under which version, behind which cache, by which random numbers; which rollouts are looked at."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import FinishReason, Rollout, VersionSpan
-from echo2.learner.audit import TokenScores, copies, examined, pieces_of
+from echo2.base.noise import rollout_seed, turn_seed, uniform, uniforms
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.audit import Habits, Passage, Piece, TokenScores, copies, examined, passage_of
+from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, Drawn, kind_of
+from echo2.learner.batcher import TrainGroup
+from echo2.learner.episodes import Insertion, Sent
 
 A, B = PeerId("a"), PeerId("b")
+SEED = 77
+Senders = list[tuple[PeerId, int]]
 
 
 def rollout_of(spans: list[tuple[int, int]], index: int = 0, tokens: tuple[int, ...] = ()) -> Rollout:
     count = sum(length for _, length in spans)
     numbers = tuple(-float(n) for n in range(count))
-    token_ids = tokens or tuple(range(count))
+    token_ids = tokens or tuple(range(100, 100 + count))
     version_spans = tuple(VersionSpan(Version(version), length) for version, length in spans)
     return Rollout(GroupId("g"), index, token_ids, numbers, numbers, version_spans, FinishReason.STOP)
 
 
-def test_pieces_end_where_version_or_sender_changes() -> None:
-    pieces = pieces_of(rollout_of([(4, 3), (6, 4)]), [(A, 5), (B, 2)])
-    assert [(p.worker, p.version, p.start, p.stop) for p in pieces] == [(A, 4, 0, 3), (A, 6, 3, 5), (B, 6, 5, 7)]
-    first = pieces_of(rollout_of([(4, 3), (6, 4)]), [(A, 5), (B, 2)], first_span_only=True)
-    assert [(p.worker, p.version, p.start, p.stop) for p in first] == [(A, 4, 0, 3)]
+def passage(
+    spans: list[tuple[int, int]],
+    senders: Senders,
+    keeps: bool = False,
+    said: tuple[Insertion, ...] = (),
+    index: int = 0,
+) -> Passage:
+    rollout = rollout_of(spans, index)
+    sent = tuple(Sent(peer, count) for peer, count in senders)
+    spec = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(seed=SEED), 0)
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (said,) if said else (), (sent,))
+    return passage_of(group, 0, lambda peer: Habits(True, keeps and peer == A))
 
 
-def test_each_version_is_loaded_once_and_the_one_before_is_asked_too() -> None:
-    asked: list[tuple[int, int]] = []
+def shape(of: Passage) -> list[tuple[PeerId, int, int, int, bool]]:
+    return [(p.worker, p.version, p.start, p.stop, p.keeps_cache) for p in of.pieces]
 
-    def score(version: Version, rollout: Rollout, start: int, stop: int) -> TokenScores:
-        asked.append((version, start))
-        count = stop - start
-        return TokenScores((float(version),) * count, (0.0,) * count, (0.0,) * count, (False,) * count)
 
-    pieces = pieces_of(rollout_of([(2, 2), (4, 3), (6, 1)]), [(A, 6)])
-    found = examined(pieces, [Version(4), Version(6)], score)
-    assert [version for version, _ in asked] == sorted(version for version, _ in asked)
-    assert [(e.piece.version, e.exact.logprobs[0], e.previous) for e in found] == [(4, 4.0, ()), (6, 6.0, (4.0,))]
-    assert found[0].claimed == (-2.0, -3.0, -4.0)
+def test_a_rollout_is_examined_whole_cut_where_version_sender_or_turn_changes() -> None:
+    whole = passage([(4, 3), (6, 4)], [(A, 5), (B, 2)])
+    assert shape(whole) == [(A, 4, 0, 3, False), (A, 6, 3, 5, False), (B, 6, 5, 7, False)]
+    kept = passage([(4, 3), (6, 4)], [(A, 5), (B, 2)], keeps=True)
+    assert [p.keeps_cache for p in kept.pieces] == [False, True, False], "another worker begins with a cache of its own"
+    turns = passage([(4, 3), (6, 4)], [(A, 7)], keeps=True, said=(Insertion(3, (40, 41)), Insertion(5, ())))
+    assert shape(turns) == [(A, 4, 0, 3, False), (A, 6, 3, 5, False), (A, 6, 5, 7, False)]
+    assert turns.token_ids == (5, 6, 100, 101, 102, 40, 41, 103, 104, 105, 106)
+    assert turns.places.tolist() == [2, 3, 4, 7, 8, 9, 10]
+
+
+def test_the_numbers_of_each_turn_begin_anew_and_are_those_that_its_lease_gave() -> None:
+    one = passage([(4, 3), (6, 4)], [(A, 7)], said=(Insertion(3, (40,)), Insertion(5, ())), index=2)
+    seeds = [rollout_seed(SEED, 2), rollout_seed(turn_seed(SEED, 2, 1), 0), rollout_seed(turn_seed(SEED, 2, 2), 0)]
+    expected = [uniform(seeds[0], n) for n in range(3)] + [uniform(seed, n) for seed in seeds[1:] for n in range(2)]
+    assert one.uniforms.tolist() == expected
+    assert uniforms(2**63 - 5, 300).tolist() == [uniform(2**63 - 5, n) for n in range(300)]
+
+
+def column(value: float, count: int) -> np.ndarray:
+    return np.full(count, value)
+
+
+def test_each_version_is_loaded_once_the_one_before_is_asked_too_and_caches_are_handed_on() -> None:
+    asked: list[tuple[int, int, object]] = []
+
+    def score(version: Version, passage: Passage, piece: Piece, cache: object | None) -> tuple[TokenScores, object]:
+        asked.append((version, piece.start, cache))
+        exact = column(float(version), piece.stop - piece.start)
+        return TokenScores(exact, exact, *[column(0.0, len(exact))] * 5), f"after {version}:{piece.stop}"
+
+    whole = passage([(2, 2), (4, 3), (6, 1)], [(A, 6)])
+    (found,) = examined([whole], [Version(4), Version(6)], score)
+    assert [version for version, _, _ in asked] == sorted(version for version, _, _ in asked)
+    assert [(e.piece.version, e.exact.logprobs[0], e.previous.tolist()) for e in found] == [
+        (4, 4.0, []),
+        (6, 6.0, [4.0]),
+    ]
+    assert found[0].claimed.tolist() == [-2.0, -3.0, -4.0] and len(found[0].uniforms) == 3
+    asked.clear()
+    (found,) = examined([passage([(4, 3), (6, 1)], [(A, 4)], keeps=True)], [Version(4), Version(6)], score)
+    assert asked == [(4, 0, None), (4, 3, "after 4:3"), (6, 3, "after 4:3")]
+    (found,) = examined([passage([(2, 3), (6, 1)], [(A, 4)], keeps=True)], [Version(4), Version(6)], score)
+    assert found == [], "behind a cache of a version that is not kept nothing is known"
 
 
 def test_copies_count_for_as_much_as_they_were_unlikely() -> None:
-    one, same, other = (rollout_of([(2, 3)], n, tokens) for n, tokens in enumerate([(1, 2, 3), (1, 2, 3), (1, 2, 4)]))
-    logs = [(-1.0, -1.0, -1.0)] * 3
-    assert copies([one, same, other], logs) == pytest.approx(math.exp(3.0) / 3)
-    assert copies([one, other], logs[:2]) == 0.0
-    assert copies([one], logs[:1]) == 1.0
+    group_rollouts = tuple(rollout_of([(2, 3)], n, t) for n, t in enumerate([(1, 2, 3), (1, 2, 3), (1, 2, 4)]))
+    spec = GroupSpec(GroupId("g"), (5,), 3, SamplingParams(), 0)
+    senders = ((Sent(A, 3),), (Sent(A, 3),), (Sent(A, 3),))
+    group = TrainGroup(spec, 0, group_rollouts, (1.0,) * 3, (), senders)
+
+    def value(member: int) -> float | None:
+        one = passage_of(group, member, lambda peer: Habits())
+        exact = TokenScores(*[column(-1.0, 3)] * 7)
+        return copies(one, examined([one], [Version(2)], lambda *_: (exact, None))[0])
+
+    assert value(0) == pytest.approx(math.exp(3.0) / 2) and value(2) == 0.0
+    assert copies(passage_of(group, 0, lambda peer: Habits()), []) is None
+
+
+# ---- which are looked at
+
+
+def trained(worker: PeerId, number: int, is_long: bool) -> Drawn:
+    one = passage([(2, 60 if is_long else 3)], [(worker, 60 if is_long else 3)])
+    return Drawn(worker, kind_of(one), one, float(number))
+
+
+def test_every_kind_of_a_workers_rollouts_is_looked_at_also_when_the_audit_is_far_behind() -> None:
+    """It sends what it would hide when the queue is full: the share is even over workers, and over what each can choose."""
+    draw = AuditDraw(1.0, random.Random(1))
+    seen: Counter[tuple[PeerId, str]] = Counter()
+    looked: Counter[tuple[PeerId, str]] = Counter()
+    for step in range(120):
+        for number in range(40):
+            one = trained(A if number % 8 else B, step, is_long=number % 20 == 0)
+            seen[one.worker, one.kind] += 1
+            draw.consider(one, draws_by_seed=True)
+        for one in draw.take(120):  # about a third of what is drawn
+            looked[one.worker, one.kind] += 1
+            draw.looked_at(one, len(one.passage.places))
+    assert len(draw.waiting) <= WAITING_MAX and draw.given_up > 0
+    shares = {kind: looked[kind] / seen[kind] for kind in seen}
+    assert len(shares) >= 3 and min(shares.values()) >= 0.1, shares
+    assert max(draw.unaudited.values()) <= 0.9
+
+
+def test_who_says_that_it_cannot_draw_by_its_seeds_is_looked_at_more_often() -> None:
+    draw = AuditDraw(0.1, random.Random(2))
+    counts: Counter[PeerId] = Counter()
+    for number in range(4000):
+        worker = A if number % 2 else B
+        draw.consider(trained(worker, number, False), draws_by_seed=worker == A)
+        for one in draw.take(1 << 20):
+            counts[one.worker] += number > 3000
+            draw.looked_at(one, 3)
+    assert 2.0 < counts[B] / counts[A] < 4.5
+
+
+def test_what_could_not_be_looked_at_is_counted_and_a_released_worker_is_a_newcomer() -> None:
+    draw = AuditDraw(0.01, random.Random(3))
+    draw.consider(trained(A, 0, True), True)
+    (one,) = draw.take(1)
+    draw.looked_at(one, 0)
+    assert draw.given_up == 1
+    for number in range(200):
+        draw.consider(trained(A, number, True), True)
+    assert 30 <= len(draw.waiting) < 60, "all of its first tokens, and then few"
+    draw.forget(A)
+    assert not draw.waiting
+    draw.consider(trained(A, 0, True), True)
+    assert len(draw.waiting) == 1

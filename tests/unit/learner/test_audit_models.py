@@ -12,12 +12,20 @@ from benchmarks.audit_workers import (
     Alter,
     Bench,
     altered,
+    best_of,
+    by_likelihood,
+    by_reward,
     copied,
     cut_short,
+    dishonest_tail,
     fabricated,
+    forged_raw,
     honest,
+    honest_over_a_swap,
     make_bench,
+    memorised,
     one_behind,
+    one_token,
     perturbed,
     quantised,
     watched,
@@ -38,6 +46,9 @@ def test_honest_workers_of_another_dtype_and_batch_size_are_left_alone(bench: Be
     for dtype in (torch.float32, torch.bfloat16):
         assert watched(bench, honest(bench, dtype), 24)[2] is None, dtype
     assert watched(bench, honest(bench, siblings=1), 60)[2] is None
+    assert watched(bench, honest_over_a_swap(bench), 24)[2] is None
+    own_numbers = best_of(bench, by_reward, tries=1)
+    assert watched(bench, own_numbers, 24, draws_by_seed=False)[2] is None
 
 
 def test_a_worker_that_rounds_to_int8_as_the_embedded_engine_can_is_left_alone(bench: Bench) -> None:
@@ -76,3 +87,17 @@ def test_a_worker_that_samples_greedily_is_found_out(bench: Bench) -> None:
 def test_an_altered_model_is_found_out_and_set_aside(bench: Bench, name: str, alter: Alter) -> None:
     _, _, accusation = watched(bench, altered(bench, alter), 100)
     assert accusation is not None and not accusation.is_certain, name
+
+
+def test_a_choice_among_completions_is_found_out_by_the_numbers_of_its_lease(bench: Bench) -> None:
+    """Whatever it chose by: the numbers are honest and the tokens are draws of the version named."""
+    for make in (best_of(bench, by_reward), best_of(bench, by_likelihood), memorised(bench), dishonest_tail(bench)):
+        held, rollouts, accusation = watched(bench, make, 4)
+        assert accusation is not None and accusation.bet == "choice" and accusation.is_certain
+        assert rollouts <= 8 and held.noise_nats < 1e-4
+
+
+def test_what_intake_refuses_is_never_audited(bench: Bench) -> None:
+    for make in (forged_raw(bench), one_token(bench)):
+        _, rollouts, accusation = watched(bench, make, 1)
+        assert accusation is not None and accusation.bet == "intake" and rollouts == 1

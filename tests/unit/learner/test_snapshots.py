@@ -1,103 +1,149 @@
-"""Exact behaviour log-probabilities of a real model under the versions that it went through."""
+"""Exact behaviour log-probabilities of a real model under the versions that it went through, kept as changes."""
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import FinishReason, Rollout, VersionSpan
-from echo2.learner.audit import examined, pieces_of
+from echo2.base.noise import rollout_seed, uniforms
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.audit import Habits, Passage, examined, passage_of
+from echo2.learner.batcher import TrainGroup
+from echo2.learner.episodes import Sent
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.snapshots import KeptSnapshots, SnapshotScorer
+from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
+from echo2.worker.runtime.engines.sampling import draw
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT = (5, 6, 7)
 TOKENS = 40
-TEMPERATURE = 0.9
+WORKER = PeerId("w")
+Snapshots = dict[int, dict[str, torch.Tensor]]
 
 
-def model_with_history(tmp_path: Path) -> tuple[PolicyModel, KeptSnapshots]:
-    """A policy that was published at 0, 2 and 4, and has moved on."""
+def model_with_history(tmp_path: Path, changed: float = 1.0) -> tuple[PolicyModel, KeptVersions, Snapshots]:
+    """A policy that was published at 0, 2 and 4, and has moved on. `changed`: the share of weights that each step changes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = PolicyModel(str(make_tiny_model(tmp_path / "model")), "bfloat16", torch.device("cpu"), TEMPERATURE)
-    snapshots = KeptSnapshots(versions_max=2)
+    path = str(make_tiny_model(tmp_path / "model"))
+    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0)
+    scorer_model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0).hf_model
+    kept, snapshots = KeptVersions(scorer_model, versions_max=2), {}
     for version in (0, 2, 4):
-        snapshots.keep(Version(version), model.snapshot())
+        snapshots[version] = dict(model.snapshot())
+        kept.keep(Version(version), snapshots[version])
         with torch.no_grad():
             for master in model.masters:
-                master.add_(0.1 * torch.randn_like(master))
+                master.add_(0.1 * torch.randn_like(master) * (torch.rand_like(master) < changed))
         model.round_to_policy()
-    return model, snapshots
+    return model, kept, snapshots
 
 
-def sampled(model: PolicyModel, snapshots: KeptSnapshots, spans: list[tuple[int, int]], seed: int) -> Rollout:
-    """As an honest worker samples that recomputes its cache at each swap."""
-    generator = torch.Generator().manual_seed(seed)
+def sampled(
+    model: PolicyModel, snapshots: Snapshots, spans: list[tuple[int, int]], sampling: SamplingParams, keeps_cache: bool
+) -> Passage:
+    """As an honest worker samples, which computes its cache anew at each change of versions, or keeps it."""
+    own: Any = model.hf_model
+    numbers = uniforms(rollout_seed(sampling.seed, 0), TOKENS).tolist()
     token_ids: list[int] = []
     logprobs: list[float] = []
+    raw: list[float] = []
+    cache, cached = None, 0
     for version, count in spans:
-        own = model.hf_model
-        own.load_state_dict({**own.state_dict(), **snapshots.of(Version(version))})
+        own.load_state_dict({**own.state_dict(), **snapshots[version]})
+        if not keeps_cache:
+            cache, cached = None, 0
         for _ in range(count):
+            text = [*PROMPT, *token_ids]
             with torch.no_grad():
-                logits = own(input_ids=torch.tensor([[*PROMPT, *token_ids]]), use_cache=False).logits[0, -1]
-            logprobs_V = (logits / TEMPERATURE).log_softmax(-1)
-            token_ids.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
-            logprobs.append(float(logprobs_V[token_ids[-1]]))
+                out = own(input_ids=torch.tensor([text[cached:]]), past_key_values=cache, use_cache=True)
+            cache, cached = out.past_key_values, len(text)
+            drawn = draw(out.logits[0, -1:].float(), [sampling], [numbers[len(token_ids)]])
+            token_ids += drawn.token_ids
+            logprobs += drawn.logprobs
+            raw += drawn.raw_logprobs
     claimed = tuple(VersionSpan(Version(version), count) for version, count in spans)
-    numbers = tuple(logprobs)
-    return Rollout(GroupId("g"), 0, tuple(token_ids), numbers, numbers, claimed, FinishReason.LENGTH)
+    rollout = Rollout(GroupId("g"), 0, tuple(token_ids), tuple(logprobs), tuple(raw), claimed, FinishReason.LENGTH)
+    spec = GroupSpec(GroupId("g"), PROMPT, 1, sampling, 0)
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((Sent(WORKER, TOKENS),),))
+    return passage_of(group, 0, lambda peer: Habits(True, keeps_cache))
 
 
-def test_tokens_are_scored_under_their_own_versions(tmp_path: Path) -> None:
-    model, snapshots = model_with_history(tmp_path)
-    rollouts = [sampled(model, snapshots, [(2, TOKENS // 2), (4, TOKENS // 2)], seed) for seed in range(2)]
-    scorer = SnapshotScorer(copy.deepcopy(model.hf_model), snapshots, TEMPERATURE, [1])
-    scorer.prompts[GroupId("g")] = PROMPT
-    pieces = [piece for rollout in rollouts for piece in pieces_of(rollout, [(PeerId("w"), TOKENS)])]
-    found = examined(pieces, snapshots.versions, scorer)
-    assert [(e.piece.version, bool(e.previous)) for e in found] == [(2, False), (4, True)] * 2
-    for evidence in found:
-        assert evidence.exact.logprobs == pytest.approx(evidence.claimed, abs=1e-5)
-        assert all(0 < chance < 1 for chance in evidence.exact.stop_chances)
-        tokens = evidence.piece.rollout.token_ids[evidence.piece.start : evidence.piece.stop]
-        assert evidence.exact.stopped == tuple(token == 1 for token in tokens)
-    assert max(abs(a - b) for a, b in zip(found[1].previous, found[1].claimed, strict=True)) > 0.01
+PLAIN = SamplingParams(max_new_tokens=TOKENS, stop_token_ids=(1,), seed=9)
 
 
-def test_only_the_newest_versions_are_kept_and_an_older_one_is_named(tmp_path: Path) -> None:
-    _, snapshots = model_with_history(tmp_path)
-    assert [version in snapshots for version in (Version(0), Version(2), Version(4))] == [False, True, True]
-    with pytest.raises(StateError, match="version 0: expected a kept snapshot among 2, 4"):
-        snapshots.of(Version(0))
+@pytest.mark.parametrize("changed", [1.0, 0.05])
+@pytest.mark.parametrize("keeps_cache", [False, True])
+@pytest.mark.parametrize(
+    "sampling", [PLAIN, replace(PLAIN, temperature=0.8, top_k=12, top_p=0.7), replace(PLAIN, top_p=0.8)],
+    ids=["plain", "filtered", "filtered at 1"],
+)  # fmt: skip
+def test_tokens_are_scored_as_they_were_sampled(
+    tmp_path: Path, sampling: SamplingParams, keeps_cache: bool, changed: float
+) -> None:
+    """Under their own versions, behind the cache that their engine had, and by the numbers of their lease."""
+    model, kept, snapshots = model_with_history(tmp_path, changed)
+    spans = [(2, TOKENS // 2), (4, TOKENS // 2)]
+    passages = [sampled(model, snapshots, spans, replace(sampling, seed=seed), keeps_cache) for seed in range(2)]
+    for passage, found in zip(passages, examined(passages, kept.versions, VersionScorer(kept)), strict=True):
+        assert [(e.piece.version, len(e.previous) > 0) for e in found] == [(2, False), (4, True)]
+        for evidence in found:
+            exact = evidence.exact
+            assert exact.logprobs == pytest.approx(evidence.claimed, abs=2e-5)
+            assert np.all(evidence.uniforms >= exact.below - 1e-5)
+            assert np.all(evidence.uniforms <= exact.below + np.exp(exact.drawn) + 1e-5)
+            assert np.all((exact.collisions > 0) & (exact.collisions <= 1 + 1e-6))
+            tokens = passage.rollout.token_ids[evidence.piece.start : evidence.piece.stop]
+            assert exact.stopped.tolist() == [float(token == 1) for token in tokens]
+        assert np.abs(found[1].previous - found[1].claimed).max() > 0.01
+
+
+def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_published(tmp_path: Path) -> None:
+    _, kept, snapshots = model_with_history(tmp_path, changed=0.05)
+    assert kept.versions == [2, 4]
+    assert kept.held_bytes < 0.4 * sum(tensor.nbytes for tensor in snapshots[4].values())
+    for version in (4, 2, 2, 4, 2):
+        own = dict(kept.load(Version(version)).named_parameters())
+        assert all(torch.equal(own[name].bfloat16(), tensor) for name, tensor in snapshots[version].items())
+    with pytest.raises(StateError, match="version 0: expected a kept version among 2, 4"):
+        kept.load(Version(0))
+
+
+def test_changes_of_all_weights_are_bounded_by_their_bytes(tmp_path: Path) -> None:
+    model, _, snapshots = model_with_history(tmp_path)
+    kept = KeptVersions(model.hf_model, versions_max=100)
+    size = sum(tensor.nbytes for tensor in snapshots[0].values())
+    for number in range(8):
+        kept.keep(Version(number), snapshots[2 * (number % 3)])
+    assert kept.versions[-1] == 7 and len(kept.versions) < 8 and kept.held_bytes <= 2 * size
 
 
 def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = str(make_tiny_model(tmp_path / "model"))
     model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4))
-    snapshots = KeptSnapshots(versions_max=3)
-    snapshots.keep(Version(0), model.snapshot())
-    scorer = SnapshotScorer(model.hf_model, snapshots, 1.0, ())
-    scorer.prompts[GroupId("g")] = PROMPT
+    kept = KeptVersions(
+        PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4)).hf_model, versions_max=3
+    )
+    kept.keep(Version(0), dict(model.snapshot()))
     with torch.no_grad():
         for master in model.masters:
             master.add_(0.5 * torch.randn_like(master))
     model.round_to_policy()
-    snapshots.keep(Version(1), model.snapshot())
-    tokens = (9, 10, 11)
-    rollout = Rollout(
-        GroupId("g"), 0, tokens, (-1.0,) * 3, (-1.0,) * 3, (VersionSpan(Version(1), 3),), FinishReason.STOP
-    )
-    base, adapted = (scorer(Version(v), rollout, 0, 3).logprobs for v in (0, 1))
-    assert base != adapted and scorer(Version(0), rollout, 0, 3).logprobs == base
-    snapshots.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
+    kept.keep(Version(1), dict(model.snapshot()))
+    numbers = (-1.0,) * 3
+    rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, (VersionSpan(Version(1), 3),), FinishReason.STOP)
+    spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((Sent(WORKER, 3),),))
+    ((evidence,),) = examined([passage_of(group, 0, lambda peer: Habits())], kept.versions, VersionScorer(kept))
+    assert np.abs(evidence.exact.logprobs - evidence.previous).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
-        scorer(Version(2), rollout, 0, 3)
+        kept.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import FinishReason, Rollout, VersionSpan
-from echo2.learner.audit import FLOOR_NATS, Evidence, Piece, TokenScores
+from echo2.base.ids import PeerId, Version
+from echo2.learner.audit import FLOOR_NATS, NOTHING, Evidence, Piece, TokenScores
 from echo2.learner.suspicion import DAY_S, Accusation, Suspicion, SuspicionConfig
 
 VOCABULARY = 12
@@ -25,25 +27,33 @@ def evidence(
     shift_nats: float = 1e-3,
     behind: bool = False,
     coldness: float = 1.0,
+    numbers: str = "own",
 ) -> Evidence:
-    """A piece of a worker. `behind`: it samples, and claims numbers, under the version before, `shift_nats` away."""
-    exact, previous, expected, claimed = [], [], [], []
+    """A piece of a worker. `behind`: it samples, and claims numbers, under the version before, `shift_nats` away. `numbers`:
+    it draws by its `own` random numbers and says so; by `others` than it says; or by the numbers of its lease, `leased`."""
+    rows = []
     for _ in range(PIECE_TOKENS):
         scores = [rng.gauss(0, 1.5) for _ in range(VOCABULARY)]
         logs = _log_softmax(scores)
         before = _log_softmax([x + rng.gauss(0, shift_nats) for x in scores])
         own = before if behind else logs
-        token = rng.choices(range(VOCABULARY), [math.exp(coldness * x) for x in own])[0]
-        exact.append(logs[token])
-        previous.append(before[token])
-        expected.append(sum(math.exp(x) * max(x, FLOOR_NATS) for x in logs))
-        claimed.append(min(0.0, own[token] + noise()))
-    numbers = tuple(claimed)
-    spans = (VersionSpan(Version(2), PIECE_TOKENS),)
-    rollout = Rollout(GroupId("g"), 0, (0,) * PIECE_TOKENS, numbers, numbers, spans, FinishReason.STOP)
-    piece = Piece(PeerId("w"), rollout, Version(2), 0, PIECE_TOKENS)
-    never, no = (0.0,) * PIECE_TOKENS, (False,) * PIECE_TOKENS
-    return Evidence(piece, TokenScores(tuple(exact), tuple(expected), never, no), tuple(previous))
+        number, leased = rng.random(), rng.random()
+        sums = list(itertools.accumulate(math.exp(coldness * x) for x in own))
+        if numbers == "leased":  # by an engine whose every number is off by its noise
+            off = [math.exp(x + noise()) for x in own]
+            sums, number = list(itertools.accumulate(off)), leased
+        token = min(bisect.bisect_right(sums, number * sums[-1]), VOCABULARY - 1)
+        chances = [math.exp(x) for x in logs]
+        expected = sum(p * max(x, FLOOR_NATS) for p, x in zip(chances, logs, strict=True))
+        claimed = min(0.0, own[token] + noise())
+        rows.append(
+            (logs[token], before[token], expected, claimed, leased, sum(chances[:token]), sum(p * p for p in chances))
+        )
+    exact, previous, expected_T, claimed_T, leased_T, below, collisions = np.array(rows).T
+    never = np.zeros(PIECE_TOKENS)
+    scores_T = TokenScores(exact, exact, expected_T, never, never, below, collisions)
+    piece = Piece(PeerId("w"), Version(2), 0, PIECE_TOKENS)
+    return Evidence(piece, claimed_T, scores_T, previous, NOTHING if numbers == "own" else leased_T)
 
 
 def _log_softmax(scores: list[float]) -> list[float]:
@@ -144,9 +154,8 @@ def test_tokens_that_are_no_draw_are_found_out_though_their_numbers_are_honest(c
 
 def with_stops(rng: random.Random, chance: float, true_chance: float) -> Evidence:
     made = evidence(rng, lambda: 0.0)
-    stopped = tuple(rng.random() < true_chance for _ in range(PIECE_TOKENS))
-    exact = TokenScores(made.exact.logprobs, made.exact.expected, (chance,) * PIECE_TOKENS, stopped)
-    return Evidence(made.piece, exact, made.previous)
+    stopped = np.array([float(rng.random() < true_chance) for _ in range(PIECE_TOKENS)])
+    return replace(made, exact=replace(made.exact, stop_chances=np.full(PIECE_TOKENS, chance), stopped=stopped))
 
 
 @pytest.mark.parametrize(("true_chance", "bet"), [(0.02, ""), (0.1, "length"), (0.0, "length")])
@@ -163,12 +172,28 @@ def test_copies_are_found_out() -> None:
     assert accusation is not None and accusation.bet == "copies" and "copies of one another" in accusation.text
 
 
-def test_filtered_sampling_is_not_taken_for_cold_sampling() -> None:
-    rng = random.Random(4)
-    suspicion = Suspicion(SuspicionConfig(), 0.0)
-    for _ in range(100):
-        suspicion.observe(replace(evidence(rng, lambda: 0.0, coldness=3.0), is_raw=True))
-    assert suspicion.accusation is None
+@pytest.mark.parametrize("noise_nats", [0.0, 1e-3, 0.02, 0.05, 0.2])
+def test_tokens_that_the_leases_numbers_pick_accuse_nobody_of_choosing(noise_nats: float) -> None:
+    for seed in range(4):
+        rng = random.Random(seed)
+        suspicion = Suspicion(SuspicionConfig(), 0.0, excuses_noise=True)
+        while suspicion.tokens < 10_000:
+            suspicion.observe(evidence(rng, lambda r=rng: heavy_tailed(r, noise_nats), numbers="leased"))  # type: ignore[misc]
+            assert suspicion.log_wealths["choice"] < 3.0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.05])
+def test_tokens_that_other_numbers_picked_are_found_out(share: float) -> None:
+    """Though their numbers are honest and they are draws of the version named; also where only some rollouts are chosen."""
+    rng = random.Random(9)
+    pieces = itertools.count(1)
+    tokens, bet = tokens_until_accused(
+        lambda: evidence(
+            rng, lambda: rng.gauss(0, 1e-3), numbers="others" if next(pieces) * share % 1 < share else "leased"
+        ),
+        50 * PIECE_TOKENS,
+    )
+    assert bet == "choice" and tokens <= max(4, 1.2 / share) * PIECE_TOKENS
 
 
 def test_a_day_later_nothing_is_held_against_it() -> None:

@@ -73,6 +73,10 @@ class EmbeddedEngine:
     def slot_count(self) -> int:
         return self._slot_count
 
+    @property
+    def draws_by_seed(self) -> bool:
+        return True
+
     async def start(self) -> None:
         if self._thread is not None:
             raise EngineError("the embedded engine was started before; make a new one")

@@ -19,12 +19,12 @@ import torch
 
 from echo2.base.errors import EchoError, EngineError, LimitExceeded
 from echo2.base.ids import Version
-from echo2.base.rng import derived_seed
+from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.forward import Decoder
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
-from echo2.worker.runtime.engines.sampling import draw, uniform
+from echo2.worker.runtime.engines.sampling import draw
 from echo2.worker.runtime.engines.weights import Scatter, Weights
 from echo2.worker.slots import SlotSequence, SlotTable
 
@@ -85,7 +85,6 @@ class StepLoop:
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
     _pending_swap: _PendingSwap | None = None
-    _seeds: dict[str, int] = field(default_factory=dict)
     _table: SlotTable = field(init=False)
     _decoder: Decoder = field(init=False)
 
@@ -145,7 +144,6 @@ class StepLoop:
     def submit(self, request: GenerateRequest) -> None:
         """In the thread: queues a request."""
         self._table.submit(request)
-        self._seeds[request.request_id] = derived_seed(request.sampling.seed, request.request_id)
 
     def abort(self, request_id: str) -> None:
         """In the thread: ends a request wherever it is. Its last chunk follows the tokens already sampled."""
@@ -156,7 +154,6 @@ class StepLoop:
             self._table.release(found)
         else:
             self._table.forget_waiting(found)
-        self._seeds.pop(request_id)
         self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
 
     def swap(self, swap: Swap) -> Future[float]:
@@ -247,7 +244,7 @@ class StepLoop:
             [sequence.cached for sequence in batch],
         )
         params = [sequence.request.sampling for sequence in batch]
-        numbers = [uniform(self._seeds[s.request.request_id], s.completion_count) for s in batch]
+        numbers = [uniform(s.request.sampling.seed, s.completion_count) for s in batch]
         drawn = draw(logits, params, numbers)
         tokens = []
         for sequence, token_id, logprob, raw in zip(
@@ -257,7 +254,6 @@ class StepLoop:
             tokens.append(SampledToken(sequence.request.request_id, self.version, reason, token_id, logprob, raw))
             if reason is not FinishReason.UNFINISHED:
                 self._table.release(sequence)
-                self._seeds.pop(sequence.request.request_id)
         if self._pending_swap is not None:
             self._pending_swap.steps_left -= 1
         self._counters.sampled_tokens += len(tokens)

@@ -16,9 +16,6 @@ import torch
 
 from echo2.base.rollout import SamplingParams
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -27,17 +24,6 @@ class Drawn:
     token_ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
-
-
-def uniform(stream_seed: int, position: int) -> float:
-    """The random number in [0, 1) of one position of one stream: splitmix64 of a counter.
-
-    Addressed by position, so a continuation elsewhere goes on in the same stream.
-    """
-    x = (stream_seed + (position + 1) * _GOLDEN) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
 
 
 def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:

@@ -43,6 +43,10 @@ class SeveralEngines:
     def slot_count(self) -> int:
         return sum(engine.slot_count for engine in self._engines)
 
+    @property
+    def draws_by_seed(self) -> bool:
+        return all(engine.draws_by_seed for engine in self._engines)
+
     async def start(self) -> None:
         for engine in self._engines:
             await engine.start()

@@ -123,6 +123,10 @@ class VllmEngine:
     def slot_count(self) -> int:
         return self._slot_count
 
+    @property
+    def draws_by_seed(self) -> bool:
+        return False  # vLLM draws by a generator of its own
+
     async def start(self) -> None:
         if self._llm is not None:
             raise EngineError("the vLLM engine was started before; make a new one")

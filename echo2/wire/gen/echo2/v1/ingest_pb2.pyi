@@ -9,16 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RolloutReport(_message.Message):
-    __slots__ = ("sequence", "ticket", "lease_id", "segments")
+    __slots__ = ("sequence", "ticket", "lease_id", "segments", "draws_by_seed", "keeps_cache")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    DRAWS_BY_SEED_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_CACHE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     ticket: _rollout_pb2.LeaseTicket
     lease_id: str
     segments: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RolloutSegment]
-    def __init__(self, sequence: _Optional[int] = ..., ticket: _Optional[_Union[_rollout_pb2.LeaseTicket, _Mapping]] = ..., lease_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[_rollout_pb2.RolloutSegment, _Mapping]]] = ...) -> None: ...
+    draws_by_seed: bool
+    keeps_cache: bool
+    def __init__(self, sequence: _Optional[int] = ..., ticket: _Optional[_Union[_rollout_pb2.LeaseTicket, _Mapping]] = ..., lease_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[_rollout_pb2.RolloutSegment, _Mapping]]] = ..., draws_by_seed: _Optional[bool] = ..., keeps_cache: _Optional[bool] = ...) -> None: ...
 
 class RolloutVerdict(_message.Message):
     __slots__ = ("sequence", "segments")

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echo2.base.noise import uniform
 from echo2.base.rollout import SamplingParams
-from echo2.worker.runtime.engines.sampling import draw, uniform
+from echo2.worker.runtime.engines.sampling import draw
 
 PARAMS = st.builds(
     SamplingParams,
