@@ -33,7 +33,7 @@ from echo2.worker.engine import SwapMode
 from echo2.worker.runtime.daemon import PUMP_PAUSE_S
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 from echo2.worker.runtime.engines.loop import StepLoop, Swap
-from echo2.worker.runtime.engines.outbox import SampledToken
+from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights, Weights
@@ -104,7 +104,7 @@ def by_engine(base: Staged, asked: list[Ask], batch: int) -> tuple[float, float]
     """
 
     async def run() -> tuple[float, float]:
-        engine = EmbeddedEngine(CONFIG, slot_count=batch, linger_s=LINGER_S)
+        engine = EmbeddedEngine(CONFIG, slot_count=batch, outbox=Outbox(linger_s=LINGER_S))
         await engine.start()
         await engine.swap(base, SwapMode.KEEP_KV)
         handing_s, put = [0.0], engine._outbox.put

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.weights.staged import TensorUpdate
+from echo2.worker.blocks import BLOCK_TOKENS, BlockPool
 from echo2.worker.engine import Engine, GenerateRequest, SwapMode
 
 VOCAB_COUNT = 96
@@ -232,3 +233,12 @@ async def refused(call: Awaitable[object], error: type[Exception]) -> str:
     except error as refusal:
         return str(refusal)
     raise AssertionError(f"expected {error.__name__}, got no error")
+
+
+def full_blocks(slot_count: int, context_tokens: int) -> BlockPool:
+    """A cache in which every slot holds all of its blocks, in an order that is not that of their numbers."""
+    blocks = BlockPool(slot_count, context_tokens)
+    for tokens in range(BLOCK_TOKENS, context_tokens + BLOCK_TOKENS, BLOCK_TOKENS):
+        for slot in reversed(range(slot_count)):
+            assert blocks.reserve(slot, min(tokens, context_tokens))
+    return blocks

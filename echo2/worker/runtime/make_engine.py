@@ -108,13 +108,15 @@ def _one_engine(
         )
         return made
     from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+    from echo2.worker.runtime.engines.outbox import Outbox
 
     return EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
         slot_count=fit.sequences,
         context_tokens=fit.sequence_tokens,
+        cache_tokens=fit.cache_tokens,
         slowdown=options.slowdown,
-        linger_s=LINGER_S,
+        outbox=Outbox(linger_s=LINGER_S),
         is_rounded=options.quantisation is Quantisation.INT8,
     )

@@ -9,11 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from echo2.base.errors import EngineError
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.worker.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from echo2.worker.engine import GenerateRequest
 from echo2.worker.slots import SlotSequence, SlotTable
 
-CONTEXT = 24
-PROMPTS = {"a": (1, 2, 3, 4, 5, 6), "b": (7, 8), "c": (9,)}
+CONTEXT = 4 * BLOCK_TOKENS
+PROMPTS = {"a": tuple(range(1, 71)), "b": tuple(range(100, 165)), "c": (9,), "d": tuple(range(40))}
 
 
 def request(request_id: str, prefix: str = "a", done: tuple[int, ...] = (), max_new_tokens: int = 8) -> GenerateRequest:
@@ -21,23 +22,29 @@ def request(request_id: str, prefix: str = "a", done: tuple[int, ...] = (), max_
 
 
 class SlotTraffic(RuleBasedStateMachine):
-    """`cache[slot][position]` is the (epoch, prefix of tokens) that the keys at that position were computed from."""
+    """`cache[block, row]` is the (epoch, prefix of tokens) that the keys at that place were computed from."""
 
-    @initialize(slot_count=st.integers(1, 5))
-    def begin(self, slot_count: int) -> None:
-        self.table = SlotTable(slot_count, CONTEXT)
-        self.cache: list[dict[int, tuple[int, tuple[int, ...]]]] = [{} for _ in range(slot_count)]
+    @initialize(slot_count=st.integers(1, 5), spare_blocks=st.integers(0, 12))
+    def begin(self, slot_count: int, spare_blocks: int) -> None:
+        self.table = SlotTable(slot_count, CONTEXT, CONTEXT + spare_blocks * BLOCK_TOKENS)
+        self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.kept: set[str] = set()
         self.count = 0
         self.ended: list[str] = []
 
-    @rule(prefix=st.sampled_from("abc"), done=st.integers(0, 4), siblings=st.integers(1, 4))
+    def place(self, slot: int, at: int, *, is_written: bool = False) -> tuple[int, int]:
+        assert at // BLOCK_TOKENS < self.table.blocks.count(slot), "what is cached has a place"
+        block = int(self.table.blocks.tables[slot, at // BLOCK_TOKENS])
+        assert not is_written or self.table.blocks.holders(block) == 1, "shared blocks are not written"
+        return block, at % BLOCK_TOKENS
+
+    @rule(prefix=st.sampled_from("abcd"), done=st.integers(0, 4), siblings=st.integers(1, 4))
     def submit(self, prefix: str, done: int, siblings: int) -> None:
         for _ in range(siblings):
             self.count += 1
             self.table.submit(request(f"r{self.count}", prefix, tuple(range(10, 10 + done))))
 
-    @rule(budget=st.integers(1, 12))
+    @rule(budget=st.integers(1, 120))
     def step(self, budget: int) -> None:
         self.table.admit()
         self._copy()
@@ -48,12 +55,12 @@ class SlotTraffic(RuleBasedStateMachine):
             for offset, token in enumerate(fill.token_ids):
                 at = fill.start + offset
                 assert tokens[at] == token
-                self.cache[fill.slot][at] = (self.table.epoch, tuple(tokens[: at + 1]))
+                self.cache[self.place(fill.slot, at, is_written=True)] = (self.table.epoch, tuple(tokens[: at + 1]))
         self.table.filled(fills)
         self._copy()
         for sequence in self.table.decodable():
             at = len(sequence.tokens) - 1
-            self.cache[sequence.slot][at] = (self.table.epoch, tuple(sequence.tokens))
+            self.cache[self.place(sequence.slot, at, is_written=True)] = (self.table.epoch, tuple(sequence.tokens))
             if self.table.extend(sequence, 20 + at) is not FinishReason.UNFINISHED:
                 self.table.release(sequence)
                 self.ended.append(sequence.request.request_id)
@@ -61,8 +68,8 @@ class SlotTraffic(RuleBasedStateMachine):
     def _copy(self) -> None:
         for copy in self.table.next_copies():
             for at in range(copy.count):
-                assert self.cache[copy.source][at][0] == self.table.epoch, "only current weights are shared"
-                self.cache[copy.target][at] = self.cache[copy.source][at]
+                assert self.cache[copy.source, at][0] == self.table.epoch, "only current weights are shared"
+                self.cache[copy.target, at] = self.cache[copy.source, at]
 
     @rule(keep_kv=st.booleans())
     def swap(self, keep_kv: bool) -> None:
@@ -86,9 +93,20 @@ class SlotTraffic(RuleBasedStateMachine):
             assert sequence.slot == slot
             assert 0 <= sequence.cached < len(sequence.tokens) <= CONTEXT
             for at in range(sequence.cached):
-                epoch, tokens = self.cache[slot][at]
+                epoch, tokens = self.cache[self.place(slot, at)]
                 assert tokens == tuple(sequence.tokens[: at + 1])
                 assert epoch == self.table.epoch or sequence.request.request_id in self.kept
+
+    @invariant()
+    def blocks_are_not_lost(self) -> None:
+        blocks = self.table.blocks
+        held = [
+            int(block) for slot in range(self.table.slot_count) for block in blocks.tables[slot, : blocks.count(slot)]
+        ]
+        assert {block: held.count(block) for block in held} == {block: blocks.holders(block) for block in held}
+        assert len(set(held)) + blocks.free_count == blocks.block_count
+        for slot, sequence in self.table.running.items():
+            assert blocks.count(slot) <= blocks_for(len(sequence.tokens)), "no more than is in use"
 
     @invariant()
     def slots_are_not_lost(self) -> None:
@@ -99,7 +117,9 @@ class SlotTraffic(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         for _ in range(self.count * (CONTEXT + 8)):
-            self.step(4)
+            self.step(400)
+            if not self.table.running and not self.table.waiting:
+                break
         assert not self.table.running and not self.table.waiting, "sequences are stuck"
 
 
@@ -116,8 +136,9 @@ def test_siblings_prefill_their_prompt_once() -> None:
     fills = table.next_fills(100)
     assert [fill.token_ids for fill in fills] == [PROMPTS["a"][:-1]]
     table.filled(fills)
-    assert [(copy.source, copy.count) for copy in table.next_copies()] == [(fills[0].slot, 5)] * 3
+    assert [copy.count for copy in table.next_copies()] == [69 - 2 * BLOCK_TOKENS] * 3, "whole blocks are shared"
     assert len(table.decodable()) == 4
+    assert table.blocks.touched_count == 2 + 4, "two whole blocks for all, one of each one's own"
 
 
 def test_a_prompt_is_shared_after_its_sequence_has_left() -> None:
@@ -130,7 +151,7 @@ def test_a_prompt_is_shared_after_its_sequence_has_left() -> None:
     table.release(first)
     table.submit(request("second"))
     table.admit()
-    assert [copy.count for copy in table.next_copies()] == [5]
+    assert [copy.count for copy in table.next_copies()] == [69 - 2 * BLOCK_TOKENS]
     assert table.next_fills(100) == []
 
 
@@ -151,3 +172,37 @@ def test_an_id_in_use_is_refused() -> None:
     table.admit()
     with pytest.raises(EngineError, match="request r"):
         table.submit(request("r"))
+
+
+def test_the_youngest_waits_where_blocks_run_out_and_goes_on_with_what_it_has() -> None:
+    table = SlotTable(2, CONTEXT, CONTEXT)
+    table.submit(GenerateRequest("old", tuple(range(60)), (), SamplingParams(max_new_tokens=60), "o"))
+    table.submit(GenerateRequest("young", tuple(range(30)), (), SamplingParams(max_new_tokens=60), "y"))
+    assert [sequence.request.request_id for sequence in table.admit()] == ["old", "young"]
+    table.filled(table.next_fills(1000))
+    sampled: list[list[str]] = []
+    while table.running or table.waiting:
+        table.admit()
+        table.filled(table.next_fills(1000))
+        step = table.decodable()
+        sampled.append([sequence.request.request_id for sequence in step])
+        for sequence in step:
+            if table.extend(sequence, 7) is not FinishReason.UNFINISHED:
+                table.release(sequence)
+    alone = sampled.index(["old"])
+    assert sampled[0] == ["old", "young"] and ["young"] not in sampled[:alone] and sampled[-1] == ["young"]
+    assert sum("young" in step for step in sampled) == 60, "nothing is sampled twice"
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
+    with pytest.raises(EngineError, match=f"one sequence of {CONTEXT} tokens"):
+        SlotTable(2, CONTEXT, CONTEXT - BLOCK_TOKENS)
+
+
+def test_blocks_are_taken_from_the_lowest_on_and_come_back() -> None:
+    pool = BlockPool(3, CONTEXT, 6 * BLOCK_TOKENS)
+    assert pool.reserve(0, 40) and pool.reserve(1, 1) and pool.touched_count == 3
+    pool.keep(0, 0)
+    assert pool.reserve(2, 33) and list(pool.tables[2, :2]) == [0, 1] and pool.touched_count == 3
+    assert pool.reserve(0, CONTEXT) is False and pool.count(0) == 0, "all or nothing"
+    assert pool.reserve(0, 3 * BLOCK_TOKENS) and pool.free_count == 0

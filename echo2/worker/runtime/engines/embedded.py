@@ -19,7 +19,7 @@ from echo2.weights.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.loop import StepLoop, Swap
-from echo2.worker.runtime.engines.outbox import TOKENS_MAX, Outbox
+from echo2.worker.runtime.engines.outbox import Outbox
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights, Weights
@@ -29,10 +29,10 @@ STOP_TIMEOUT_S = 9.0
 
 
 class EmbeddedEngine:
-    """Continuous batching over static KV slots. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed.
+    """Continuous batching over a cache in blocks. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed.
 
-    Tokens of unfinished sequences wait up to `linger_s` for those of the next steps, to leave together. `is_rounded`: it
-    generates by int8 weights and keeps bf16 masters, which is what is published and proven.
+    `cache_tokens`: what the cache holds of all sequences together; 0: every one at its full length. Its tokens leave through
+    `outbox`. `is_rounded`: it generates by int8 weights and keeps bf16 masters, which is what is published and proven.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class EmbeddedEngine:
         *,
         slot_count: int = 32,
         context_tokens: int = 0,
+        cache_tokens: int = 0,
         slowdown: float = 1.0,
-        outbox_tokens_max: int = TOKENS_MAX,
-        linger_s: float = 0.0,
+        outbox: Outbox | None = None,
         adapter: Adapter | None = None,
         is_rounded: bool = False,
     ) -> None:
@@ -56,11 +56,11 @@ class EmbeddedEngine:
         self._shape = shape
         self._context_tokens = context
         self._slot_count = slot_count
-        self._outbox = Outbox(outbox_tokens_max, linger_s)
+        self._outbox = outbox or Outbox()
         if is_rounded and adapter is not None:
             raise ConfigError("quantisation: int8 is for whole weights, but the learner publishes an adapter alone")
         self._weights: Weights = RoundedWeights(shape) if is_rounded else LiveWeights(shape, adapter)
-        self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown)
+        self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown, cache_tokens)
         self._thread: threading.Thread | None = None
         self._ids_in_use: set[str] = set()
         self._swap_order = asyncio.Lock()

@@ -1,10 +1,10 @@
-"""The forward pass of the embedded engine: fused float32 layers over static KV slots, on one CPU thread.
+"""The forward pass of the embedded engine: fused float32 layers over a cache in blocks, on one CPU thread.
 
 Guarantees: `decode` gives the logits of one token per slot, `fill` writes keys and values only; both read the live
 weights at the moment of the call, so a swap between calls needs no other step. Agrees with the Hugging Face forward
 to float32 rounding. Leaves to others: which positions are valid (worker/slots), sampling, threads.
 
-Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; caches [layer][S, G, C, E].
+Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; the cache's are told in kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from echo2.worker.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from echo2.worker.runtime.engines import kernels
 from echo2.worker.runtime.engines.products import Products
 from echo2.worker.runtime.engines.weights import LayerWeights, Weights
@@ -62,18 +63,21 @@ def _block(begin: int, runs: list[Fill]) -> _Block:
 
 
 class Decoder:
-    """One model with its caches. Not thread-safe: one thread calls it."""
+    """One model with its cache, in which `blocks` says what belongs to whom. Not thread-safe: one thread calls it."""
 
-    def __init__(self, weights: Weights, slot_count: int, context_tokens: int) -> None:
+    def __init__(self, weights: Weights, blocks: BlockPool) -> None:
         shape = weights.shape
         self._weights = weights
         self._shape = shape
-        size = (slot_count, shape.kv_head_count, context_tokens, shape.head_dim)
-        # np.zeros maps pages on first touch: unused context costs address space, not memory.
-        self._caches = [(np.zeros(size, np.float32), np.zeros(size, np.float32)) for _ in range(shape.layer_count)]
+        self._blocks = blocks
+        context_tokens = blocks.tables.shape[1] * BLOCK_TOKENS
+        # Pages are mapped when they are first touched, two megabytes at a time: numpy asks for huge ones. What lies together
+        # here is of one block, and blocks are taken from the lowest on, so memory is that of the blocks in use.
+        size = (blocks.block_count, shape.layer_count, 2, shape.kv_head_count, BLOCK_TOKENS, shape.head_dim)
+        self._cache = np.zeros(size, np.float32)
         angles = np.arange(context_tokens, dtype=np.float32)[:, None] * shape.rope_frequencies[None, :]
         scale = np.float32(shape.rope_scale)
-        self._tables = (np.cos(angles) * scale, np.sin(angles) * scale)
+        self._angles = (np.cos(angles) * scale, np.sin(angles) * scale)
         padded = -(-context_tokens // kernels.LANES) * kernels.LANES
         self._scratch = (np.zeros(padded, np.float32), np.zeros(padded, np.int32))
         self._products = Products()
@@ -82,20 +86,22 @@ class Decoder:
         """Compiles the kernels and chooses the matrix products, so that the first token does not wait for it."""
         layer = self._weights.layers[0]
         self._products.choose([layer.qkv, layer.output, layer.gate_up, layer.down])
+        self._blocks.reserve(0, 2)
         self.fill([Fill(0, 0, (0,))])
         self.decode([0], [0], [1])
+        self._blocks.keep(0, 0)
 
     def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Logits [T, V] after feeding one token to each of T slots at the given positions."""
-        slots_T, positions_T = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
+        places = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
 
         hidden = self._embed(token_ids)
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         for index, layer in enumerate(self._weights.layers):
-            qkv = self._project(index, layer, normed, slots_T, positions_T)
+            qkv = self._project(index, layer, normed, *places)
             is_last = index + 1 == len(self._weights.layers)
             norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
-            normed = self._finish(layer, hidden, self._attend(index, qkv, slots_T, positions_T), norm, normed)
+            normed = self._finish(layer, hidden, self._attend(index, qkv, *places), norm, normed)
         return self._products.product(normed, self._weights.head)
 
     def fill(self, fills: Sequence[Fill]) -> None:
@@ -116,11 +122,9 @@ class Decoder:
                 self._finish(layer, hidden[rows], attended, norm, normed[rows])
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies cached positions between slots."""
+        """Copies cached positions between blocks, of all layers."""
         for copy in copies:
-            for keys, values in self._caches:
-                keys[copy.target, :, : copy.count] = keys[copy.source, :, : copy.count]
-                values[copy.target, :, : copy.count] = values[copy.source, :, : copy.count]
+            self._cache[copy.target, :, :, :, : copy.count] = self._cache[copy.source, :, :, :, : copy.count]
 
     def _embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64)).float()
@@ -146,7 +150,8 @@ class Decoder:
         q_norm = _EMPTY if layer.q_norm is None else layer.q_norm.numpy()
         k_norm = _EMPTY if layer.k_norm is None else layer.k_norm.numpy()
         norms = (q_norm, k_norm, self._shape.norm_epsilon)
-        kernels.rotate_and_cache(qkv.numpy(), norms, self._tables, slots_T, positions_T, self._caches[index])
+        places = (slots_T, positions_T, self._blocks.tables)
+        kernels.rotate_and_cache(qkv.numpy(), norms, self._angles, places, self._cache, index)
         return qkv
 
     def _finish(
@@ -166,7 +171,8 @@ class Decoder:
 
     def _attend(self, index: int, qkv: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray) -> torch.Tensor:
         out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim)
-        kernels.attend(qkv.numpy(), slots_T, positions_T, self._caches[index], out.numpy(), self._scratch)
+        places = (slots_T, positions_T, self._blocks.tables)
+        kernels.attend(qkv.numpy(), places, self._cache, index, out.numpy(), self._scratch)
         return out
 
     def _attend_block(self, index: int, qkv: torch.Tensor, block: _Block) -> torch.Tensor:
@@ -183,9 +189,15 @@ class Decoder:
     def _attend_long(self, index: int, query_TQ: torch.Tensor, run: Fill) -> torch.Tensor:
         count, end = len(query_TQ), run.start + len(query_TQ)
         query = query_TQ.reshape(1, count, self._shape.head_count, -1).transpose(1, 2)
-        key, value = (torch.from_numpy(cache[run.slot : run.slot + 1, :, :end]) for cache in self._caches[index])
+        key, value = (self._gathered(index, kind, run.slot, end) for kind in (0, 1))
         mask = torch.arange(end) <= torch.arange(run.start, end)[:, None] if run.start else None
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=not run.start, enable_gqa=True
         )
         return attended.transpose(1, 2).reshape(count, -1)
+
+    def _gathered(self, index: int, kind: int, slot: int, count: int) -> torch.Tensor:
+        """Keys (0) or values (1) of a slot's first positions in one run, [1, G, count, E]."""
+        blocks = self._cache[self._blocks.tables[slot, : blocks_for(count)], index, kind]
+        run = blocks.transpose(1, 0, 2, 3).reshape(1, blocks.shape[1], -1, blocks.shape[3])
+        return torch.from_numpy(run[:, :, :count])

@@ -1,9 +1,10 @@
-"""Fused float32 loops for one CPU thread: norms, rotary embedding with cache writes, attention over slots.
+"""Fused float32 loops for one CPU thread: norms, rotary embedding with cache writes, attention over blocks of the cache.
 
 Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to
 others: matrix products (torch), prefill attention (torch), which slots and positions.
 
-Shapes: T tokens of one step, D hidden, H query heads, G key-value heads, C context, E head dimension, S slots.
+Shapes: T tokens of one step, D hidden, H query heads, G key-value heads, C context, E head dimension, S slots, N blocks of a
+sequence. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], so all layers of a block lie together.
 """
 
 from __future__ import annotations
@@ -71,25 +72,27 @@ def add_and_norm(
 def rotate_and_cache(
     qkv_TR: np.ndarray,
     norms: tuple[np.ndarray, np.ndarray, float],
-    tables: tuple[np.ndarray, np.ndarray],
-    slots_T: np.ndarray,
-    positions_T: np.ndarray,
-    caches: tuple[np.ndarray, np.ndarray],
+    angles: tuple[np.ndarray, np.ndarray],
+    places: tuple[np.ndarray, np.ndarray, np.ndarray],
+    cache: np.ndarray,
+    layer: int,
 ) -> None:
-    """Norms (where the model has them) and rotates q and k in place, and writes k and v to the caches [S, G, C, E].
+    """Norms (where the model has them) and rotates q and k in place, and writes k and v to the cache.
 
-    `norms`: weights of the q and k norm, of size 0 where there is none, and epsilon. `tables`: cos and sin, [C, E/2].
+    `norms`: weights of the q and k norm, of size 0 where there is none, and epsilon. `angles`: cos and sin, [C, E/2].
+    `places`: slot and position of each token, and the blocks of each slot [S, N].
     """
     q_norm_E, k_norm_E, epsilon = norms
-    cos_CE, sin_CE = tables
-    keys, values = caches
-    kv_heads, width = keys.shape[1], keys.shape[3]
+    cos_CE, sin_CE = angles
+    slots_T, positions_T, blocks_SN = places
+    kv_heads, block_tokens, width = cache.shape[3], cache.shape[4], cache.shape[5]
     half = width // 2
     heads = qkv_TR.shape[1] // width - 2 * kv_heads
     has_norm = k_norm_E.shape[0] == width
     head = np.empty(width, np.float32)
     for token in range(qkv_TR.shape[0]):
         slot, position = slots_T[token], positions_T[token]
+        block, row_in_block = blocks_SN[slot, position // block_tokens], position % block_tokens
         cos, sin, row = cos_CE[position], sin_CE[position], qkv_TR[token]
         for h in range(heads + kv_heads):
             at = h * width
@@ -108,7 +111,7 @@ def rotate_and_cache(
                 row[at + half + i] = head[half + i] * cos[i] + head[i] * sin[i]
         for g in range(kv_heads):
             at = (heads + g) * width
-            key, value = keys[slot, g, position], values[slot, g, position]
+            key, value = cache[block, layer, 0, g, row_in_block], cache[block, layer, 1, g, row_in_block]
             for i in range(width):
                 key[i] = row[at + i]
                 value[i] = row[at + kv_heads * width + i]
@@ -166,8 +169,7 @@ def _score(query_E: np.ndarray, key_CE: np.ndarray, length: int, scaling: np.flo
 
 @_compiled
 def _mix(weights_C: np.ndarray, value_CE: np.ndarray, length: int, out_E: np.ndarray) -> None:
-    """`out = sum of weight * value`, four positions at a time, so that `out` is read and written a quarter as often."""
-    out_E[:] = np.float32(0.0)
+    """`out += sum of weight * value`, four positions at a time, so that `out` is read and written a quarter as often."""
     c = 0
     while c + 4 <= length:
         w0, w1, w2, w3 = weights_C[c], weights_C[c + 1], weights_C[c + 2], weights_C[c + 3]
@@ -185,16 +187,16 @@ def _mix(weights_C: np.ndarray, value_CE: np.ndarray, length: int, out_E: np.nda
 @_compiled
 def attend(
     qkv_TR: np.ndarray,
-    slots_T: np.ndarray,
-    positions_T: np.ndarray,
-    caches: tuple[np.ndarray, np.ndarray],
+    places: tuple[np.ndarray, np.ndarray, np.ndarray],
+    cache: np.ndarray,
+    layer: int,
     out_TQ: np.ndarray,
     scratch: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Each token attends to positions 0 to its own of its slot. `scratch`: float32 and int32, C rounded up to LANES."""
-    keys, values = caches
+    slots_T, positions_T, blocks_SN = places
     scores, bits = scratch
-    kv_heads, width = keys.shape[1], keys.shape[3]
+    kv_heads, block_tokens, width = cache.shape[3], cache.shape[4], cache.shape[5]
     heads = out_TQ.shape[1] // width
     group = heads // kv_heads
     scaling = np.float32(1.0 / np.sqrt(np.float64(width)))
@@ -202,8 +204,15 @@ def attend(
         slot, length = slots_T[token], positions_T[token] + 1
         padded = (length + LANES - 1) // LANES * LANES  # what lies beyond the length is computed and not read
         for h in range(heads):
-            key_CE, value_CE = keys[slot, h // group], values[slot, h // group]
-            _score(qkv_TR[token, h * width : (h + 1) * width], key_CE, length, scaling, scores)
+            query, out, g = (
+                qkv_TR[token, h * width : (h + 1) * width],
+                out_TQ[token, h * width : (h + 1) * width],
+                h // group,
+            )
+            for begin in range(0, length, block_tokens):
+                count = min(block_tokens, length - begin)
+                key_CE = cache[blocks_SN[slot, begin // block_tokens], layer, 0, g]
+                _score(query, key_CE, count, scaling, scores[begin : begin + count])
             top = np.float32(-np.inf)
             for c in range(length):
                 top = max(top, scores[c])
@@ -215,4 +224,8 @@ def attend(
                 total += scores[c]
             for c in range(length):
                 scores[c] /= total
-            _mix(scores, value_CE, length, out_TQ[token, h * width : (h + 1) * width])
+            out[:] = np.float32(0.0)
+            for begin in range(0, length, block_tokens):
+                count = min(block_tokens, length - begin)
+                value_CE = cache[blocks_SN[slot, begin // block_tokens], layer, 1, g]
+                _mix(scores[begin : begin + count], value_CE, count, out)

@@ -79,6 +79,7 @@ class StepLoop:
     context_tokens: int
     outbox: Outbox
     slowdown: float = 1.0
+    cache_tokens: int = 0
     version: Version | None = None
     _counters: _Counters = field(default_factory=_Counters)
     _commands: deque[_Command] = field(default_factory=deque)
@@ -89,8 +90,8 @@ class StepLoop:
     _decoder: Decoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._table = SlotTable(self.slot_count, self.context_tokens)
-        self._decoder = Decoder(self.weights, self.slot_count, self.context_tokens)
+        self._table = SlotTable(self.slot_count, self.context_tokens, self.cache_tokens)
+        self._decoder = Decoder(self.weights, self._table.blocks)
 
     def run(self) -> None:
         """Steps until stopped. A failure closes the outbox with it."""

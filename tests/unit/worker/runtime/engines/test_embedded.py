@@ -113,7 +113,7 @@ def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
 
 def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
     async def body() -> None:
-        engine = EmbeddedEngine(CONFIG, slot_count=4, outbox_tokens_max=20)
+        engine = EmbeddedEngine(CONFIG, slot_count=4, outbox=Outbox(20))
         await engine.start()
         await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
         names = [f"r{index}" for index in range(4)]

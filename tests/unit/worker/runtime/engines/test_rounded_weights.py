@@ -23,7 +23,15 @@ from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
 from echo2.worker.slots import Fill
-from tests.contract.engine_rig import Staged, delta_of, keyframe_of, make_versions, rounded_to_int8, tiny_config
+from tests.contract.engine_rig import (
+    Staged,
+    delta_of,
+    full_blocks,
+    keyframe_of,
+    make_versions,
+    rounded_to_int8,
+    tiny_config,
+)
 
 CONFIG = tiny_config("llama", attention_bias=True, mlp_bias=True)
 
@@ -158,7 +166,7 @@ def test_its_logits_are_those_of_the_rounded_model() -> None:
     model = make_versions(CONFIG)[0]
     weights = RoundedWeights(read_shape(CONFIG))
     weights.apply(weights.checked(keyframe_of(model, 0)))
-    decoder = Decoder(weights, 1, 64)
+    decoder = Decoder(weights, full_blocks(1, 64))
     tokens = [5, 9, 2, 33, 7]
     decoder.fill([Fill(0, 0, tuple(tokens[:-1]))])
     got = decoder.decode(tokens[-1:], [0], [4])[0]

@@ -14,7 +14,7 @@ from echo2.worker.runtime.engines.forward import Decoder
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
 from echo2.worker.slots import Fill
-from tests.contract.engine_rig import tiny_config
+from tests.contract.engine_rig import full_blocks, tiny_config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -44,7 +44,7 @@ def test_forward_agrees_with_transformers(config: dict[str, object]) -> None:
     weights = LiveWeights(read_shape(config))
     for name, parameter in model.named_parameters():
         weights.tensors[name].copy_(parameter.detach())
-    decoder = Decoder(weights, slot_count=3, context_tokens=128)
+    decoder = Decoder(weights, full_blocks(3, 128))
     token_ids = torch.randint(0, 96, (100,)).tolist()
     with torch.no_grad():
         expected = torch.log_softmax(model.double()(torch.tensor([token_ids])).logits[0], dim=-1)
