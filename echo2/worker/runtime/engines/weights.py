@@ -23,6 +23,8 @@ from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.rounded import Matrix
 from echo2.worker.runtime.engines.shape import ModelShape
 
+PIECE_ELEMENTS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -44,7 +46,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A checked update: `bits` (patterns of the live dtype) go to `positions` of the tensor, or all over it when None."""
+    """A checked update: `bits` (patterns of `dtype`) go to `positions` of the tensor, or all over it when None."""
 
     name: str
     dtype: str
@@ -138,42 +140,47 @@ class LiveWeights:
         return sum(storage.nbytes() for storage in shared.values())
 
     def checked(self, staged: StagedVersion) -> list[Scatter]:
-        """The staged updates, checked against the model, as patterns of the live dtype. Touches no weight."""
+        """The staged updates, checked against the model, in the arrays that they came in. Touches no weight."""
         return [self._scatter(update, staged.version) for update in self._check.checked(staged)]
 
     def _scatter(self, update: TensorUpdate, version: Version) -> Scatter:
-        if self._dtype is torch.float32:
-            return _widened(update)
-        if update.dtype != "bfloat16":
+        if self._dtype is not torch.float32 and update.dtype != "bfloat16":
             raise EngineError(
                 f"version {version}, tensor {update.name}: the masters of a rounding engine hold bfloat16, got {update.dtype}"
             )
         return Scatter(update.name, update.dtype, update.indices, update.bits)
 
     def apply(self, scatters: Iterable[Scatter]) -> None:
-        """Writes checked updates in place. On any failure everything that was written is undone."""
+        """Writes checked updates in place. On any failure every change is undone.
+
+        Whole tensors come last, piece by piece and without a copy: they were checked to fit, nothing in that can fail.
+        """
         undo: list[tuple[Scatter, np.ndarray]] = []
+        written: list[Scatter] = []
         try:
-            for scatter in scatters:
+            for scatter in sorted(scatters, key=lambda scatter: scatter.positions is None):
                 live = self._bits[scatter.name]
-                positions = slice(None) if scatter.positions is None else scatter.positions
-                undo.append((scatter, live[positions].copy()))
-                live[positions] = scatter.bits
+                if scatter.positions is None:
+                    _put_whole(live, scatter)
+                else:
+                    undo.append((scatter, live[scatter.positions].copy()))
+                    live[scatter.positions] = _widened(scatter, live.dtype)
+                written.append(scatter)
         except (IndexError, ValueError, MemoryError) as error:
-            for written, old in reversed(undo):
-                self._bits[written.name][slice(None) if written.positions is None else written.positions] = old
+            for changed, old in reversed(undo):
+                self._bits[changed.name][changed.positions] = old
             raise EngineError(
                 f"tensor {scatter.name}: the update did not apply, old weights are back: {error}"
             ) from error
-        self._check.dtypes.update((scatter.name, scatter.dtype) for scatter, _ in undo)
+        self._check.dtypes.update((scatter.name, scatter.dtype) for scatter in written)
         if self._adapter is not None:
-            self._adapter.merge(self.tensors, [scatter.name for scatter, _ in undo])
+            self._adapter.merge(self.tensors, [scatter.name for scatter in written])
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""
         for name, tensor in self._published.items():
             if tensor.dtype == torch.float32 and self._check.dtypes.get(name) == "bfloat16":
-                narrow = (self._bits[name] >> 16).astype(np.uint16).view(np.int16)
+                narrow = self._bits[name].view(np.uint16)[1::2].copy().view(np.int16)  # the upper halves
                 yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
             else:
                 yield name, tensor
@@ -190,8 +197,19 @@ def _bits_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().reshape(-1).view(np.uint16)
 
 
-def _widened(update: TensorUpdate) -> Scatter:
-    bits = update.bits.astype(np.uint32)
-    if update.dtype == "bfloat16":
-        bits <<= 16
-    return Scatter(update.name, update.dtype, update.indices, bits)
+def _widened(scatter: Scatter, live_dtype: np.dtype[np.unsignedinteger]) -> np.ndarray:
+    """The update's patterns as those of the live dtype."""
+    if scatter.bits.dtype == live_dtype:
+        return scatter.bits
+    return scatter.bits.astype(live_dtype) << 16
+
+
+def _put_whole(live: np.ndarray, scatter: Scatter) -> None:
+    """All of a tensor, in pieces that stay in the processor's cache."""
+    if scatter.bits.dtype == live.dtype:
+        live[:] = scatter.bits
+        return
+    for begin in range(0, len(live), PIECE_ELEMENTS):
+        piece = live[begin : begin + PIECE_ELEMENTS]
+        piece[:] = scatter.bits[begin : begin + PIECE_ELEMENTS]
+        piece <<= 16
