@@ -12,19 +12,20 @@ import torch
 
 from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.cost_model.sizing import Fit
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.make_engine import EngineFit, make_engine, parse_model_config
+from echo2.worker.runtime.make_engine import make_engine, parse_model_config
 from echo2.worker.runtime.weights import HostSnapshot
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_daemon import Run, go, prepared_from
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT, SEED = (5, 6, 7, 8, 9), 3
-FIT = EngineFit(4, 1, "a trial")
+FIT = Fit(1, 1, sequences=4, sequence_tokens=64, cache_tokens=256, reason="a trial")
 
 
 @pytest.fixture(scope="module")
