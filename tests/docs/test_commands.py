@@ -40,7 +40,10 @@ COMMENTED = sorted(
     if path.suffix in (".toml", ".yaml", ".Containerfile")
 )
 
-RUN_HERE = r"echo2 (config show|plan|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*|echo2 plan|python -m tests\.fuzz_targets"
+RUN_HERE = (
+    r"echo2 (config show|plan|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*|echo2 plan"
+    r"|python -m tests\.fuzz_targets"
+)
 
 BY = (  # pattern; the test's file; the function or class in it that runs the command
     (r"echo2 demo(?!.*--engine).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
