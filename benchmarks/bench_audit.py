@@ -1,6 +1,6 @@
 """How soon the rollout audit finds each kind of cheat, on a real small policy, and whether it ever flags an honest worker.
 
-    python -m benchmarks.bench_audit [--seconds 150]
+    python -m benchmarks.bench_audit [--seconds 150] [--times 3]
 
 Each cheat is watched several times, with other random numbers, until it is accused or `GROUPS_MAX` groups were looked at.
 Honest workers of other precisions and batch sizes are watched for the rest of the time, each as a worker of its own for
@@ -66,8 +66,8 @@ OWN = ", says that it cannot draw by its seeds"
 WORST = {
     "tokens of the version before, with honest numbers of the one named": "they train as if a version older, and cost as much",
     "tokens of the oldest version admitted, with honest numbers of the newest": "they train as if that old, no more",
-    "hands back prompts whose first completion is poor, the rest honest": "others do those prompts; hand-backs cost it leases",
-    f"best of four by reward{OWN}": "its rollouts look up to the best of four better; it is looked at three times as often",
+    "hands back prompts whose first completion is poor, the rest honest": "others do those prompts; hand-backs are noted",
+    f"best of four by reward{OWN}": "its rollouts are the best of four; it is looked at more often",
 }
 """What a lie that is not found can do."""
 
@@ -120,9 +120,9 @@ def cheats(bench: Bench) -> dict[str, Maker]:
     return made
 
 
-def finding_of(bench: Bench, worker: str, make: Maker) -> Finding:
+def finding_of(bench: Bench, worker: str, make: Maker, times: int = TIMES) -> Finding:
     rollouts, bets, certain, noises = [], [], 0, []
-    for time_number in range(TIMES):
+    for time_number in range(times):
         by_seed = OWN not in worker
         held, seen, accusation = watched(bench, make, GROUPS_MAX, 1000 * time_number, by_seed)
         noises.append(held.noise_nats)
@@ -130,7 +130,7 @@ def finding_of(bench: Bench, worker: str, make: Maker) -> Finding:
             rollouts.append(seen)
             bets.append(accusation.bet)
             certain += accusation.is_certain
-    return Finding(worker, statistics.mean(noises), TIMES, rollouts, bets, certain, GROUPS_MAX * SIBLINGS)
+    return Finding(worker, statistics.mean(noises), times, rollouts, bets, certain, GROUPS_MAX * SIBLINGS)
 
 
 def honest_kinds(bench: Bench) -> dict[str, Maker]:
@@ -240,6 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument(
+        "--times", type=int, default=TIMES, help="how often each lie is watched, with other random numbers"
+    )
+    parser.add_argument(
         "--only", choices=("cheats", "honest"), help="measure one half, keep what is known of the other"
     )
     given = parser.parse_args()
@@ -250,7 +253,7 @@ def main() -> None:
         if given.only != "honest":
             findings = []
             for worker, make in cheats(bench).items():
-                findings.append(asdict(finding_of(bench, worker, make)))
+                findings.append(asdict(finding_of(bench, worker, make, given.times)))
                 print(f"{time.monotonic() - began:6.1f} s  {findings[-1]}", flush=True)
             kept["findings"] = findings
         if given.only != "cheats":

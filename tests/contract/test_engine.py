@@ -15,6 +15,7 @@ import torch
 
 from echo2.base.errors import EchoError, EngineError
 from echo2.base.ids import Version
+from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.weights.fingerprint import fingerprint
 from echo2.weights.staged import TensorUpdate
@@ -109,10 +110,30 @@ def test_logprobs_agree_with_the_full_forward_for_more_sequences_than_slots(rig:
 def test_siblings_share_a_prompt_and_differ(rig: Rig) -> None:
     async def body() -> None:
         prompt = prompts(1, seed=3)[0] + (1, 2, 3, 4)
-        requests = [rig.request(prompt, LONG, prefix="group") for _ in range(12)]
+        own = [dataclasses.replace(LONG, seed=seed) for seed in range(12)]
+        requests = [rig.request(prompt, sampling, prefix="group") for sampling in own]
         sequences = await rig.generate(*requests)
         assert max(rig.worst(prompt, sequence) for sequence in sequences) < TOLERANCE
         assert len({tuple(sequence.token_ids) for sequence in sequences}) == len(sequences)
+
+    rig.run(body)
+
+
+def test_tokens_are_those_that_the_seed_picks_whatever_the_request_the_batch_and_where_it_began(rig: Rig) -> None:
+    """What a learner relies on that tests them: also for a sequence that goes on elsewhere, beside others."""
+    if not rig.engine.draws_by_seed:
+        pytest.skip("draws by a generator of its own")
+
+    async def body() -> None:
+        prompt = prompts(1, seed=14)[0]
+        others = [rig.request(other, LONG) for other in prompts(3, seed=15)]
+        (whole,) = await rig.generate(rig.request(prompt, SHORT))
+        rest, *_ = await rig.generate(rig.request(prompt, SHORT, done=whole.token_ids[:9]), *others)
+        assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
+        chances = rig.raw_logprobs(0, prompt, whole.token_ids).double().exp()
+        for place, (token, chances_V) in enumerate(zip(whole.token_ids, chances, strict=True)):
+            below = float(chances_V[:token].sum())
+            assert below - TOLERANCE <= uniform(SHORT.seed, place) <= below + float(chances_V[token]) + TOLERANCE
 
     rig.run(body)
 
