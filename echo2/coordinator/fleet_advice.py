@@ -16,6 +16,7 @@ from statistics import median
 from echo2.base.ids import PeerId
 from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.provisioning import Machine, MachineState, Offer
+from echo2.coordinator.worth import CLAIM_MARGIN
 from echo2.cost_model.plan import Limit, Plan
 
 IDLE_RELEASE_S = 600.0
@@ -81,10 +82,12 @@ class Purse:
 
 
 def rates_by_gpu(members: Iterable[Member]) -> dict[str, float]:
-    """Median rollouts per second of measured workers by GPU; of all under the empty name."""
+    """Median rollouts per second of workers that have delivered, by GPU; of all under the empty name."""
     found: dict[str, list[float]] = {}
     for member in members:
         rate = member.heartbeat.rollouts_per_s
+        if member.delivered_per_s is not None:
+            rate = min(rate, CLAIM_MARGIN * member.delivered_per_s)
         if rate > 0 and member.last_liveness is Liveness.ALIVE:
             for gpu in {member.hello.gpu, ""}:
                 found.setdefault(gpu, []).append(rate)

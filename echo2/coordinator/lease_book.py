@@ -3,20 +3,20 @@
 `LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has one lease at most, and each lease of a group a
 higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
 given a group that it is too old for (`staleness.may_begin`); a lease without progress for `lease_timeout_s` goes to
-another worker as a continuation, and so does one whose progress only its worker tells of (hearsay); what the learner does
-not list is not leased; every change that must outlive the process is saved (Save*, Drop*) before what follows from it is
-sent, because the actions come in that order.
+another worker as a continuation, and so does one whose progress only its worker tells of (hearsay); how much a worker may
+hold follows from what it has delivered (worth); what the learner does not list is not leased; every change that must
+outlive the process is saved (Save*, Drop*) before what follows from it is sent, because the actions come in that order.
 Leaves to others: who is alive or active (membership, planner), signing, sending and keeping (runtime), exactly-once
 training (learner: attempts, and one result per rollout).
 
-Why a group waits is told by `waits`: nothing waits silently.
+Why a group waits is told by `lease_waits`: nothing waits silently.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded
@@ -26,6 +26,7 @@ from echo2.coordinator.expected_length import ExpectedLength
 from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.lease_events import (
     Action,
+    Delivered,
     DropGroup,
     DropLease,
     Ended,
@@ -55,6 +56,7 @@ from echo2.coordinator.lease_events import (
     WorkerLost,
     lease_id_of,
 )
+from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
 
 REFUSAL_PAUSE_S = 0.25
@@ -75,10 +77,6 @@ class LeaseRules:
 _QueueKey = tuple[int, bool, float, GroupId]
 
 
-def _leases(leases: list[Lease]) -> str:
-    return f"{len(leases)} leases" if len(leases) > 1 else f"lease {leases[0].lease_id}"
-
-
 @dataclass(slots=True)
 class LeaseBook:
     rules: LeaseRules
@@ -91,11 +89,14 @@ class LeaseBook:
     _queue: list[_QueueKey] = field(default_factory=list)
     _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
     _rates: dict[PeerId, float] = field(default_factory=dict)
-    _is_allowed: set[PeerId] = field(default_factory=set)
+    allowed: set[PeerId] = field(default_factory=set)
     hearsay: Hearsay = field(init=False)
+    worth: Worth = field(init=False)
+    _now: float = 0.0
 
     def __post_init__(self) -> None:
         self.hearsay = Hearsay(self.rules.lease_timeout_s)
+        self.worth = Worth(self.rules.lease_timeout_s)
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
         """Takes what an earlier process saved; before the first event."""
@@ -108,10 +109,17 @@ class LeaseBook:
             self.groups[group.spec.group_id] = group
             if group.phase is Phase.QUEUED:
                 self._enqueue(group)
+            elif group.phase is Phase.LEASED and group.lease_id is not None:
+                lease = self.leases[group.lease_id]
+                self.worth.granted(lease.worker_id, lease.lease_id, group.spec.rollout_count)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """The door: one event in, what to do out."""
-        return list(self._handle(event, now))
+        self._now, found = now, []
+        for action in self._handle(event, now):
+            self.worth.follow(action)
+            found.append(action)
+        return found
 
     def _handle(self, event: Event, now: float) -> Iterator[Action]:
         match event:
@@ -128,12 +136,15 @@ class LeaseBook:
             case WorkerCame(worker_id, held):
                 yield from self._came(worker_id, held, now)
             case WorkerAllowed(worker_id, is_allowed):
-                (self._is_allowed.add if is_allowed else self._is_allowed.discard)(worker_id)
+                (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
             case Wanted(worker_id, free_rollouts, version):
                 self._wanted(worker_id, free_rollouts, version, now)
             case Rated(worker_id, rollouts_per_s):
                 self._rates[worker_id] = rollouts_per_s
                 return
+            case Delivered(workers):
+                for worker_id in self.worth.told(workers, now):
+                    yield from self._fallen_silent(worker_id, now)
             case Progressed():
                 yield from self._progressed(event, now)
                 return
@@ -290,6 +301,7 @@ class LeaseBook:
                 self.lengths.learn(group.spec, lease.tokens, lease.finished_rollouts)
                 group.phase, group.lease_id, group.since = Phase.PRODUCED, None, now
                 group.made_by = lease.worker_id
+                self.worth.ends(lease.lease_id)
                 yield from self._drop_lease(lease)
                 yield SaveGroup(group.spec.group_id)
             case EndReason.HANDED_BACK:
@@ -307,12 +319,20 @@ class LeaseBook:
 
     def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
         self.seekers.pop(worker_id, None)
-        self._is_allowed.discard(worker_id)
+        self.allowed.discard(worker_id)
         self._rates.pop(worker_id, None)
-        for lease_id in sorted(self._of_worker.get(worker_id, ())):
-            lease = self.leases[lease_id]
+        for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+
+    def _fallen_silent(self, worker_id: PeerId, now: float) -> Iterator[Action]:
+        """It holds leases, and nothing of them has reached the learner for long."""
+        pause_s = self.worth.records[worker_id].paused_until - now
+        text = f"nothing of the leases of {worker_id} reached the learner: it is given none for {pause_s:.0f} s"
+        yield Note("lease", text)
+        for lease in self.leases_of(worker_id):
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+            yield Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
 
     def _recall(self, recall: Recall, now: float) -> Iterator[Action]:
         lease = self.leases.get(recall.lease_id)
@@ -364,6 +384,8 @@ class LeaseBook:
                 del seekers[worker_id]
             elif not self._has_room(worker_id):
                 del seekers[worker_id]
+            if self.worth.are_trials_full(self.open_groups):
+                seekers = {w: s for w, s in seekers.items() if self._has_room(w)}
             if worker_id not in seekers:
                 newest = max((seeker.version for seeker in seekers.values()), default=newest)
 
@@ -373,15 +395,18 @@ class LeaseBook:
         step, bound = group.spec.consume_step, self.rules.staleness_bound
         fit = (
             w for w, s in seekers.items()
-            if w not in group.avoid and not self.hearsay.is_shunned(w, now) and may_begin(s.version, step, bound)
+            if w not in group.avoid and self._has_room(w)
+            and not self.hearsay.is_shunned(w, now) and may_begin(s.version, step, bound)
         )  # fmt: skip
         return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
 
     def _backlog_s(self, worker_id: PeerId) -> float:
-        return len(self._of_worker.get(worker_id, ())) / (self._rates.get(worker_id, 0.0) or 1.0)
+        rate = self.worth.believed_per_s(worker_id, self._rates.get(worker_id, 0.0))
+        return self.lease_count(worker_id) / (rate or 1.0)
 
     def _has_room(self, worker_id: PeerId) -> bool:
-        return len(self._of_worker.get(worker_id, ())) < self.rules.leases_per_worker_max
+        is_full = self.lease_count(worker_id) >= self.rules.leases_per_worker_max
+        return not is_full and self.worth.has_room(worker_id, self.open_groups, self.allowed, self._now)
 
     # ---- state changes
 
@@ -445,56 +470,28 @@ class LeaseBook:
     def queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def open_groups(self) -> int:
+        """Those that wait for a worker, and those that have one."""
+        return len(self._queue) + len(self.leases)
+
+    @property
+    def first_queued(self) -> OpenGroup | None:
+        """The group whose turn is next."""
+        return self.groups[self._queue[0][3]] if self._queue else None
+
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
 
     def open_seekers(self) -> dict[PeerId, Seeker]:
         """Workers that may be given more now."""
-        return {w: s for w, s in self.seekers.items() if w in self._is_allowed and self._has_room(w)}
+        return {w: s for w, s in self.seekers.items() if w in self.allowed and self._has_room(w)}
 
     def has_work_for(self, workers: Iterable[PeerId]) -> bool:
         """Whether a queued group waits that one of these might be given."""
         newest = max((self.seekers[worker].version for worker in workers), default=Version(0))
-        first = self.groups[self._queue[0][3]].spec.consume_step if self._queue else None
-        return first is not None and may_begin(newest, first, self.rules.staleness_bound)
+        first = self.first_queued
+        return first is not None and may_begin(newest, first.spec.consume_step, self.rules.staleness_bound)
 
     def lease_count(self, worker_id: PeerId) -> int:
         return len(self._of_worker.get(worker_id, ()))
-
-    def _slow(self, now: float) -> list[tuple[PeerId, list[Lease]]]:
-        """Leases that have stood still for a quarter of the timeout, by worker, the longest first."""
-        found: dict[PeerId, list[Lease]] = {}
-        for lease in sorted(self.leases.values(), key=lambda lease: lease.progress_at):
-            if now - lease.progress_at <= self.rules.lease_timeout_s / 4:
-                break
-            found.setdefault(lease.worker_id, []).append(lease)
-        return list(found.items())
-
-    def slowest(self, now: float, name_of: Callable[[PeerId], str] = str) -> str:
-        """On whom the longest waits hang, in words; empty when every lease moves."""
-        return ", ".join(f"{_leases(leases)} on {name_of(worker)}" for worker, leases in self._slow(now)[:3])
-
-    def waits(self, now: float, name_of: Callable[[PeerId], str] = str) -> list[tuple[str, float]]:
-        """What waits, why, and since when: for the stall panel."""
-        found: list[tuple[str, float]] = []
-        if self._queue:
-            first = self.groups[self._queue[0][3]]
-            found.append((f"{len(self._queue)} groups wait for a worker: {self._why(first, now)}", first.since))
-        for worker_id, leases in self._slow(now)[:8]:
-            text = f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(one.tokens for one in leases)} tokens"
-            found.append((text, leases[0].progress_at))
-        return found
-
-    def _why(self, group: OpenGroup, now: float) -> str:
-        allowed = [(w, s) for w, s in self.seekers.items() if w in self._is_allowed]
-        need = group.spec.consume_step - self.rules.staleness_bound
-        if now < group.not_before:
-            return f"the learner refused the last attempt at {group.spec.group_id}"
-        if not self._is_allowed:
-            return "no worker is active"
-        if not allowed:
-            return f"all {len(self._is_allowed)} active workers are full"
-        newest = max(seeker.version for _, seeker in allowed)
-        if newest < need:
-            return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
-        return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

@@ -164,6 +164,22 @@ class Rated:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDelivered:
+    """By the learner's word: different rollouts that gave tokens in the last seconds, and rollouts admitted since last told."""
+
+    worker_id: PeerId
+    heard_rollouts: int
+    admitted_rollouts: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """All workers of which anything was heard; of the others nothing was."""
+
+    workers: tuple[WorkerDelivered, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Progressed:
     worker_id: PeerId
     lease_id: LeaseId
@@ -209,6 +225,7 @@ Event = (
     | WorkerAllowed
     | Wanted
     | Rated
+    | Delivered
     | Progressed
     | Ended
     | WorkerLost

@@ -55,9 +55,9 @@ class Move:
 
 
 def speed_of(member: Member) -> float:
-    """Tokens per second of one sequence, from the worker's means; 0 while not measured."""
+    """Tokens per second of one sequence, from the worker's means; 0 while not measured, or nothing was delivered."""
     beat = member.heartbeat
-    if beat.rollouts_per_s <= 0 or beat.rollout_s_mean <= 0:
+    if beat.rollouts_per_s <= 0 or beat.rollout_s_mean <= 0 or member.is_newcomer:
         return 0.0
     return beat.tokens_per_s / beat.rollouts_per_s / beat.rollout_s_mean
 

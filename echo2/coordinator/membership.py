@@ -22,6 +22,7 @@ from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.measures import WorkerMeasures
+from echo2.coordinator.pricing import NO_LIMIT, ROUNDING, PriceLimit
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 
 
@@ -65,7 +66,9 @@ class LivenessRule:
 
 @dataclass(slots=True)
 class Member:
-    """One worker, as last heard. `cut_at`: when its stream broke; None while it stands."""
+    """One worker, as last heard. `cut_at`: when its stream broke; None while it stands. As of the last plan: `is_shunned`,
+    `is_on_trial`, and what it delivers, `delivered_per_s` (worth; None: the learner tells nothing). `price_approved`: in
+    USD/h, by the operator."""
 
     peer_id: PeerId
     hello: WorkerHello
@@ -81,7 +84,11 @@ class Member:
     setting_reason: str = ""
     is_wanted: bool = True
     wanted_reason: str = ""
-    is_shunned: bool = False  # told of progress that never came (hearsay); as of the last plan
+    is_shunned: bool = False  # told of progress that never came (hearsay)
+    is_on_trial: bool = False
+    delivered_per_s: float | None = None
+    price_limit: PriceLimit = NO_LIMIT
+    price_approved: float = 0.0
     activation_since: float = 0.0
     usd_spent: float = 0.0
     metered_until: float = 0.0
@@ -108,6 +115,21 @@ class Member:
         return self.heartbeat.reach or Access(addresses=self.hello.addresses)
 
     @property
+    def is_newcomer(self) -> bool:
+        """Nothing of it was admitted yet."""
+        return self.delivered_per_s == 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        return self.delivered_per_s is not None and self.delivered_per_s > 0
+
+    @property
+    def asks_too_much(self) -> bool:
+        """A price beyond what it may cost without the operator's word."""
+        price = self.hello.price_usd_per_hour
+        return self.price_limit.is_exceeded_by(price) and price > self.price_approved * ROUNDING
+
+    @property
     def activation(self) -> Activation:
         match self.setting:
             case Setting.BANNED:
@@ -117,14 +139,18 @@ class Member:
             case Setting.DRAINING:
                 return Activation.DRAINING
             case Setting.ACTIVE:
-                return Activation.ACTIVE
+                return Activation.STANDBY if self.asks_too_much else Activation.ACTIVE
             case Setting.STANDBY:
                 return Activation.STANDBY
             case Setting.AUTOMATIC:
-                return Activation.ACTIVE if self.is_wanted else Activation.STANDBY
+                is_active = self.is_wanted and not self.asks_too_much
+                return Activation.ACTIVE if is_active else Activation.STANDBY
 
     @property
     def activation_reason(self) -> str:
+        if self.asks_too_much and self.setting in (Setting.AUTOMATIC, Setting.ACTIVE):
+            price, limit = self.hello.price_usd_per_hour, self.price_limit
+            return f"it asks {price:g} USD/h, {limit.what} is {limit.usd_per_hour:g}: the operator may activate it"
         if self.setting is Setting.AUTOMATIC:
             return self.wanted_reason or "the plan"
         return self.setting_reason or "the operator's word"
@@ -177,6 +203,8 @@ class Membership:
             if member.last_liveness is not Liveness.GONE:
                 member.heard_at, member.cut_at, member.is_restored = now, now, True
                 member.last_liveness = Liveness.SUSPECT
+            if member.setting is Setting.ACTIVE:
+                member.price_approved = member.hello.price_usd_per_hour
             self.members[member.peer_id] = member
 
     def came(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
@@ -229,6 +257,8 @@ class Membership:
         if member is None:
             raise NotAllowed(f"expected a worker of this run, got {peer_id[:80]!r}")
         member.setting, member.setting_reason = setting, reason
+        if setting is Setting.ACTIVE:
+            member.price_approved = member.hello.price_usd_per_hour
         return member
 
     def change_of(self, member: Member, now: float) -> Change | None:

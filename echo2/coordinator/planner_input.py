@@ -2,7 +2,8 @@
 
 Guarantees: nothing is planned from numbers that nobody measured without saying so: while the learner's step time or
 every worker's rate is unknown there is no snapshot; a worker that has not been measured starts from a prior by its GPU and
-is held in the pool until it has been. Leaves to others: planning (cost_model,
+is held in the pool until it has been; what a worker claims counts as far as it has delivered (worth), and while any has,
+the others are no part of the snapshot (trials). Leaves to others: planning (cost_model,
 broadcast).
 """
 
@@ -22,6 +23,7 @@ from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.membership import Activation, Liveness, Member, Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LearnerHello, LinkReport
+from echo2.coordinator.worth import CLAIM_MARGIN
 from echo2.cost_model.catalogue import Gpu
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.snapshot import (
@@ -66,13 +68,16 @@ def _link(link: LinkReport) -> LinkEstimate:
 
 
 def is_measured(member: Member) -> bool:
+    """Whether its heartbeats tell how fast it is."""
     return member.measures.value("rollouts_per_s") > RATE_MIN and member.measures.value("rollout_s_mean") > 0
 
 
 def _state(member: Member) -> WorkerState:
     if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.is_shunned:
         return WorkerState.UNAVAILABLE
-    if member.setting is Setting.STANDBY:
+    if member.setting is Setting.STANDBY or member.asks_too_much:
+        return WorkerState.UNAVAILABLE
+    if member.is_newcomer and not member.is_on_trial and member.setting is Setting.AUTOMATIC:
         return WorkerState.UNAVAILABLE
     if member.setting is Setting.DRAINING:
         return WorkerState.DRAINING
@@ -99,9 +104,17 @@ class Speed:
 
 
 def measured_speed(member: Member) -> Speed:
+    """As its heartbeats tell, and no faster than what it has delivered bears out (worth)."""
     value = member.measures.value
-    mean_s = value("rollout_s_mean")
-    return Speed(value("rollouts_per_s"), value("tokens_per_s"), mean_s, max(value("rollout_s_p95"), mean_s))
+    mean_s, rate = value("rollout_s_mean"), believed_rate(member)
+    share = rate / value("rollouts_per_s") if value("rollouts_per_s") > 0 else 0.0
+    return Speed(rate, share * value("tokens_per_s"), mean_s, max(value("rollout_s_p95"), mean_s))
+
+
+def believed_rate(member: Member) -> float:
+    """Rollouts per second; of a newcomer its claim, which nobody is to be replaced for."""
+    claimed = member.measures.value("rollouts_per_s")
+    return min(claimed, CLAIM_MARGIN * member.delivered_per_s) if member.delivered_per_s else claimed
 
 
 def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Mapping[str, Gpu]) -> Speed:
@@ -151,7 +164,7 @@ def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float
         state_since_s=member.activation_since,
         is_relaying=spreads and _state(member) is WorkerState.ACTIVE,
         is_pinned=_state(member) is not WorkerState.UNAVAILABLE
-        and (member.setting is Setting.ACTIVE or not has_own_speed),
+        and (member.setting is Setting.ACTIVE or not has_own_speed or member.is_on_trial),
     )
 
 
@@ -173,7 +186,10 @@ class SnapshotMaker:
         self, board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
     ) -> None:
         self._board, self._members, self._now, self._catalogue = board, members, now, catalogue
-        self._living = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
+        there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
+        proven = [m for m in there if not m.is_newcomer or m.setting is Setting.ACTIVE]
+        has_proven = any(is_measured(m) and m.last_liveness is Liveness.ALIVE for m in proven)
+        self._living = proven if has_proven else there
         self._measured = {m.peer_id: (m.hello.gpu, measured_speed(m)) for m in self._living if is_measured(m)}
         self._priors: dict[str, Speed] = {}
         self._spreads = is_spreading(board, now)
@@ -254,7 +270,7 @@ def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: 
     """Active workers weigh what they were measured to give, before that as much as the others; the rest nothing. As much
     of it is needed as the plan's relation of throughput asks for, and a little more; without a plan all."""
     active = [m for node in nodes[1:] if (m := members[node.peer_id]).last_activation is Activation.ACTIVE]
-    rates = {m.peer_id: m.measures.value("rollouts_per_s") for m in active if is_measured(m)}
+    rates = {m.peer_id: believed_rate(m) for m in active if is_measured(m) and not m.is_newcomer}
     usual = median(rates.values()) if rates else 1.0
     rates = {m.peer_id: rates.get(m.peer_id, usual) for m in active}
     needed = next((term.limit for term in plan.terms if term.limit_kind is Limit.THROUGHPUT), None) if plan else None

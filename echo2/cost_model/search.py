@@ -120,7 +120,8 @@ class Search:
             shares = rates / max(throughput, 1e-12)
             mean_s = float((shares * columns.mean_s[rows]).sum())
             tail_s = float((shares * columns.tail_s[rows]).sum())
-            longest_s = float((shares * columns.longest_s[rows]).sum())
+            works = shares > 0  # the longest may be unknown, and infinite
+            longest_s = float((shares[works] * columns.longest_s[rows][works]).sum())
         else:
             transfer_s = broadcast_s = rollout_s = throughput = mean_s = tail_s = longest_s = 0.0
         point = OperatingPoint(

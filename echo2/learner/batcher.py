@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.noise import turn_seed
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.learner.deliveries import Deliveries
 from echo2.learner.episodes import (
     NOBODY,
     Insertion,
@@ -147,6 +148,7 @@ class Batcher:
     counts: BatcherCounts = field(default_factory=BatcherCounts)
     drops_for_step: int = 0
     untruths: Untruths = field(default_factory=Untruths)
+    deliveries: Deliveries = field(default_factory=Deliveries)
 
     # ---- offering
 
@@ -281,8 +283,11 @@ class Batcher:
             self.counts.pruned += 1
         group.rollouts[segment.index] = grown
         group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
+        if len(grown.token_ids) > held_tokens:
+            self.deliveries.heard(sender, segment.group_id, segment.index)
         if not grown.is_finished:
             return self._answer(segment, Verdict.HELD, group)
+        self.deliveries.admitted(group.senders[segment.index])
         self.counts.admitted += 1
         self.untruths.admitted(sender)
         return self._answer(segment, Verdict.ADMITTED, group)

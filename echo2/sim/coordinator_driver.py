@@ -18,11 +18,13 @@ from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_waits import waits
 from echo2.coordinator.membership import Activation, Change, Liveness, LivenessRule, Membership, Setting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.planner_input import broadcast_nodes, fleet_snapshot, mark_shunned, needs_of, plan_config
 from echo2.coordinator.saved import Changes
 from echo2.coordinator.telemetry import Heartbeat, LearnerHello, PublishedVersion, WorkerHello
+from echo2.coordinator.trials import Trials
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as pool_plan
 from echo2.sim import messages as m
@@ -76,6 +78,7 @@ class CoordinatorDriver:
         self._is_planning = self._is_spreading = False
         self._kept_at = 0.0
         self._shunned: dict[PeerId, int] = {}
+        self._trials = Trials()
 
     def now(self) -> float:
         """Unix time that never goes back within the process."""
@@ -181,7 +184,9 @@ class CoordinatorDriver:
 
     def _worker_came(self, peer: PeerId, hello: WorkerHello, end: End) -> None:
         try:
+            is_new = peer not in self.membership.members
             member = self.membership.came(peer, hello, self.now())
+            member.is_wanted &= not (is_new and self.plan is not None)
         except EchoError as error:
             end.send(m.Refusal(str(error)))
             return
@@ -264,7 +269,9 @@ class CoordinatorDriver:
             case m.LearnerBeat(report, held, lacking):
                 self.truth.agree(self.book.groups, held, lacking)
                 self.board.heard(report, self.now())
-            case le.GroupsOffered() | le.GroupsClosed():
+            case le.Delivered() if self.scene.sabotage is Sabotage.BELIEVES_PROGRESS:
+                pass
+            case le.GroupsOffered() | le.GroupsClosed() | le.Delivered():
                 self.board.heard_at = self.now()
                 if self.scene.sabotage is Sabotage.BELIEVES_PROGRESS and isinstance(message, le.GroupsOffered):
                     message = replace(message, held_tokens=())
@@ -314,6 +321,11 @@ class CoordinatorDriver:
         members = list(self.membership.members.values())
         choosable = [member for member in members if member.last_liveness is Liveness.ALIVE]
         mark_shunned(members, self.book.hearsay, self.now())
+        self._trials.appraise(members, self.book.worth, 0.0, self.now())
+        for member in members:
+            if member.is_on_trial and not member.is_wanted:
+                member.is_wanted = True
+                self._review(self.membership.change_of(member, self.now()))
         snapshot = fleet_snapshot(self.board, members, self.now(), {})
         if snapshot is None or not choosable:
             return
@@ -324,7 +336,7 @@ class CoordinatorDriver:
             return
         pool = set(self.plan.pool)
         for member in choosable:
-            member.is_wanted = member.peer_id in pool
+            member.is_wanted = member.peer_id in pool or member.is_on_trial
             self._review(self.membership.change_of(member, self.now()))
         update = m.PlanUpdate(self.plan.kappa, self.plan.in_flight_cap_rollouts)
         if update != self._update and self.learner is not None:
@@ -363,4 +375,4 @@ class CoordinatorDriver:
         self.host.after(TICK_S, self._tick)
 
     def waits(self) -> list[tuple[str, float]]:
-        return self.book.waits(self.now())
+        return waits(self.book, self.now())

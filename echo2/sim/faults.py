@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from echo2.base.rng import derived_rng
 from echo2.sim.cluster import Cluster
 from echo2.sim.disk import Disk
-from echo2.sim.malice import LATER_KINDS, Malice
+from echo2.sim.malice import CLAIMS, LATER_KINDS, Malice
 from echo2.sim.scene import Sabotage, Scene
 from echo2.sim.worker_driver import WorkerDriver
 
@@ -326,7 +326,9 @@ class Storm:
 def stormy_cluster(seed: int, sabotage: Sabotage = Sabotage.NONE) -> Cluster:
     """The cluster of a seed with its storm, and in two of five seeds with a malicious worker."""
     rng = derived_rng(seed, "storm of")
-    malice = rng.choice([kind for kind in Malice if kind not in LATER_KINDS]) if rng.random() < 0.4 else None
+    malice = (
+        rng.choice([kind for kind in Malice if kind not in (*LATER_KINDS, *CLAIMS)]) if rng.random() < 0.4 else None
+    )
     later = derived_rng(seed, "kinds of malice that came later")
     if malice is None and later.random() < 0.2:
         malice = later.choice(LATER_KINDS)

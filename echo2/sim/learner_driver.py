@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from echo2.base.errors import FingerprintMismatch, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
@@ -21,6 +21,7 @@ from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, LinkReport
 from echo2.learner.batcher import Batch, Batcher, BatcherConfig
+from echo2.learner.deliveries import NEWS_S
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, drawn_of
 from echo2.learner.offers import OfferConfig, Reminders, consume_step, groups_wanted
@@ -127,6 +128,7 @@ class LearnerDriver:
             self.publisher.settled(lambda: self.publisher.publish_soon(version, snapshot))
         self._next_batch()
         self.host.after(REMIND_LOOK_S, self._remind)
+        self.host.after(NEWS_S, self._tell_deliveries)
 
     def _prepare(self) -> None:
         disk = self.disk
@@ -475,6 +477,12 @@ class LearnerDriver:
             return ""
         ready = sum(group.is_ready for group in self.batcher.groups.values())
         return f"rollouts: {ready} of {self.offers.groups_per_step} groups complete"
+
+    def _tell_deliveries(self) -> None:
+        told = None if self._coordinator is None else self.batcher.deliveries.take(self.host.now())
+        if told is not None:
+            self._send(le.Delivered(tuple(le.WorkerDelivered(*astuple(one)) for one in told)))
+        self.host.after(NEWS_S, self._tell_deliveries)
 
     def _remind(self) -> None:
         waited_s = 0.0 if self._waits_since is None else self.host.now() - self._waits_since

@@ -17,6 +17,7 @@ from echo2.base.rollout import RolloutSegment, VersionSpan
 from echo2.broadcast import events as be
 from echo2.broadcast.manifest import Chunk
 from echo2.coordinator import lease_events as le
+from echo2.coordinator.telemetry import Heartbeat, WorkerHello
 from echo2.sim import messages as m
 from echo2.sim.broadcast_driver import BroadcastDriver
 from echo2.sim.checkers import Truth
@@ -28,6 +29,7 @@ from echo2.sim.worker_driver import WorkerDriver, WorkerMachine
 REPLAY_S = 7.0
 REPORTS_KEPT = 64
 PRETEND_S = 3.0
+SPEED, ROOM = 40.0, 1 << 20
 
 
 class Malice(enum.Enum):
@@ -38,10 +40,14 @@ class Malice(enum.Enum):
     WRONG_VERSION = "wrong version"
     FALSE_PROGRESS = "tells of progress and reports nothing"
     FALSE_ENDS = "tells that it has finished and reports nothing"
+    FALSE_SPEED = "says that it is the fastest of all, for nothing, and works as it did"
+    FALSE_ROOM = "asks for a million rollouts and reports nothing"
 
 
 LATER_KINDS = (Malice.FALSE_PROGRESS, Malice.FALSE_ENDS)
 """Drawn on their own: seeds run before there were these mean what they meant."""
+CLAIMS = (Malice.FALSE_SPEED, Malice.FALSE_ROOM)
+"""In scenes of their own."""
 
 
 class MaliciousBroadcast(BroadcastDriver):
@@ -84,7 +90,22 @@ class MaliciousWorker(WorkerDriver):
         if self.malice is Malice.REPLAYED_ROLLOUTS:
             self.host.after(REPLAY_S, self._replay)
 
+    def hello(self) -> WorkerHello:
+        price = 0.0 if self.malice is Malice.FALSE_SPEED else self.machine.price
+        return replace(super().hello(), price_usd_per_hour=price)
+
+    def heartbeat(self) -> Heartbeat:
+        if self.malice is Malice.FALSE_ROOM and self.live is not None:
+            self.claim(le.Wanted(self.me, ROOM, self.live))
+        if self.malice not in CLAIMS:
+            return super().heartbeat()
+        return replace(
+            super().heartbeat(), rollouts_per_s=SPEED, tokens_per_s=100 * SPEED, rollout_s_mean=0.1, rollout_s_p95=0.1
+        )
+
     def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
+        if self.malice is Malice.FALSE_ROOM:
+            return
         if self.malice in LATER_KINDS:
             self._pretend(lease_id)
             return

@@ -290,10 +290,10 @@ class WorkerDriver:
     def _beat(self, end: End, interval_s: float) -> None:
         if end is not self._coordinator or not end.is_open:
             return
-        end.send(self._heartbeat())
+        end.send(self.heartbeat())
         self.host.after(interval_s, lambda: self._beat(end, interval_s))
 
-    def _heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         rates = self.rates.rates(self.host.now())
         keeper = self.weights
         return Heartbeat(
@@ -438,4 +438,4 @@ class WorkerDriver:
         assert self.engine is not None
         self.host.story.tell(self.host.name, f"version {live.version} is live")
         self.send(duties.Live(live.version, self.engine.slot_count))
-        self._tell(self._heartbeat())
+        self._tell(self.heartbeat())

@@ -197,6 +197,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "newest_version": _VERSION, "open_groups": Listed(GROUPS_PER_MESSAGE_MAX), "full_snapshot_bytes": _BYTES,
         "step_limit": _VERSION, "kappa": _KAPPA, "relay_address": _HOST, "longest_sequence_tokens": _U32,
     },
+    "WorkersDelivered": {"workers": Listed(NODES_MAX)},
+    "WorkerDelivered": {"peer_id": _ID, "heard_rollouts": _U32, "admitted_rollouts": _RATE},
     "LearnerReport": {
         "step": _VERSION, "newest_version": _VERSION, "train_s": _SECONDS, "wait_s": _SECONDS, "reward_mean": _REWARD,
         "buffered_rollouts": _U32, "open_rollouts": _U32, "trained_rollouts": _COUNT, "trained_tokens": _COUNT,

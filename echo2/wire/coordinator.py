@@ -14,7 +14,7 @@ from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Step, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.reachability import Access
-from echo2.coordinator.lease_events import EndReason, HeldLease
+from echo2.coordinator.lease_events import Delivered, EndReason, HeldLease, WorkerDelivered
 from echo2.coordinator.telemetry import (
     Heartbeat,
     LearnerHello,
@@ -217,6 +217,15 @@ def learner_report_to_message(report: LearnerReport) -> pb.LearnerReport:
         step=report.step, newest_version=report.newest_version, lag_histogram=report.lag_histogram,
         eval_reward=-1.0 if report.eval_reward is None else report.eval_reward,
     )  # fmt: skip
+
+
+def delivered_from_message(message: pb.WorkersDelivered, whose: str) -> Delivered:
+    check(message, whose)
+    return Delivered(
+        tuple(
+            WorkerDelivered(PeerId(one.peer_id), one.heard_rollouts, one.admitted_rollouts) for one in message.workers
+        )
+    )
 
 
 def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
+from echo2.coordinator.lease_waits import slowest, waits
 from echo2.coordinator.membership import Member, Setting
 from echo2.coordinator.provisioning import Offer, Provider
 from echo2.coordinator.runtime.hub import Hub
@@ -90,7 +91,7 @@ class Commands:
     def waits(self) -> list[Wait]:
         """What waits for what, longest first."""
         hub, now = self.hub, self.hub.clock.now()
-        found = [Wait(what, since) for what, since in hub.book.waits(now, self._name_of)]
+        found = [Wait(what, since) for what, since in waits(hub.book, now, self._name_of)]
         board = hub.board
         if not board.is_connected and not board.report.is_finished:
             since = board.changed_at or hub.started_at
@@ -103,7 +104,7 @@ class Commands:
                 )
             )
         elif board.report.waits_for:
-            on = hub.book.slowest(now, self._name_of) or f"{len(hub.book.leases)} leases out"
+            on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
             text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
             found.append(Wait(text, board.heard_at - board.report.waits_since_s))
         if hub.plan_waits_for:

@@ -32,10 +32,11 @@ from echo2.coordinator.membership import (
     Membership,
     Setting,
 )
-from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.barring import barring_of, barrings_of
+from echo2.coordinator.runtime.granting import order_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
 from echo2.coordinator.runtime.session import Session, check_hello, check_quantisation
@@ -43,13 +44,12 @@ from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, SavedState,
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.tokens import TokenBook
+from echo2.coordinator.trials import ON_TRIAL
 from echo2.cost_model.plan import Plan
 from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.coordinator import learner_hello_from_message, learner_hello_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.rollout import group_to_message
-from echo2.wire.ticket import Ticket, sign_ticket
 
 WorkerSession = Session[pb.WorkerOrder]
 LearnerSession = Session[pb.LearnerOrder]
@@ -141,24 +141,11 @@ class Hub:
                 case le.Note(kind, text):
                     self.note(kind, text)
                 case le.Grant():
-                    self._outgoing.append((action.worker_id, self._grant(action)))
+                    self._outgoing.append((action.worker_id, order_of(action, self.options.run_id, self.identity)))
                 case le.Revoke(worker_id, lease_id, reason):
                     revoke = pb.LeaseRevoke(lease_id=lease_id, reason=reason)
                     self._outgoing.append((worker_id, pb.WorkerOrder(lease_revoke=revoke)))
         self.flush_soon()
-
-    def _grant(self, grant: le.Grant) -> pb.WorkerOrder:
-        ticket = Ticket(
-            grant.lease_id, grant.group.group_id, grant.worker_id, grant.attempt, grant.deadline, self.options.run_id
-        )
-        return pb.WorkerOrder(
-            lease_grant=pb.LeaseGrant(
-                ticket=sign_ticket(ticket, self.identity),
-                group=group_to_message(grant.group),
-                is_continuation=grant.is_continuation,
-                is_renewal=grant.is_renewal,
-            )
-        )
 
     def flush_soon(self) -> None:
         """Once in this turn of the loop, after everything that is ready has been handled."""
@@ -206,6 +193,8 @@ class Hub:
         now = self.clock.now()
         is_new = peer_id not in self.membership.members
         member = self.membership.came(peer_id, hello, now)
+        member.price_limit = self.money.limit_of(member, self.options)
+        member.is_wanted &= not (is_new and self.plan is not None and self.options.planner_mode is PlannerMode.AUTO)
         old = self.workers.pop(peer_id, None)
         if old is not None:
             old.end()
@@ -335,7 +324,7 @@ class Hub:
         """The operator's word on a worker."""
         member = self.membership.set(peer_id, setting, reason, self.clock.now())
         if setting is Setting.AUTOMATIC and self.plan is not None:
-            member.is_wanted = member.peer_id in self.plan.pool
+            member.is_wanted = member.peer_id in self.plan.pool or member.is_on_trial
         self.keeper.member(peer_id)
         self._review(self.membership.change_of(member, self.clock.now()))
         self.flush_now()
@@ -435,7 +424,8 @@ class Hub:
         pool = set(plan.pool)
         if is_acted_on:
             for member in [self.membership.members[peer_id] for peer_id in choosable]:
-                member.is_wanted, member.wanted_reason = member.peer_id in pool, plan.reason
+                member.is_wanted = member.peer_id in pool or member.is_on_trial
+                member.wanted_reason = ON_TRIAL if member.is_on_trial else plan.reason
                 self._review(self.membership.change_of(member, self.clock.now()))
         update = pb.PlanUpdate(
             kappa=plan.kappa, in_flight_cap_rollouts=cap,
@@ -447,6 +437,13 @@ class Hub:
         if self.plan_update is None or self.plan_update.kappa != plan.kappa:
             self.note("plan", plan.reason)
         self.plan_update = update
+
+    def try_out(self, members: Iterable[Member]) -> None:
+        """Newcomers on trial work beside the plan, and where there is none."""
+        for member in members:
+            if member.is_on_trial and not member.is_wanted:
+                member.is_wanted, member.wanted_reason = True, ON_TRIAL
+                self._review(self.membership.change_of(member, self.clock.now()))
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """The plan goes to the learner now, and to the sessions returned as fast as the caller sees fit."""

@@ -9,16 +9,19 @@ from echo2.base.clock import Clock
 from echo2.base.ids import PeerId
 from echo2.coordinator import accounts
 from echo2.coordinator.membership import Member, Membership
-from echo2.coordinator.provisioning import Machine
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.pricing import PriceLimit, price_limit
+from echo2.coordinator.provisioning import Machine, Offer
 from echo2.coordinator.tokens import TokenBook
 
 
 class Money:
-    """`machines`: all that were ever rented in this run, by id."""
+    """`machines`: all that were ever rented in this run, by id; `offers`: what may be rented."""
 
     def __init__(self, membership: Membership, tokens: TokenBook, clock: Clock) -> None:
         self._membership, self._tokens, self._clock = membership, tokens, clock
         self.machines: dict[str, Machine] = {}
+        self.offers: tuple[Offer, ...] = ()
 
     def workers_of(self, machine: Machine) -> list[Member]:
         """Who joined with the machine's token."""
@@ -27,6 +30,12 @@ class Money:
 
     def _rented_workers(self) -> set[PeerId]:
         return {worker.peer_id for machine in self.machines.values() for worker in self.workers_of(machine)}
+
+    def limit_of(self, member: Member, options: CoordinatorOptions) -> PriceLimit:
+        """What this worker may ask without the operator's word."""
+        machines = (machine for machine in self.machines.values() if machine.is_open)
+        own = next((machine for machine in machines if member in self.workers_of(machine)), None)
+        return price_limit(own, self.offers, member.hello.gpu, options.usd_per_hour_cap, options.usd_budget)
 
     def sums(self) -> accounts.Sums:
         """With what rented machines cost while they idle."""

@@ -19,6 +19,7 @@ from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, mark
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
+from echo2.coordinator.trials import Trials
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 from echo2.outside import unix_now
@@ -56,6 +57,7 @@ class Planning:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._epoch = int(unix_now() * 1000)
+        self._trials = Trials()
 
     async def run(self) -> None:
         """Both loops, until cancelled."""
@@ -83,14 +85,17 @@ class Planning:
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         mark_shunned(members, hub.book.hearsay, hub.clock.now())
+        budget = hub.options.usd_budget
+        is_spent = budget > 0 and hub.money.sums().usd_spent >= budget
+        self._trials.appraise(members, hub.book.worth, hub.options.usd_per_hour_cap, hub.clock.now(), is_spent)
+        if hub.options.planner_mode is PlannerMode.AUTO:
+            hub.try_out(members)
         snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
             return
         config = plan_config(hub.options, hub.board)
         plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
-        budget = hub.options.usd_budget
-        is_spent = budget > 0 and hub.money.sums().usd_spent >= budget
         hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
         hub.broadcast_needed.set()  # another share of the pool may be needed now
 

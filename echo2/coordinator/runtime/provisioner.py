@@ -49,6 +49,7 @@ class Provisioner:
         self._hub, self._make_link, self._providers = hub, make_link, dict(providers)
         self.offers = {offer.name: offer for offer in offers}
         self.machines = hub.money.machines
+        hub.money.offers = tuple(offers)
         self.advice = Advice(reason="nothing has been looked at yet")
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}

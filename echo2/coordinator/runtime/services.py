@@ -136,6 +136,8 @@ class LearnerParty:
                 check(message.close, whose)
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
                 self._hub.learner_event(le.GroupsClosed(ids, message.close.reason))
+            case "delivered":
+                self._hub.learner_event(wire.delivered_from_message(message.delivered, whose))
             case "published":
                 self._hub.published(wire.published_from_message(message.published, whose))
             case "accused":

@@ -25,6 +25,7 @@ from echo2.base.errors import ConfigError, Unreachable
 from echo2.base.ids import GroupId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
+from echo2.learner.deliveries import NEWS_S
 from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.lingering import Lingering
 from echo2.learner.offers import OfferConfig, Reminders
@@ -37,7 +38,7 @@ from echo2.learner.runtime.prometheus import PrometheusEndpoint
 from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publisher
 from echo2.learner.runtime.ranks import world_size
 from echo2.learner.runtime.record import peak_flops_of
-from echo2.learner.runtime.reports import hello_of, published_message, report_of
+from echo2.learner.runtime.reports import delivered_message, hello_of, published_message, report_of
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.session import CoordinatorSession
@@ -271,6 +272,7 @@ class LearnerDaemon:
         session = asyncio.get_running_loop().create_task(self.session.run())
         training = asyncio.get_running_loop().create_task(loop.run())
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
+        telling = asyncio.get_running_loop().create_task(self._tell_deliveries(loop))
         renewing = asyncio.get_running_loop().create_task(keep_renewed(self.session.credentials, self._keep))
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -285,9 +287,9 @@ class LearnerDaemon:
         finally:
             self._end_waits_for("the coordinator to be told that the learner leaves")
             await self.session.leave("finished" if loop.is_finished else "stopped")
-            for task in (training, session, reminding, renewing):
+            for task in (training, session, reminding, telling, renewing):
                 task.cancel()
-            await asyncio.gather(training, session, reminding, renewing, return_exceptions=True)
+            await asyncio.gather(training, session, reminding, telling, renewing, return_exceptions=True)
 
     def _end_waits_for(self, what: str) -> None:
         self._ending = (what, monotonic())
@@ -304,6 +306,15 @@ class LearnerDaemon:
                 _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
                 lacking = loop.p.batcher.incomplete_specs()
                 self._send_offer(lacking, [loop.p.batcher.held_tokens(spec.group_id) for spec in lacking])
+
+    async def _tell_deliveries(self, loop: TrainingLoop) -> None:
+        """What workers have delivered, for as long as the coordinator is there to hear it."""
+        while True:
+            if self.session is not None and self.session.is_connected:
+                told = loop.p.batcher.deliveries.take(monotonic())
+                if told is not None:
+                    self._send(coordinator_pb2.LearnerMessage(delivered=delivered_message(told)))
+            await asyncio.sleep(NEWS_S)
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
         """Exports the model if the run is complete."""

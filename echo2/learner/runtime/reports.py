@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from echo2.learner.deliveries import Delivered
 from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import PublishedArtifact, Publisher
@@ -84,6 +85,17 @@ def published_message(artifact: PublishedArtifact) -> coordinator_pb2.VersionPub
         full_snapshot_bytes=artifact.full_snapshot_bytes,
         encode_s=artifact.encode_s,
         fingerprint=artifact.fingerprint,
+    )
+
+
+def delivered_message(told: Iterable[Delivered]) -> coordinator_pb2.WorkersDelivered:
+    return coordinator_pb2.WorkersDelivered(
+        workers=[
+            coordinator_pb2.WorkerDelivered(
+                peer_id=one.worker_id, heard_rollouts=one.heard_rollouts, admitted_rollouts=one.admitted_rollouts
+            )
+            for one in told
+        ]
     )
 
 

@@ -10,6 +10,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_waits import slowest, waits
 from echo2.staleness.rule import may_begin
 
 BOUND = 4
@@ -42,7 +43,7 @@ def test_most_urgent_group_goes_first_and_a_worker_that_is_too_old_gets_none() -
     one = book()
     one.handle(le.GroupsOffered((spec("late", 9), spec("soon", 3), spec("next", 5))), 0.0)
     assert [grant.group.group_id for grant in ready(one, WORKERS[0], version=0, free=8)] == ["soon"]
-    assert "it takes version 1 or newer" in one.waits(0.0)[0][0]
+    assert "it takes version 1 or newer" in waits(one, 0.0)[0][0]
     granted = grants(one.handle(le.Wanted(WORKERS[0], 8, Version(5)), 1.0))
     assert [grant.group.group_id for grant in granted] == ["next", "late"]
 
@@ -184,7 +185,7 @@ def test_refused_group_pauses_and_avoids_the_worker_for_a_while() -> None:
     (first,) = ready(one, WORKERS[0])
     one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.REFUSED, "no"), 1.0)
     assert ready(one, WORKERS[0], now=1.1) == []
-    assert "refused" in one.waits(1.1)[0][0]
+    assert "refused" in waits(one, 1.1)[0][0]
     assert [grant.attempt for grant in grants(one.handle(le.Tick(), 2.0))] == [2]
 
 
@@ -298,12 +299,12 @@ def test_leases_that_stand_still_are_told_by_worker_the_longest_first() -> None:
     one.handle(le.GroupsOffered((spec("g"), spec("h"), spec("i"))), 0.0)
     first, second = ready(one, WORKERS[0], free=8)
     ready(one, WORKERS[1], now=3.0)
-    assert one.waits(TIMEOUT_S / 4) == []
+    assert waits(one, TIMEOUT_S / 4) == []
     one.handle(le.Progressed(WORKERS[0], second.lease_id, 0, 7), 1.0)
-    waits = one.waits(TIMEOUT_S / 4 + 4.0, lambda peer: f"worker {peer}")
-    assert waits == [
+    told = waits(one, TIMEOUT_S / 4 + 4.0, lambda peer: f"worker {peer}")
+    assert told == [
         ("2 leases on worker a without progress at 7 tokens", 0.0),
         (f"lease {one.leases_of(WORKERS[1])[0].lease_id} on worker b without progress at 0 tokens", 3.0),
     ]
-    assert one.slowest(TIMEOUT_S / 4 + 4.0).startswith("2 leases on a, lease l-")
+    assert slowest(one, TIMEOUT_S / 4 + 4.0).startswith("2 leases on a, lease l-")
     assert first.worker_id == WORKERS[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from echo2.sim.cluster import Cluster
 from echo2.sim.cluster_run import outcome_of
 from echo2.sim.faults import STORM_S, Fault, Planned, Storm
-from echo2.sim.malice import LATER_KINDS, Malice
+from echo2.sim.malice import CLAIMS, LATER_KINDS, Malice
 from echo2.sim.scene import Sabotage, Scene
 from echo2.sim.stall_watch import AGAIN_CAME, AGAIN_TRIED
 
@@ -74,7 +75,24 @@ def test_a_worker_that_only_says_that_it_works_holds_nobody_up(seed: int, malice
     assert not outcome.failure, outcome.failure
 
 
-@pytest.mark.parametrize("seed", [2, 14])
+@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("malice", CLAIMS, ids=lambda kind: kind.name.lower())
+def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(seed: int, malice: Malice) -> None:
+    """Three of them beside two honest ones, which alone would make about as many steps."""
+
+    def steps(liars: int) -> int:
+        cluster = Cluster(replace(Scene.of(seed), plan_interval_s=5.0), workers=2)
+        for _ in range(liars):
+            machine = cluster.machines[cluster.add_worker(malice)]
+            machine.slot_count, machine.step_s = 1, 1.0
+        outcome = cluster.run(faults_until_s=100.0)
+        assert not outcome.failure, outcome.failure
+        return outcome.steps
+
+    assert steps(3) >= 0.75 * steps(0)
+
+
+@pytest.mark.parametrize("seed", [13, 14])
 def test_what_has_stopped_coming_in_a_long_outage_is_tried_again(seed: int) -> None:
     outcome = outcome_of(seed)
     assert not outcome.failure, outcome.failure

@@ -296,7 +296,7 @@ class Refusal(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LearnerMessage(_message.Message):
-    __slots__ = ("hello", "report", "offer", "close", "published", "leaving", "accused")
+    __slots__ = ("hello", "report", "offer", "close", "published", "leaving", "accused", "delivered")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class LearnerMessage(_message.Message):
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
     hello: LearnerHello
     report: LearnerReport
     offer: OfferGroups
@@ -311,7 +312,8 @@ class LearnerMessage(_message.Message):
     published: VersionPublished
     leaving: LearnerLeaving
     accused: WorkerAccused
-    def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ...) -> None: ...
+    delivered: WorkersDelivered
+    def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ..., delivered: _Optional[_Union[WorkersDelivered, _Mapping]] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
     __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens")
@@ -498,6 +500,22 @@ class WorkerAccused(_message.Message):
     reason: str
     is_certain: bool
     def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_certain: _Optional[bool] = ...) -> None: ...
+
+class WorkersDelivered(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerDelivered]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerDelivered, _Mapping]]] = ...) -> None: ...
+
+class WorkerDelivered(_message.Message):
+    __slots__ = ("peer_id", "heard_rollouts", "admitted_rollouts")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARD_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    heard_rollouts: int
+    admitted_rollouts: float
+    def __init__(self, peer_id: _Optional[str] = ..., heard_rollouts: _Optional[int] = ..., admitted_rollouts: _Optional[float] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

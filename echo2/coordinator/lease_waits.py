@@ -1,0 +1,60 @@
+"""Why groups wait, in words: for the stall panel. Pure. Guarantees: nothing of the lease book waits silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from echo2.base.ids import PeerId
+from echo2.coordinator.lease_book import LeaseBook
+from echo2.coordinator.lease_events import Lease, OpenGroup
+
+
+def slowest(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> str:
+    """On whom the longest waits hang; empty when every lease moves."""
+    return ", ".join(f"{_leases(leases)} on {name_of(worker)}" for worker, leases in _slow(book, now)[:3])
+
+
+def waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> list[tuple[str, float]]:
+    """What waits, why, and since when."""
+    found: list[tuple[str, float]] = []
+    first = book.first_queued
+    if first is not None:
+        found.append((f"{book.queued} groups wait for a worker: {_why(book, first, now)}", first.since))
+    for worker_id, leases in _slow(book, now)[:8]:
+        text = (
+            f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(one.tokens for one in leases)} tokens"
+        )
+        found.append((text, leases[0].progress_at))
+    return found
+
+
+def _leases(leases: list[Lease]) -> str:
+    return f"{len(leases)} leases" if len(leases) > 1 else f"lease {leases[0].lease_id}"
+
+
+def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
+    """Leases that have stood still for a quarter of the timeout, by worker, the longest first."""
+    found: dict[PeerId, list[Lease]] = {}
+    for lease in sorted(book.leases.values(), key=lambda lease: lease.progress_at):
+        if now - lease.progress_at <= book.rules.lease_timeout_s / 4:
+            break
+        found.setdefault(lease.worker_id, []).append(lease)
+    return list(found.items())
+
+
+def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
+    active = book.allowed
+    allowed = [(worker, seeker) for worker, seeker in book.seekers.items() if worker in active]
+    need = group.spec.consume_step - book.rules.staleness_bound
+    if now < group.not_before:
+        return f"the learner refused the last attempt at {group.spec.group_id}"
+    if not active:
+        return "no worker is active"
+    if not allowed:
+        return f"all {len(active)} active workers are full"
+    newest = max(seeker.version for _, seeker in allowed)
+    if newest < need:
+        return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
+    if not book.open_seekers():
+        return f"{len(allowed)} willing workers must deliver what they hold before they are given more"
+    return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

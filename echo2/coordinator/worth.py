@@ -1,0 +1,224 @@
+"""What a worker is worth: what the learner says it has delivered, and nothing that it says of itself.
+
+A worker is *proven* once a rollout of it was admitted. Its rate is what was admitted per second in which it held a
+lease; what it claims counts up to `CLAIM_MARGIN` times that, since a worker that waits for work now and then is faster than
+what it could deliver. How much it may hold at once is bounded by what it was heard of at once: at most `GROWTH` times
+that, so a worker that delivers doubles its share every second or so, and one that asks alone gets no more than one group.
+Those that are not proven hold `TRIAL_SHARE` of the groups together, while any proven worker may be given them; while
+none is (the start of a run), a fair share each.
+
+Whoever holds leases of which nothing reaches the learner loses them, and is given nothing for a time that doubles.
+
+Guarantees: a new identity costs others at most one group for `first_word_s` at a time; before the learner has ever told what
+was delivered, nothing is held back. Memory is bounded by the fleet. Leaves to others: leases (lease_book), the pool
+(planner_input, trials), which tokens are admitted (learner).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from echo2.base.ids import LeaseId, PeerId
+from echo2.coordinator.lease_events import Action, DropLease, Grant, WorkerDelivered
+
+CLAIM_MARGIN = 2.0
+GROWTH = 2.0
+TRIAL_SHARE = 0.25
+UNPROVEN_GROUPS_MAX = 4
+SETTLE_S = 5.0
+"""So much longer than measured a worker is taken to have held leases: its first rollouts say little yet."""
+ROLLOUTS_KEPT, LEASED_S_KEPT, WINDOWS_MAX = 32.0, 30.0, 128
+"""A rate is of so many newest rollouts and of at least so many seconds."""
+PEAK_HALF_LIFE_S = 600.0
+TELLING_S_MAX = 5.0
+"""The learner tells every second; a longer silence is its own and held against nobody."""
+FIRST_WORD_S_MIN, FIRST_WORD_TIMEOUTS = 10.0, 0.25
+PAUSE_S_MAX = 1800.0
+
+
+@dataclass(slots=True)
+class Record:
+    """Of one worker. `held`: rollouts of its leases; `unconfirmed`: rollouts of leases that it says it has finished while
+    nothing of it was heard; `quiet_s`: for how long nothing was heard while it held leases."""
+
+    held: dict[LeaseId, int] = field(default_factory=dict)
+    held_rollouts: int = 0
+    unconfirmed: int = 0
+    quiet_s: float = 0.0
+    peak_rollouts: float = 0.0
+    failures: int = 0
+    paused_until: float = 0.0
+    windows: deque[tuple[float, float]] = field(default_factory=deque)  # seconds with a lease, rollouts admitted
+    seconds: float = 0.0
+    rollouts: float = 0.0
+
+    @property
+    def used(self) -> int:
+        return self.held_rollouts + self.unconfirmed
+
+    def took(self, leased_s: float, admitted: float) -> None:
+        """Another interval with leases; those before the newest `ROLLOUTS_KEPT` are forgotten."""
+        self.windows.append((leased_s, admitted))
+        self.seconds, self.rollouts = self.seconds + leased_s, self.rollouts + admitted
+        while len(self.windows) > 1:
+            first_s, first = self.windows[0]
+            if self.rollouts - first >= ROLLOUTS_KEPT and self.seconds - first_s >= LEASED_S_KEPT:
+                self.windows.popleft()
+                self.seconds, self.rollouts = self.seconds - first_s, self.rollouts - first
+                continue
+            if len(self.windows) > WINDOWS_MAX:  # the oldest two become one
+                (first_s, first), (second_s, second) = self.windows.popleft(), self.windows.popleft()
+                self.windows.appendleft((first_s + second_s, first + second))
+            return
+
+    @property
+    def rollouts_per_s(self) -> float:
+        return max(0.0, self.rollouts) / (max(0.0, self.seconds) + SETTLE_S)
+
+
+@dataclass(slots=True)
+class Worth:
+    """`told_at`: when the learner last told what was delivered; None: never."""
+
+    lease_timeout_s: float
+    told_at: float | None = None
+    proven: set[PeerId] = field(default_factory=set)
+    records: dict[PeerId, Record] = field(default_factory=dict)
+    _worker_of: dict[LeaseId, PeerId] = field(default_factory=dict)
+    _ending: LeaseId | None = None
+    _trial_leases: int = 0
+
+    # ---- what happens
+
+    def follow(self, action: Action) -> None:
+        """What the lease book has decided."""
+        match action:
+            case Grant() if not action.is_renewal:
+                self.granted(action.worker_id, action.lease_id, action.group.rollout_count)
+            case DropLease(lease_id):
+                self._returned(lease_id)
+            case _:
+                pass
+
+    def granted(self, worker_id: PeerId, lease_id: LeaseId, rollouts: int) -> None:
+        record = self.records.setdefault(worker_id, Record())
+        record.held[lease_id] = rollouts
+        record.held_rollouts += rollouts
+        self._worker_of[lease_id] = worker_id
+        self._trial_leases += worker_id not in self.proven
+
+    def ends(self, lease_id: LeaseId) -> None:
+        """Its worker says that it has finished; what it has delivered of it the learner has yet to say."""
+        self._ending = lease_id
+
+    def _returned(self, lease_id: LeaseId) -> None:
+        worker_id = self._worker_of.pop(lease_id, None)
+        if worker_id is None:
+            return
+        record = self.records[worker_id]
+        rollouts = record.held.pop(lease_id)
+        record.held_rollouts -= rollouts
+        is_claimed, self._ending = lease_id == self._ending, None
+        if is_claimed and (record.quiet_s > 0 or worker_id not in self.proven):
+            record.unconfirmed += rollouts
+        elif not record.used:
+            record.quiet_s = 0.0
+        self._trial_leases -= worker_id not in self.proven
+
+    def told(self, delivered: Iterable[WorkerDelivered], now: float) -> list[PeerId]:
+        """The learner tells what came. Returns whose leases are to be taken back, since nothing did."""
+        passed_s = 0.0 if self.told_at is None else max(0.0, now - self.told_at)
+        self.told_at = now
+        told = {one.worker_id: one for one in delivered}
+        for worker_id in told:
+            self.records.setdefault(worker_id, Record())
+        return [
+            worker_id
+            for worker_id, record in self.records.items()
+            if self._told_of(worker_id, record, told.get(worker_id), passed_s, now)
+        ]
+
+    def _told_of(
+        self, worker_id: PeerId, record: Record, one: WorkerDelivered | None, passed_s: float, now: float
+    ) -> bool:
+        is_at_work = bool(record.used)
+        admitted = one.admitted_rollouts if one else 0.0
+        if is_at_work:
+            record.peak_rollouts *= 0.5 ** (passed_s / PEAK_HALF_LIFE_S)
+        if is_at_work or admitted > 0:
+            record.took(passed_s, admitted)
+        if one is not None:
+            record.peak_rollouts = max(record.peak_rollouts, float(one.heard_rollouts))
+            record.quiet_s, record.unconfirmed = 0.0, 0
+            if admitted > 0 and worker_id not in self.proven:
+                self.proven.add(worker_id)
+                self._trial_leases -= len(record.held)
+            if admitted > 0:
+                record.failures = 0
+        elif is_at_work and passed_s <= TELLING_S_MAX:
+            record.quiet_s += passed_s
+            if record.quiet_s >= self.patience_s(worker_id):
+                self.failed(worker_id, now)
+                return True
+        return False
+
+    def failed(self, worker_id: PeerId, now: float) -> float:
+        """It held leases and delivered nothing: for how many seconds it is given none. What it was worth it must show anew."""
+        record = self.records.setdefault(worker_id, Record())
+        pause_s = min(PAUSE_S_MAX, self.first_word_s * 2.0 ** min(record.failures, 20))
+        record.failures += 1
+        record.paused_until = now + pause_s
+        record.peak_rollouts, record.unconfirmed, record.quiet_s = 0.0, 0, 0.0
+        return pause_s
+
+    # ---- what follows
+
+    @property
+    def first_word_s(self) -> float:
+        """How long the first tokens of a worker's first leases may take to reach the learner."""
+        return min(self.lease_timeout_s, max(FIRST_WORD_S_MIN, FIRST_WORD_TIMEOUTS * self.lease_timeout_s))
+
+    def patience_s(self, worker_id: PeerId) -> float:
+        return self.lease_timeout_s if worker_id in self.proven else self.first_word_s
+
+    def is_paused(self, worker_id: PeerId, now: float) -> bool:
+        record = self.records.get(worker_id)
+        return record is not None and now < record.paused_until
+
+    def has_room(self, worker_id: PeerId, open_groups: int, allowed: Collection[PeerId], now: float) -> bool:
+        """Whether it may be given one group more. `allowed`: all that may be given any."""
+        if self.told_at is None:
+            return True
+        record = self.records.get(worker_id)
+        if record is None:
+            record = self.records[worker_id] = Record()
+        if now < record.paused_until:
+            return False
+        used, earned = record.used, GROWTH * record.peak_rollouts
+        if worker_id in self.proven:
+            return used == 0 or used < earned
+        leases = len(record.held)
+        if self.proven.isdisjoint(allowed):
+            fair_groups = open_groups / max(1, len(allowed))
+            return used == 0 or (leases < fair_groups and not record.unconfirmed) or used < earned
+        if self.are_trials_full(open_groups):
+            return False
+        return used == 0 or (used < earned and leases < UNPROVEN_GROUPS_MAX)
+
+    def are_trials_full(self, open_groups: int) -> bool:
+        """Whether workers that are not proven hold their share."""
+        return self.told_at is not None and self._trial_leases >= max(1.0, TRIAL_SHARE * open_groups)
+
+    def believed_per_s(self, worker_id: PeerId, claimed_per_s: float) -> float:
+        """Of a rate that the worker claims, what is believed."""
+        delivered = self.delivered_per_s(worker_id)
+        return claimed_per_s if delivered is None else min(claimed_per_s, CLAIM_MARGIN * delivered)
+
+    def delivered_per_s(self, worker_id: PeerId) -> float | None:
+        """Rollouts admitted per second with a lease; 0 before the first; None while the learner tells nothing."""
+        if self.told_at is None:
+            return None
+        record = self.records.get(worker_id)
+        return record.rollouts_per_s if record is not None and worker_id in self.proven else 0.0

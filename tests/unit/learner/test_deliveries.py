@@ -1,0 +1,41 @@
+"""What the coordinator is told of workers: what came of them and passed, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from echo2.base.ids import GroupId, PeerId
+from echo2.learner.deliveries import HEARD_S, NEWS_S, TELL_S, Delivered, Deliveries
+from echo2.learner.episodes import NOBODY, Sent
+
+A, B = PeerId("a"), PeerId("b")
+G = GroupId("g")
+
+
+def test_rollouts_are_heard_of_for_some_seconds_and_each_counts_once() -> None:
+    one = Deliveries()
+    assert one.take(0.0) == (), "the first word is that nothing came"
+    for index in (0, 1, 1, 1):
+        one.heard(A, G, index)
+    assert one.take(NEWS_S - 0.01) is None
+    assert one.take(NEWS_S) == (Delivered(A, 2, 0.0),), "a worker that was silent before is news"
+    one.heard(A, G, 2)
+    assert one.take(2 * NEWS_S) is None, "more of a worker that is known is not"
+    assert one.take(NEWS_S + TELL_S) == (Delivered(A, 3, 0.0),)
+    assert one.take(NEWS_S + HEARD_S + 0.1) == (Delivered(A, 1, 0.0),)
+    assert one.take(NEWS_S + TELL_S + HEARD_S + 0.2) == ()
+
+
+def test_an_admitted_rollout_counts_for_its_workers_by_their_share_of_its_tokens() -> None:
+    one = Deliveries()
+    one.admitted((Sent(A, 30), Sent(B, 90), Sent(A, 0)))
+    one.admitted((Sent(A, 5),))
+    one.admitted((Sent(NOBODY, 5),))
+    assert one.take(0.0) == (Delivered(A, 0, pytest.approx(1.25)), Delivered(B, 0, pytest.approx(0.75)))
+    assert one.take(TELL_S) == (), "told once"
+
+
+def test_nobody_is_not_told_of() -> None:
+    one = Deliveries()
+    one.heard(NOBODY, G, 0)
+    assert one.take(0.0) == ()
