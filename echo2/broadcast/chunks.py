@@ -8,7 +8,8 @@ there. Leaves to others: sending (session).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import struct
+from collections.abc import Collection, Iterable, Iterator
 
 from echo2.base.errors import LimitExceeded, MalformedMessage
 from echo2.broadcast.manifest import CHUNK_BYTES_MAX, ArtifactKey, Chunk
@@ -77,11 +78,30 @@ def bitmap_from_bytes(data: bytes) -> int:
 
 
 def indices_of(bitmap: int) -> Iterator[int]:
-    """The chunks in a bitmap, rising."""
-    while bitmap:
-        lowest = bitmap & -bitmap
-        yield lowest.bit_length() - 1
-        bitmap ^= lowest
+    """The chunks in a bitmap, rising. Linear in its bits, whoever sent them."""
+    data = bitmap_to_bytes(bitmap)
+    count = -(-len(data) // 8)
+    for at, word in enumerate(struct.unpack(f"<{count}Q", data.ljust(8 * count, b"\0"))):
+        rest = word
+        while rest:
+            lowest = rest & -rest
+            yield 64 * at + lowest.bit_length() - 1
+            rest ^= lowest
+
+
+def bitmap_of(indices: Iterable[int]) -> int:
+    """The bitmap of these chunks, in any order."""
+    chosen = set(indices)
+    data = bytearray(max(chosen, default=-1) // 8 + 1)
+    for index in chosen:
+        data[index >> 3] |= 1 << (index & 7)
+    return int.from_bytes(data, "little")
+
+
+def those_in(bitmap: int, indices: Collection[int]) -> list[int]:
+    """Those of the chunks that a bitmap holds, as they come. One pass over the bitmap, however many are asked for."""
+    data = bitmap_to_bytes(bitmap & all_of(max(indices, default=-1) + 1))
+    return [index for index in indices if index >> 3 < len(data) and data[index >> 3] >> (index & 7) & 1]
 
 
 def all_of(count: int) -> int:

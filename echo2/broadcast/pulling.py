@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.chunks import those_in
 from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.swarm import Artifact, Peer, Request
 
@@ -69,8 +70,10 @@ def choose(
         return {}
     asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == artifact.key}
     wanted = [index for index in due if index not in asked][: 2 * sum(room.values())]
-    held_by = {peer_id: peer.haves.get(artifact.key, 0) for peer_id, peer in peers.items()}
-    holders = {index: [p for p, held in held_by.items() if held >> index & 1] for index in wanted}
+    holders: dict[int, list[PeerId]] = {index: [] for index in wanted}
+    for peer_id, peer in peers.items():
+        for index in those_in(peer.haves.get(artifact.key, 0), wanted):
+            holders[index].append(peer_id)
     wanted.sort(key=lambda index: (len(holders[index]), index))
     chosen: dict[PeerId, list[int]] = {}
     for index in wanted:

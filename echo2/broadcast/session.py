@@ -8,14 +8,15 @@ keeping bytes, connections (runtime/node.py).
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
-from collections import deque
 from typing import assert_never
 
 from echo2.base.ids import PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast import pulling
-from echo2.broadcast.chunks import indices_of
+from echo2.broadcast.chunks import all_of, those_in
 from echo2.broadcast.events import (
     Accuse,
     Action,
@@ -50,14 +51,15 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.governor import UplinkGovernor, UplinkSample
-from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.policy import Pacer, SessionConfig
 from echo2.broadcast.relaying import Relaying
 from echo2.broadcast.seeding import Seeding
 from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.topology import BroadcastPlan
 
-HOUSEKEEPING_S = 0.05  # the flood of chunk events does not look at every peer each time
+HOUSEKEEPING_S = 0.05  # the flood of what peers send does not look at every peer each time
+OF_PEERS = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished)
 
 
 class Session:
@@ -94,7 +96,7 @@ class Session:
         """What is to be done because `event` happened at `now`."""
         self._actions = []
         self._dispatch(event, now)
-        is_due = now >= self._housekeeping_at or not isinstance(event, ChunkSeen | ChunkSent | RelayAckSeen)
+        is_due = now >= self._housekeeping_at or not isinstance(event, OF_PEERS)
         if is_due:
             self._seeding.check_timeouts(now)
             self._expire_requests(now)
@@ -175,11 +177,11 @@ class Session:
         self._seeding.lost(peer_id, now)
         self._acknowledge(self._relaying.give_up(peer_id))
         for artifact in self.artifacts.values():
-            for index in [i for i in artifact.missing_since if not self._is_offered(artifact.key, i)]:
-                del artifact.missing_since[index]
+            artifact.offered_by_none(self._offered(artifact.key))
 
-    def _is_offered(self, key: ArtifactKey, index: int) -> bool:
-        return any(peer.has(key, index) for peer in self.peers.values())
+    def _offered(self, key: ArtifactKey) -> int:
+        """What neighbours hold."""
+        return functools.reduce(operator.or_, (peer.haves.get(key, 0) for peer in self.peers.values()), 0)
 
     def _header_seen(self, event: HeaderSeen, now: float) -> None:
         if event.peer in self.peers:
@@ -200,9 +202,8 @@ class Session:
             self._came_from(self.peers[event.peer], event, now)
         if artifact.held >> event.index & 1:
             self.duplicates_bytes += event.size_bytes
-        artifact.held |= 1 << event.index
+        artifact.holds(event.index, event.size_bytes)
         self._is_untold = True
-        artifact.sizes[event.index] = event.size_bytes
         artifact.came(event.index, event.is_answer, now)
         if event.is_fresh:
             self._seeding.add(event.key, event.index, event.size_bytes)
@@ -236,7 +237,7 @@ class Session:
         artifact = self.artifacts.get(event.key)
         if artifact is None or artifact.chunk_count is not None:
             return
-        artifact.chunk_count = event.chunk_count
+        artifact.sealed(event.chunk_count)
         for peer in self.peers.values():
             if event.key not in peer.sealed:
                 self._tell_header(peer, event.key)
@@ -253,29 +254,26 @@ class Session:
         elif artifact.chunk_count is not None and event.key not in peer.sealed:
             peer.sealed.add(event.key)
             self._actions.append(SendSeal(peer.peer_id, event.key))
-        peer.haves[event.key] = peer.haves.get(event.key, 0) | event.bitmap
-        for index in indices_of(event.bitmap & ~artifact.held):
-            artifact.missing_since.setdefault(index, now)
+        bitmap = event.bitmap & all_of(CHUNKS_MAX if artifact.chunk_count is None else artifact.chunk_count)
+        peer.note_all(event.key, bitmap)
+        artifact.offered(bitmap, now)
 
     def _request_seen(self, event: RequestSeen, now: float) -> None:
         peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
         if peer is None or artifact is None:
             return
         queued = {(o.key, o.index) for o in peer.pull_queue}
-        for index in event.indices:
+        for index in those_in(artifact.held, event.indices):
             if len(peer.pull_queue) >= self.config.requests_held_max:
                 return
-            if artifact.held >> index & 1 and (event.key, index) not in queued:
+            if (event.key, index) not in queued:
+                queued.add((event.key, index))
                 peer.pull_queue.append(Outgoing(event.key, index, None, now, is_answer=True))
 
     def _cancel_seen(self, event: CancelSeen) -> None:
         peer = self.peers.get(event.peer)
-        if peer is None:
-            return
-        gone = set(event.indices)
-        peer.pull_queue = deque(o for o in peer.pull_queue if o.key != event.key or o.index not in gone)
-        for index in gone:
-            peer.note(event.key, index)
+        if peer is not None and event.key in self.artifacts:
+            peer.cancelled(event.key, event.indices)
 
     def _chunk_sent(self, event: ChunkSent, now: float) -> None:
         peer = self.peers.get(event.peer)
@@ -296,9 +294,8 @@ class Session:
         self._pacer.rate_bytes_per_s = self.governor.rate_bytes_per_s
 
     def _emptied(self, key: ArtifactKey, now: float) -> None:
-        artifact, offered = self.artifacts.get(key), 0
+        artifact, offered = self.artifacts.get(key), self._offered(key)
         for peer in self.peers.values():
-            offered |= peer.haves.get(key, 0)
             for table in (peer.told, peer.given):
                 table.pop(key, None)
         if artifact is not None:
@@ -385,6 +382,9 @@ class Session:
     def _pull(self, now: float) -> None:
         publisher = self.plan.seed.peer_id if self.plan is not None and self.plan.seed is not None else None
         for artifact in self.artifacts.values():
+            if artifact.is_short_of_missing:
+                artifact.has_more_missing = False
+                artifact.offered(self._offered(artifact.key), now)
             if not artifact.missing_since:
                 continue
             chosen = pulling.choose(artifact, self.peers, publisher, self.config, self._rng, now)

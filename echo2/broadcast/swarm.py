@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.chunks import all_of, indices_of
+from echo2.broadcast.chunks import all_of, bitmap_of, indices_of, those_in
 from echo2.broadcast.events import LinkWidened, Route, WidthWished
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import RateEstimate
 
 Ref = tuple[bytes, int]
 SENT_REMEMBERED_MAX = 512
+MISSING_MAX = 4096
+"""Of one artifact, what is remembered of the chunks that others hold: what is asked for next, and then the next."""
 LAST_SHARE = 0.04  # of an artifact's chunks: too few to be worth waiting for
 PUSH_LAG_KEPT = 0.995  # per chunk that is pushed to us
 
@@ -35,10 +38,51 @@ class Artifact:
     is_wanted: bool
     held: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
+    held_bytes: int = 0
     chunk_count: int | None = None  # None until sealed
-    missing_since: dict[int, float] = field(default_factory=dict)  # held by a neighbour, not by us
+    missing_since: dict[int, float] = field(default_factory=dict)  # held by a neighbour, not by us: the first of them
+    has_more_missing: bool = False  # than `missing_since` names
     pushed_at: float = float("-inf")
     push_lag_s: float = 0.0  # how much later than to a neighbour a push came to us; falls slowly
+
+    def offered(self, bitmap: int, now: float) -> None:
+        """A neighbour says that it holds these chunks.
+
+        Of those that are missing the first MISSING_MAX are remembered. Chunks are numbered from 0 without a gap, so those
+        that somebody made up, behind the last, keep no others out.
+        """
+        lacking = bitmap & ~self.held
+        if self.chunk_count is not None:
+            lacking &= all_of(self.chunk_count)
+        for index in islice(indices_of(lacking), MISSING_MAX):
+            self.missing_since.setdefault(index, now)
+        self.has_more_missing |= lacking.bit_count() > MISSING_MAX
+        if len(self.missing_since) > MISSING_MAX:
+            self.has_more_missing = True
+            for index in sorted(self.missing_since)[MISSING_MAX:]:
+                del self.missing_since[index]
+
+    @property
+    def is_short_of_missing(self) -> bool:
+        """Whether more are missing than are remembered, of which few are left."""
+        return self.has_more_missing and len(self.missing_since) < MISSING_MAX // 2
+
+    def offered_by_none(self, offered: int) -> None:
+        """Nothing but what is `offered` can be asked for any more."""
+        kept = set(those_in(offered, self.missing_since))
+        self.missing_since = {index: since for index, since in self.missing_since.items() if index in kept}
+
+    def sealed(self, chunk_count: int) -> None:
+        """Whoever spoke of chunks behind the last one made them up."""
+        self.chunk_count = chunk_count
+        self.missing_since = {index: since for index, since in self.missing_since.items() if index < chunk_count}
+
+    def holds(self, index: int, size_bytes: int) -> None:
+        """A chunk is here, whose size counts once."""
+        self.held |= 1 << index
+        if index not in self.sizes:
+            self.sizes[index] = size_bytes
+            self.held_bytes += size_bytes
 
     def came(self, index: int, is_answer: bool, now: float) -> None:
         """The chunk is missing no more."""
@@ -48,9 +92,10 @@ class Artifact:
 
     def emptied(self, offered: int, now: float) -> None:
         """Nothing of it is held any more; what neighbours hold of it is asked for at once."""
-        self.held, self.is_wanted, self.pushed_at = 0, True, float("-inf")
+        self.held, self.held_bytes, self.is_wanted, self.pushed_at = 0, 0, True, float("-inf")
         self.sizes.clear()
-        self.missing_since = dict.fromkeys(indices_of(offered), now)
+        self.missing_since.clear()
+        self.offered(offered, now)
 
     @property
     def is_complete(self) -> bool:
@@ -62,7 +107,7 @@ class Artifact:
 
     @property
     def mean_chunk_bytes(self) -> int:
-        return max(1, sum(self.sizes.values()) // len(self.sizes)) if self.sizes else 128 << 10
+        return max(1, self.held_bytes // len(self.sizes)) if self.sizes else 128 << 10
 
 
 @dataclass(slots=True)
@@ -102,8 +147,17 @@ class Peer:
         return bool(self.haves.get(key, 0) >> index & 1)
 
     def note(self, key: ArtifactKey, index: int) -> None:
-        self.haves[key] = self.haves.get(key, 0) | 1 << index
+        self.note_all(key, 1 << index)
+
+    def note_all(self, key: ArtifactKey, bitmap: int) -> None:
+        self.haves[key] = self.haves.get(key, 0) | bitmap
         self.knows.add(key)
+
+    def cancelled(self, key: ArtifactKey, indices: Collection[int]) -> None:
+        """It has these from elsewhere."""
+        gone = set(indices)
+        self.pull_queue = deque(o for o in self.pull_queue if o.key != key or o.index not in gone)
+        self.note_all(key, bitmap_of(gone))
 
     def needs(self, wholes: Mapping[ArtifactKey, int]) -> bool:
         """Whether something waits for it here, or it has told of none of these have-maps that it has it all."""

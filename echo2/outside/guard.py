@@ -70,6 +70,23 @@ class Refusals:
         self._log.warning(text + "%s", *arguments, more)
 
 
+class FairShare:
+    """How much of a loop's time what one peer sends may take, beside BURST_S of it at once; beyond, it is read more slowly."""
+
+    SHARE, BURST_S, PAUSE_MAX_S = 0.2, 0.1, 1.0
+
+    def __init__(self) -> None:
+        self._owed_s = 0.0
+        self._at = float("-inf")
+
+    def pause_s(self, worked_s: float, now: float) -> float:
+        """`worked_s` went into its last message: for how long it is to wait for the next to be read."""
+        passed_s = min(self.BURST_S / self.SHARE, now - self._at)
+        self._owed_s = max(0.0, self._owed_s - passed_s * self.SHARE) + worked_s
+        self._at = now
+        return min(self.PAUSE_MAX_S, max(0.0, self._owed_s - self.BURST_S) / self.SHARE)
+
+
 MISHAPS = Mishaps()
 """Of this process."""
 
@@ -88,7 +105,7 @@ def handling(what: str, whose: str) -> Iterator[None]:
     """Around handling what `whose` sent: what nobody foresaw is noted, and is a MalformedMessage of its sender's from here on."""
     try:
         yield
-    except (EchoError, grpc.aio.AbortError, grpc.aio.AioRpcError):
+    except (EchoError, grpc.aio.AbortError, grpc.aio.AioRpcError, TimeoutError):
         raise
     except Exception as error:  # noqa: BLE001
         MISHAPS.note(what, whose, error)

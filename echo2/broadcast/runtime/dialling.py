@@ -85,6 +85,11 @@ class Dialling:
                 found.append((target, target.addresses[target.failures % len(target.addresses)]))
         return found
 
+    def waits_for(self) -> str:
+        """Of the targets, that which is wanted for longest."""
+        target = min(self.targets.values(), key=lambda target: target.wanted_since)
+        return f"a connection to {target.peer_id} ({target.last_error or 'dialling'})"
+
     def failed(self, target: Target, error: str, now: float) -> None:
         target.failures += 1
         target.last_error = error

@@ -118,6 +118,7 @@ class Library:
         self.recent = RecentChunks(limits.recent_bytes_max)
         self._last_way: tuple[Version | None, Way | None] | None = None
         self._chunks_since_way = 0
+        self.chunks_taken = 0
 
     # ---- from an earlier run
 
@@ -212,6 +213,7 @@ class Library:
         entry.held_bytes += len(chunk.payload)
         self.recent.add(chunk, frame)
         self._chunks_since_way += 1
+        self.chunks_taken += 1
         self._check_root(entry)
         return dropped
 

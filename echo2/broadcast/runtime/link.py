@@ -23,6 +23,8 @@ from echo2.broadcast.events import SendChunk
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.runtime.sockets import Remote
 from echo2.broadcast.runtime.transport import Connection, Widenable
+from echo2.outside import monotonic
+from echo2.outside.guard import FairShare
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
 
@@ -53,7 +55,7 @@ class LinkCalls:
     frame: Callable[[ArtifactKey, int], bytes | None]
     header: Callable[[ArtifactKey], bytes | None]
     sent: Callable[[SendChunk, int | None], None]  # bytes on the wire; None: the store no longer had it
-    received: Callable[[PeerId, bytes], None]
+    received: Callable[[PeerId, bytes], bool]  # whether it brought what was missing
     widened: Callable[[PeerId], None]  # another number of connections is there now
 
 
@@ -80,6 +82,7 @@ class PeerLink:
         self._chunks: deque[SendChunk] = deque()
         self._further: list[_Further] = []
         self._changed = asyncio.Event()
+        self._share = FairShare()
 
     @property
     def remotes(self) -> frozenset[Remote]:
@@ -185,7 +188,11 @@ class PeerLink:
     async def _read(self, connection: Connection) -> None:
         while (frame := await connection.receive()) is not None:
             self.received_bytes += len(frame)
-            self._calls.received(self.peer_id, frame)
+            begun = monotonic()
+            is_useful = self._calls.received(self.peer_id, frame)
+            now = monotonic()
+            if not is_useful and (pause_s := self._share.pause_s(now - begun, now)) > 0:
+                await asyncio.sleep(pause_s)  # its transport fills meanwhile
 
     async def _write(self) -> None:
         while True:

@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
-from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable, VersionMismatch
+from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.events import (
@@ -38,6 +38,7 @@ from echo2.broadcast.events import (
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.dialling import Dialling, Target
 from echo2.broadcast.runtime.following import Following
@@ -99,7 +100,7 @@ class BroadcastNode:
         self._uplink = UplinkWatch(self.meter, self.session, self._act, self._stripes.look)
         self._dialling_now: set[PeerId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._banned: dict[PeerId, str] = {}
+        self.bans = Bans()
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._reader = ArtifactReader(self.library)
@@ -332,7 +333,7 @@ class BroadcastNode:
 
     async def accept(self, connection: Connection) -> None:
         """Serves a connection that a peer dialled, until it ends."""
-        if not self._is_running or connection.peer.peer_id in self._banned:
+        if not self._is_running or connection.peer.peer_id in self.bans:
             return
         await self._serve(self._shaper.wrap(connection))
 
@@ -342,7 +343,7 @@ class BroadcastNode:
             self._look_after()
             self._stripes.tend(self._now())
             for target, address in self._dialling.due(set(self._links) | self._dialling_now, self._now()):
-                if target.peer_id not in self._banned:
+                if target.peer_id not in self.bans:
                     self._dialling_now.add(target.peer_id)
                     self._spawn(self._dial(target, address))
             await asyncio.sleep(CONNECT_INTERVAL_S)
@@ -373,14 +374,15 @@ class BroadcastNode:
             if self._inbox.check_hello(peer, told) or is_further:
                 await self._stripes.carry(connection)
                 return
-            await self._replace(link)
+            if peer not in self.bans:  # since it was let in
+                await self._replace(link)
             if self._links.get(peer) is link:
                 self._act(PeerUp(peer))
                 await link.run()
         except Unreachable:
             pass
-        except EchoError as error:
-            self._accuse(peer, str(error), is_ban=not isinstance(error, ResourceError | VersionMismatch))
+        except Exception as error:  # noqa: BLE001
+            self._accuse(peer, str(error), is_ban=deserves_ban(error, peer))
         finally:
             if self._links.get(peer) is link:
                 del self._links[peer]
@@ -410,11 +412,16 @@ class BroadcastNode:
     def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
         log.warning("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)
         if is_ban:
-            self._banned[peer] = reason
+            self.bans.found[peer] = reason
         link = self._links.pop(peer, None)
         if link is not None:
             self._act(PeerDown(peer))
             self._spawn(link.close())
+
+    def drop_banned(self) -> None:
+        """After `bans` was told of more: nothing goes to them or comes from them any longer."""
+        for peer in self.bans.among(list(self._links)):
+            self._accuse(peer, "the coordinator has banned it", is_ban=False)
 
     async def drop_connections(self) -> None:
         """Closes all connections, as a cut link would; they are dialled again."""
@@ -442,7 +449,7 @@ class BroadcastNode:
             newest_version_in_flight=newest.header.artifact.version if newest else 0,
             newest_chunks_held=len(newest.digests) if newest else 0,
             newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,
-            banned=dict(self._banned),
+            banned=dict(self.bans.found),
             trouble=self.library.trouble,
             waits_for=self._waits_for(),
             way=self.following.describe(),
@@ -452,15 +459,17 @@ class BroadcastNode:
         if self._inbox.publisher is None:
             return "a plan that names the publisher"
         if not self._links and self._dialling.targets:
-            target = min(self._dialling.targets.values(), key=lambda t: t.wanted_since)
-            return f"a connection to {target.peer_id} ({target.last_error or 'dialling'})"
+            return self._dialling.waits_for()
         return self.library.waits_for(self._reader.version)
 
     # ---- frames in, actions out
 
-    def _received(self, peer: PeerId, frame: bytes) -> None:
+    def _received(self, peer: PeerId, frame: bytes) -> bool:
+        """Whether it was a chunk that nobody had sent before."""
         self.meter.downlink.add(len(frame), self._now())
+        held = self.library.chunks_taken
         self._take_events(self._inbox.events_of(peer, frame))
+        return self.library.chunks_taken > held
 
     def _take_events(self, events: list[Event]) -> None:
         for event in events:

@@ -19,6 +19,7 @@ from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.trust.runtime.tls import PROTOCOL_VERSION, peer_of
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 REQUEST_BYTES_MAX = 16 << 10
@@ -78,6 +79,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         early_s = self._rates.take(host, now)
         if early_s > 0:
             raise LimitExceeded(f"enrolment from {host}: too many tries, expected the next in {early_s:.1f} s or later")
+        check(request, host)
         if request.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"enrolment: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
@@ -119,6 +121,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         early_s = self._rates.take(host, now)
         if early_s > 0:
             raise LimitExceeded(f"renewal from {host}: too many tries, expected the next in {early_s:.1f} s or later")
+        check(request, caller.peer_id)
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
         member = self._hub.membership.members.get(caller.peer_id)

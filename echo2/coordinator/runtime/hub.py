@@ -35,7 +35,7 @@ from echo2.coordinator.membership import (
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
-from echo2.coordinator.runtime.barring import barring_of, barrings_of
+from echo2.coordinator.runtime.barring import banned_ids, barring_of, barrings_of, tell_ban
 from echo2.coordinator.runtime.granting import order_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
@@ -223,6 +223,7 @@ class Hub:
             learner=self.whereabouts(),
             relay_address=self.relay_address,
             unix_s=self.clock.now(),
+            banned_peer_ids=banned_ids(self.membership.members.values()),
         )
 
     def whereabouts(self) -> pb.LearnerWhereabouts | None:
@@ -303,13 +304,12 @@ class Hub:
 
     def _tell_activation(self, change: Change) -> None:
         member = change.member
-        is_active = change.activation is Activation.ACTIVE
-        text = f"{member.name} is {change.activation.value} now: {member.activation_reason}"
-        self.note("activation", text)
+        self.note("activation", f"{member.name} is {change.activation.value} now: {member.activation_reason}")
         self.journal_worker(change.activation.value, member, member.activation_reason)
         was_barred = change.worked is not None and change.worked.is_barred
         if self.learner is not None and (change.activation.is_barred or was_barred):
             self.learner.send(barring_of(member))
+        tell_ban(change, list(self.workers.values()))
         if change.activation is Activation.BANNED:
             session = self.workers.get(member.peer_id)
             if session is not None:
@@ -317,7 +317,7 @@ class Hub:
                     NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}")
                 )
             return
-        order = pb.Activation(is_active=is_active, reason=member.activation_reason)
+        order = pb.Activation(is_active=change.activation is Activation.ACTIVE, reason=member.activation_reason)
         self._send(member.peer_id, pb.WorkerOrder(activation=order))
 
     def set_worker(self, peer_id: PeerId, setting: Setting, reason: str) -> None:

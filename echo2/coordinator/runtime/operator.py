@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, NotAllowed, TrustError
 from echo2.coordinator.runtime.commands import Commands
 from echo2.trust.identity import Role
 from echo2.trust.runtime.tls import peer_of
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 
@@ -24,13 +26,14 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
 
-    async def _answer(self, context: Any, act: Callable[[], Reply]) -> Reply:
+    async def _answer(self, request: Message, context: Any, act: Callable[[], Reply]) -> Reply:
         try:
             caller = peer_of(context)
             if caller.role is not Role.OPERATOR:
                 raise NotAllowed(
                     f"{caller.peer_id}: expected the role operator, its certificate says {caller.role.value}"
                 )
+            check(request, str(caller.peer_id))
             return act()
         except EchoError as error:
             is_trust = isinstance(error, TrustError)
@@ -39,14 +42,14 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
             raise
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
-        return await self._answer(context, self._commands.status)
+        return await self._answer(request, context, self._commands.status)
 
     async def SetWorkerState(self, request: pb.SetWorkerStateRequest, context: Any) -> pb.SetWorkerStateReply:
         def act() -> pb.SetWorkerStateReply:
             self._commands.set_worker(request.peer_id, request.activation, request.reason)
             return pb.SetWorkerStateReply()
 
-        return await self._answer(context, act)
+        return await self._answer(request, context, act)
 
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Any) -> pb.CreateTokenReply:
         def act() -> pb.CreateTokenReply:
@@ -55,7 +58,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
             )
             return pb.CreateTokenReply(token_id=token.token_id, join_link=link)
 
-        return await self._answer(context, act)
+        return await self._answer(request, context, act)
 
     async def ListTokens(self, request: pb.ListTokensRequest, context: Any) -> pb.ListTokensReply:
         def act() -> pb.ListTokensReply:
@@ -70,11 +73,11 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
                 ]
             )  # fmt: skip
 
-        return await self._answer(context, act)
+        return await self._answer(request, context, act)
 
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Any) -> pb.RevokeTokenReply:
         def act() -> pb.RevokeTokenReply:
             self._commands.revoke_token(request.token_id)
             return pb.RevokeTokenReply()
 
-        return await self._answer(context, act)
+        return await self._answer(request, context, act)

@@ -80,6 +80,10 @@ class FleetBroadcaster(Broadcaster, Protocol):
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
+    def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
+        """No chunks are exchanged with a banned worker."""
+        ...
+
     def is_needed(self) -> bool:
         """Whether a worker that is connected still fetches, or lacks the newest version."""
         ...
@@ -385,6 +389,7 @@ class LearnerDaemon:
             case "broadcast_plan":
                 broadcaster.apply_plan(order.broadcast_plan)
             case "banned":
+                broadcaster.bar(PeerId(order.banned.peer_id), is_lifted=not order.banned.is_banned)
                 self._bar(order.banned, ingest)
             case _:
                 pass

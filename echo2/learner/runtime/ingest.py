@@ -23,13 +23,16 @@ from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.audit import Habits
 from echo2.learner.runtime.intake import Intake
+from echo2.outside import monotonic
+from echo2.outside.guard import FairShare, Refusals
 from echo2.trust.runtime.tls import peer_of
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import lease_id_from_wire, rollout_to_message, segments_from_report, verdict_to_message
 from echo2.wire.ticket import Ticket, verify_ticket
 
 STREAMS_PER_PEER_MAX = 4
-LEASES_PER_STREAM_MAX = 8192
+LEASES_PER_STREAM_MAX = 2048
 WORKERS_MAX = 16_384
 _log = logging.getLogger("echo2.learner")
 
@@ -46,12 +49,15 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self.refused_reports = 0
         self._habits: dict[PeerId, Habits] = {}
         self._streams: Counter[PeerId] = Counter()
+        self._shares: dict[PeerId, FairShare] = {}
+        self._refusals = Refusals(_log)
 
     async def Report(
         self, request_iterator: AsyncIterator[ingest_pb2.RolloutReport], context: Any
     ) -> AsyncIterator[ingest_pb2.RolloutVerdict]:
         peer_id = await self._admitted_peer(context)
         self._streams[peer_id] += 1
+        self._shares.setdefault(peer_id, FairShare())
         tickets: dict[LeaseId, Ticket] = {}
         try:
             if self._streams[peer_id] > STREAMS_PER_PEER_MAX:
@@ -66,11 +72,12 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         finally:
             self._streams[peer_id] -= 1
             if not self._streams[peer_id]:
-                del self._streams[peer_id]
+                del self._streams[peer_id], self._shares[peer_id]
 
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
         peer_id = await self._admitted_peer(context)
         try:
+            check(request, peer_id)
             self._check_barred(peer_id)
             ticket = self._verified(request.ticket, peer_id)
         except EchoError as error:
@@ -80,14 +87,25 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         if held is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"group {ticket.group_id} is closed or was taken over")
             raise AssertionError("abort raises")
-        kept = [rollout for rollout in held if rollout.token_ids]
-        return ingest_pb2.GetPartialsReply(rollouts=[rollout_to_message(rollout) for rollout in kept])
+        reply = ingest_pb2.GetPartialsReply()
+        for rollout in held:
+            if rollout.token_ids:
+                reply.rollouts.append(rollout_to_message(rollout))
+                await asyncio.sleep(0)  # a large group holds nobody up
+        return reply
 
     async def _answer(
         self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]
     ) -> ingest_pb2.RolloutVerdict:
+        begun = monotonic()
+        check(report, peer_id)
         ticket = self._ticket_of(report, peer_id, tickets)
         segments = segments_from_report(report)
+        now = monotonic()
+        if (
+            pause_s := self._shares[peer_id].pause_s(2 * (now - begun), now)
+        ) > 0:  # as much again goes into what follows
+            await asyncio.sleep(pause_s)
         own = [segment for segment in segments if segment.group_id == ticket.group_id]
         self._note_habits(peer_id, Habits(report.draws_by_seed, report.keeps_cache))
         verdicts = await self.intake.report(own, ticket.attempt, peer_id)
@@ -142,7 +160,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         """Ends a call that broke a rule; an error of our own (a full disk) ends the learner too."""
         if isinstance(error, TrustError | ProtocolError | LimitExceeded):
             self.refused_reports += 1
-            _log.warning("refused %s: %s", peer_id, error)
+            self._refusals.warn("refused %s: %s", peer_id, error)
         else:
             self.on_failure(error)
         await context.abort(_status_of(error), f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from echo2.base.ids import Version
+from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import all_of
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
@@ -79,6 +79,10 @@ class SeedNode:
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None:
         self.node.set_plan(plan_from_message(plan))
+
+    def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
+        self.node.bans.name(peer_id, is_lifted=is_lifted)
+        self.node.drop_banned()
 
     @property
     def on_lost(self) -> Callable[[str], None]:

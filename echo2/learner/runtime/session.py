@@ -19,8 +19,10 @@ import grpc
 
 from echo2.base.errors import EchoError, NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.outside import here, monotonic
+from echo2.outside.guard import handling
 from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.trust.runtime.tls import Credentials, open_channel
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 OUTBOX_MAX = 4096
@@ -143,7 +145,9 @@ class CoordinatorSession:
             order = await stream.read()
             if not isinstance(order, coordinator_pb2.LearnerOrder):
                 return  # the end of the stream
-            self._take(order)
+            check(order, "the coordinator")
+            with handling("an order", "the coordinator"):
+                self._take(order)
 
     def _take(self, order: coordinator_pb2.LearnerOrder) -> None:
         kind = order.WhichOneof("kind")

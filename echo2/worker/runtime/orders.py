@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from echo2.base.clock import Clock
-from echo2.base.errors import MalformedMessage, ProtocolError
+from echo2.base.errors import MalformedMessage
 from echo2.base.ids import LeaseId, PeerId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.outside import unix_now
@@ -58,6 +58,8 @@ class Orders:
             self._skew_is(self._skew_s)
         if self.coordinator is not None:
             self.use_relay(self.coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
+        self._node.bans.name_all(map(PeerId, welcome.banned_peer_ids))
+        self._node.drop_banned()
         if welcome.HasField("learner"):
             self._learner(welcome.learner)
         self._desk.send(duties.CoordinatorCame(welcome.report_interval_s))
@@ -77,8 +79,11 @@ class Orders:
                 self._node.set_plan(broadcast_wire.plan_from_message(order.broadcast_plan))
             case "learner":
                 self._learner(order.learner)
+            case "banned":
+                self._node.bans.name(PeerId(order.banned.peer_id), is_lifted=order.banned.is_lifted)
+                self._node.drop_banned()
             case kind:
-                raise ProtocolError(f"the coordinator: expected an order, got {kind or 'one of an unknown kind'}")
+                raise MalformedMessage(f"the coordinator: expected an order, got {kind or 'one of an unknown kind'}")
 
     def _learner(self, whereabouts: coordinator_pb2.LearnerWhereabouts) -> None:
         self._learner_is_at(whereabouts)

@@ -20,8 +20,10 @@ import grpc.aio
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rollout import RolloutSegment
+from echo2.outside.guard import handling
 from echo2.trust.runtime.tls import Credentials, open_channel
 from echo2.wire import rollout as wire
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
 from echo2.worker import duties
 from echo2.worker.backoff import Backoff
@@ -146,7 +148,8 @@ class Reporting:
             _log.info("reports to %s", whose)
             refused: duties.ReportRefused | None = None
             try:
-                await self._stream(self._stub)
+                with handling("the report stream", whose):
+                    await self._stream(self._stub)
             except (grpc.aio.AioRpcError, MalformedMessage, TimeoutError) as error:
                 refused = self._refused_report(error)
                 _log.warning("lost %s: %s", whose, _reason_of(error))
@@ -212,6 +215,7 @@ class Reporting:
             expected = self._sequence - len(self._under_way) + 1
             if reply.sequence != expected:
                 raise MalformedMessage(f"verdict: expected that on report {expected}, got that on {reply.sequence}")
+            check(reply, "the learner")
             verdicts = wire.verdicts_from_message(reply)
             self._backoff.succeeded()
             self._desk.send(duties.Judged(self._under_way.popleft(), verdicts))
@@ -243,7 +247,9 @@ class Reporting:
             if stub is not None:
                 try:
                     reply = await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=ticket), timeout=PARTIALS_S)
-                    rollouts = wire.rollouts_from_partials(reply)
+                    with handling("partial rollouts", "the learner"):
+                        check(reply, "the learner")
+                        rollouts = wire.rollouts_from_partials(reply)
                 except grpc.aio.AioRpcError as error:
                     if error.code() in REFUSED_CODES:
                         self._fetched(lease_id, duties.PartialsRefused(lease_id, error.details() or error.code().name))

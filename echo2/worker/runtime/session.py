@@ -20,8 +20,10 @@ import grpc.aio
 from echo2.base import errors
 from echo2.base.errors import EchoError, MalformedMessage, ProtocolError
 from echo2.base.ids import LeaseId, Version
+from echo2.outside.guard import handling
 from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
 from echo2.trust.runtime.tls import Credentials, error_of, open_channel
+from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 from echo2.worker import duties
 from echo2.worker.backoff import Backoff
@@ -128,8 +130,8 @@ class CoordinatorSession:
                 if not isinstance(refusal, _TEMPORARY):
                     raise refusal from None
                 _log.info("%s", refusal)
-            except _TEMPORARY as error:
-                _log.info("%s", error)
+            except (*_TEMPORARY, MalformedMessage) as error:  # the next stream may be better
+                _log.warning("%s", error)
             finally:
                 self._is_open = False
                 if self._is_welcome:
@@ -185,6 +187,7 @@ class CoordinatorSession:
         if order.WhichOneof("kind") != "welcome":
             raise ProtocolError(f"the coordinator: expected a welcome, got {order.WhichOneof('kind')}")
         welcome = order.welcome
+        check(welcome, "the coordinator")
         if welcome.run_id != self._credentials.run_id:
             raise errors.StateError(
                 f"the coordinator: expected run {self._credentials.run_id}, got {welcome.run_id}; "
@@ -203,7 +206,8 @@ class CoordinatorSession:
         self._failures = 0
         self._waits.end("coordinator")
         self._is_welcome = True
-        self._hooks.welcomed(welcome)
+        with handling("a welcome", "the coordinator"):
+            self._hooks.welcomed(welcome)
         return welcome.heartbeat_interval_s
 
     async def _talk(
@@ -241,7 +245,9 @@ class CoordinatorSession:
                 return
             if order.WhichOneof("kind") == "refusal":
                 raise refusal_error(order.refusal)
-            self._hooks.ordered(order)
+            with handling("an order", "the coordinator"):
+                check(order, "the coordinator")
+                self._hooks.ordered(order)
 
     async def _beat(self, interval_s: float) -> None:
         while self._is_open:

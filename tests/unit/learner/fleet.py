@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echo2.base.ids import GroupId, LeaseId, RunId, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
@@ -170,6 +170,8 @@ class FollowerBroadcaster:
         return port
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
+
+    def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None: ...
 
     def is_needed(self) -> bool:
         return False

@@ -482,14 +482,16 @@ class PlanUpdate(_message.Message):
     def __init__(self, kappa: _Optional[int] = ..., in_flight_cap_rollouts: _Optional[int] = ..., predicted_utilisation: _Optional[float] = ..., predicted_broadcast_s: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkerBanned(_message.Message):
-    __slots__ = ("peer_id", "reason", "is_lifted")
+    __slots__ = ("peer_id", "reason", "is_lifted", "is_banned")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     IS_LIFTED_FIELD_NUMBER: _ClassVar[int]
+    IS_BANNED_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     reason: str
     is_lifted: bool
-    def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_lifted: _Optional[bool] = ...) -> None: ...
+    is_banned: bool
+    def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_lifted: _Optional[bool] = ..., is_banned: _Optional[bool] = ...) -> None: ...
 
 class WorkerAccused(_message.Message):
     __slots__ = ("peer_id", "reason", "is_certain")

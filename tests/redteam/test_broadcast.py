@@ -1,0 +1,168 @@
+"""Peers that speak the broadcast's protocol to hurt: nobody is held up, and whoever is banned gets nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import Unreachable
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.events import ChunkSeen, HaveSeen, HeaderSeen, PeerDown, PeerUp, RequestSeen, SendRequest, Woken
+from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactId, ArtifactKey
+from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.transport import Connection
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.session import Session
+from echo2.broadcast.swarm import MISSING_MAX
+from echo2.trust.identity import Role
+from echo2.trust.runtime import tls
+from echo2.wire import broadcast as wire
+from tests.contract.fleet import Fleet, Member, blocks_of, fleet, until
+
+KEYFRAME = ArtifactId(Version(0))
+BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(4)]
+EVERYTHING = (1 << CHUNKS_MAX) - 1
+CPU_S_MAX = 0.5
+"""For a hundred of the worst messages, with TLS and gRPC at both ends of one process; one of them took 36 s."""
+
+
+async def hostile(f: Fleet, victim: Member) -> tuple[PeerId, Connection]:
+    credentials = f.credentials(Role.WORKER)
+    connection = await GrpcTransport(credentials).dial(victim.address, victim.node.peer_id)
+    await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
+    assert await connection.receive() is not None
+    await until(lambda: credentials.peer_id in victim.node.session.peers, "the peer is let in")
+    return credentials.peer_id, connection
+
+
+class Begun:
+    """A publication whose end does not come before `finish`: until then nobody knows how many chunks it has."""
+
+    def __init__(self, learner: BroadcastNode) -> None:
+        self.artifact, self._learner, self._may_end = ArtifactId(Version(1), Version(0)), learner, threading.Event()
+        self._task = asyncio.create_task(learner.publish(self.artifact, self._blocks(), lambda: "p", 1 << 20))
+
+    def _blocks(self) -> Iterator[bytes]:
+        yield BLOCKS[0]
+        self._may_end.wait(30)
+
+    async def key(self) -> ArtifactKey:
+        await until(lambda: self._learner.library.find(self.artifact) is not None, "it has begun")
+        found = self._learner.library.find(self.artifact)
+        assert found is not None
+        return found
+
+    async def finish(self) -> None:
+        self._may_end.set()
+        await self._task
+
+
+def received_bytes(victim: Member, peer: PeerId) -> int:
+    return sum(link.received_bytes for link in victim.node.stats().links if link.peer_id == peer)
+
+
+FLOODS: dict[str, Callable[[ArtifactKey], bytes]] = {
+    "have-maps of everything": lambda key: wire.have_to_bytes(key, EVERYTHING, False),
+    "have-maps of the last": lambda key: wire.have_to_bytes(key, 1 << (CHUNKS_MAX - 1), False),
+    "requests of everything": lambda key: wire.request_to_bytes(key, range(4096)),
+    "cancels of the last": lambda key: wire.cancel_to_bytes(key, range(CHUNKS_MAX - 4096, CHUNKS_MAX)),
+    "acknowledgements": lambda key: wire.relay_ack_to_bytes(key, CHUNKS_MAX - 1, CHUNKS_MAX),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_the_worst_messages_cost_a_node_little_time_and_hold_up_nobody(flood: str, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, victim = f.members
+            await learner.node.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            await blocks_of(victim.node, KEYFRAME)
+            publication = Begun(learner.node)
+            key = await publication.key()
+            await until(lambda: key in victim.node.session.artifacts, "the victim has heard of it")
+            bad, connection = await hostile(f, victim)
+            frame, session = FLOODS[flood](key), victim.node.session
+            before = time.process_time()
+            for _ in range(20):
+                await connection.send(frame)
+            await until(lambda: received_bytes(victim, bad) >= 20 * len(frame), "they are read")
+            assert time.process_time() - before < CPU_S_MAX + 20 * len(frame) / 20e6
+            assert len(session.artifacts[key].missing_since) <= MISSING_MAX
+            await connection.close()
+            await until(lambda: bad not in session.peers, "it has gone")
+            await publication.finish()
+            await until(lambda: victim.node.library.entries[key].is_complete, "the rest comes all the same")
+
+    asyncio.run(scene())
+
+
+def test_one_have_map_takes_a_session_no_time_whatever_it_says() -> None:
+    session, key, liar, honest = Session(SessionConfig(PeerId("me"))), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
+    session.handle(PeerUp(liar), 0.0)
+    session.handle(PeerUp(honest), 0.0)
+    session.handle(HeaderSeen(liar, key, is_wanted=True), 0.0)
+    begun_s = time.process_time()
+    session.handle(HaveSeen(liar, key, EVERYTHING, False), 0.1)
+    session.handle(RequestSeen(liar, key, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX))), 0.2)
+    session.handle(Woken(), 0.4)
+    session.handle(PeerDown(liar), 0.5)
+    assert time.process_time() - begun_s < 0.05
+    assert not session.artifacts[key].missing_since, "nobody else offers them"
+
+
+def test_chunks_that_a_liar_made_up_keep_no_real_ones_out() -> None:
+    """It speaks first, and of the last MISSING_MAX of all chunks that there may be."""
+    session, key, liar, honest = Session(SessionConfig(PeerId("me"))), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
+    for peer in (liar, honest):
+        session.handle(PeerUp(peer), 0.0)
+    session.handle(HeaderSeen(honest, key, is_wanted=True), 0.0)
+    session.handle(HaveSeen(liar, key, EVERYTHING & ~((1 << (CHUNKS_MAX - MISSING_MAX)) - 1), False), 0.1)
+    real = 6000
+    session.handle(HaveSeen(honest, key, (1 << real) - 1, False), 0.2)
+    got: set[int] = set()
+    now = 1.0
+    while len(got) < real and now < 5000:
+        now += 0.3
+        for action in session.handle(Woken(), now):
+            if isinstance(action, SendRequest) and action.peer == honest:
+                for index in action.indices:
+                    got.add(index)
+                    session.handle(ChunkSeen(honest, key, index, 1000, is_answer=True), now)
+    assert got >= set(range(real))
+
+
+def test_a_banned_peer_is_served_no_more_and_let_in_again_when_the_ban_is_lifted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, victim = f.members
+            await learner.node.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            await blocks_of(victim.node, KEYFRAME)
+            bad, connection = await hostile(f, victim)
+            key = learner.node.library.find(KEYFRAME)
+            assert key is not None
+            victim.node.bans.name(bad, is_lifted=False)
+            victim.node.drop_banned()
+            with contextlib.suppress(Unreachable):
+                await connection.send(wire.request_to_bytes(key, range(8)))
+            frames = [frame async for frame in said(connection)]
+            assert not [frame for frame in frames if wire.parse(frame, "it").WhichOneof("kind") == "chunk"]
+            assert bad not in victim.node.session.peers
+            victim.node.bans.name(bad, is_lifted=True)
+            assert bad not in victim.node.bans
+            await connection.close()
+
+    asyncio.run(scene())
+
+
+async def said(connection: Connection) -> AsyncIterator[bytes]:
+    """Until the other side has closed the connection."""
+    while (frame := await asyncio.wait_for(connection.receive(), 10)) is not None:
+        yield frame
