@@ -10,7 +10,7 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm check proto proto-check bench docs recording sim soak audit format clean
+.PHONY: demo test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean
 
 # A virtual environment without pip is what an installation that was broken off left: venv then brings pip.
 $(STAMP): pyproject.toml
@@ -93,6 +93,11 @@ SOAK_ONLY ?=
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --deselect tests/e2e/test_chaos.py
 	$(BIN)/python -m tests.soak --seconds $(SOAK_S) $(if $(SOAK_ONLY),--only $(SOAK_ONLY))
+
+# Hostile clients beside an honest run of real daemons, SECONDS each: what each costs goes to benchmarks/results/redteam.json.
+SECONDS ?= 20
+redteam: $(STAMP)
+	$(BIN)/python -m tests.redteam.run --seconds $(SECONDS)
 
 # Known vulnerabilities of what is installed; says what could not be looked up.
 audit: $(STAMP)

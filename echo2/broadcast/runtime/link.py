@@ -83,6 +83,7 @@ class PeerLink:
         self._further: list[_Further] = []
         self._changed = asyncio.Event()
         self._share = FairShare()
+        self._closed = asyncio.Event()
 
     @property
     def remotes(self) -> frozenset[Remote]:
@@ -96,6 +97,7 @@ class PeerLink:
         return 1 + sum(not further.is_ending for further in self._further)
 
     async def close(self) -> None:
+        self._closed.set()  # whoever dialled us is told by the end of what serves it
         for connection in (*(further.connection for further in self._further), self.connection):
             await connection.close()
 
@@ -113,12 +115,13 @@ class PeerLink:
         """Until the connection ends; errors of what the peer sent come out of here."""
         writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read(self.connection))
+        closing = asyncio.create_task(self._wait_closed())
         try:
-            done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({writer, reader, closing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (writer, reader):
+            for task in (writer, reader, closing):
                 task.cancel()
-            for task in (writer, reader):
+            for task in (writer, reader, closing):
                 with contextlib.suppress(asyncio.CancelledError, Unreachable, Exception):  # told below
                     await task
             await self.close()
@@ -133,19 +136,24 @@ class PeerLink:
         self._calls.widened(self.peer_id)
         writer = asyncio.create_task(self._write_chunks(further))
         reader = asyncio.create_task(self._read(connection))
+        closing = asyncio.create_task(self._wait_closed())
         try:
-            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writer, reader, closing}, return_when=asyncio.FIRST_COMPLETED)
             self._end(further)
-            await asyncio.wait({writer, reader}, timeout=FINISH_S)
+            if not self._closed.is_set():
+                await asyncio.wait({writer, reader}, timeout=FINISH_S)
         finally:
             self._further.remove(further)
             self._calls.widened(self.peer_id)
-            for task in (writer, reader):
+            for task in (writer, reader, closing):
                 task.cancel()
-            ended = await asyncio.gather(writer, reader, return_exceptions=True)
+            ended = await asyncio.gather(writer, reader, closing, return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception) and not isinstance(error, Unreachable):
                 raise error
+
+    async def _wait_closed(self) -> None:
+        await self._closed.wait()
 
     def narrow(self) -> None:
         """Gives up the last of the further connections, once what it has taken is through."""

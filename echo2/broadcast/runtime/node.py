@@ -270,8 +270,6 @@ class BroadcastNode:
             self._act(Forgotten(dropped))
         self._act(ChunkSeen(None, chunk.key, chunk.index, len(chunk.payload), is_fresh=is_fresh))
 
-    # ---- receiving, in order
-
     async def progress(self) -> AsyncIterator[Progress]:
         """What to decode, in order; waits while nothing new has arrived. One consumer."""
         while self._is_running or self._error is None:
@@ -333,9 +331,8 @@ class BroadcastNode:
 
     async def accept(self, connection: Connection) -> None:
         """Serves a connection that a peer dialled, until it ends."""
-        if not self._is_running or connection.peer.peer_id in self.bans:
-            return
-        await self._serve(self._shaper.wrap(connection))
+        if self._is_running and connection.peer.peer_id not in self.bans:
+            await self._serve(self._shaper.wrap(connection))
 
     async def _keep_connected(self) -> None:
         """Waits CONNECT_INTERVAL_S between looks; dials those that are due."""

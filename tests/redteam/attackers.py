@@ -1,0 +1,196 @@
+"""The attackers of the wire: grammar clients for every service, and floods of the dearest messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc.aio
+
+from echo2.base.errors import Unreachable
+from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.trust.runtime import tls
+from echo2.wire import broadcast as wire
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, enrolment_pb2, ingest_pb2, probe_pb2
+from tests.redteam.scene import Scene, Target, attacker, closed
+
+STREAM_MESSAGES = 120
+PATIENCE_S = 4.0
+LATE_S = 20.0
+"""On a busy machine an attack ends so much later, if nothing of it was sent yet."""
+
+
+def _kind(message: Any) -> Any:
+    return message.DESCRIPTOR
+
+
+async def _stream(call: Any, messages: list[bytes]) -> int:
+    """Writes until the other side has enough; how many were taken."""
+    sent = 0
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            for message in messages:
+                await call.write(message)
+                sent += 1
+            await call.done_writing()
+    await closed(call, 1.0)
+    return sent
+
+
+@attacker("control streams by grammar")
+async def control_streams(scene: Scene, until: float) -> int:
+    sent, loop = 0, asyncio.get_running_loop()
+    while loop.time() < until:
+        credentials = scene.identity()
+        grammar = scene.grammar(credentials.peer_id)
+        async with scene.channel(scene.coordinator, credentials) as channel:
+            for _ in range(4):
+                hello = grammar.message(_kind(coordinator_pb2.WorkerHello), is_wild=False)
+                assert isinstance(hello, coordinator_pb2.WorkerHello)
+                hello.protocol_version, hello.run_id = tls.PROTOCOL_VERSION, scene.run_id
+                hello.ClearField("held_tickets")
+                hello.ClearField("quantisation")
+                hello.ClearField("model_digest")
+                messages = [coordinator_pb2.WorkerMessage(hello=hello).SerializeToString()]
+                messages += [
+                    grammar.message(_kind(coordinator_pb2.WorkerMessage), number % 40 == 39).SerializeToString()
+                    for number in range(STREAM_MESSAGES)
+                ]
+                sent += await _stream(channel.stream_stream("/echo2.v1.Coordinator/WorkerSession")(), messages)
+                wild = grammar.message(_kind(coordinator_pb2.WorkerMessage), is_wild=True).SerializeToString()
+                sent += await _stream(channel.stream_stream("/echo2.v1.Coordinator/WorkerSession")(), [wild])
+                learner = grammar.message(_kind(coordinator_pb2.LearnerMessage), is_wild=True).SerializeToString()
+                sent += await _stream(channel.stream_stream("/echo2.v1.Coordinator/LearnerSession")(), [learner])
+    return sent
+
+
+@attacker("reports by grammar")
+async def reports(scene: Scene, until: float) -> int:
+    sent, loop = 0, asyncio.get_running_loop()
+    while loop.time() < until:
+        credentials = scene.identity()
+        grammar = scene.grammar(credentials.peer_id)
+        async with scene.channel(scene.learner, credentials) as channel:
+            for _ in range(12):
+                messages = [
+                    grammar.message(_kind(ingest_pb2.RolloutReport), number % 10 == 9).SerializeToString()
+                    for number in range(20)
+                ]
+                sent += await _stream(channel.stream_stream("/echo2.v1.Ingest/Report")(), messages)
+                request = grammar.message(_kind(ingest_pb2.GetPartialsRequest), is_wild=False).SerializeToString()
+                sent += await _unary(channel, "/echo2.v1.Ingest/GetPartials", request)
+    return sent
+
+
+async def _unary(channel: grpc.aio.Channel, path: str, data: bytes) -> int:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await channel.unary_unary(path)(data, timeout=PATIENCE_S)
+    return 1
+
+
+UNARY = {
+    "Operator/GetStatus": coordinator_pb2.GetStatusRequest,
+    "Operator/SetWorkerState": coordinator_pb2.SetWorkerStateRequest,
+    "Operator/CreateToken": coordinator_pb2.CreateTokenRequest,
+    "Operator/ListTokens": coordinator_pb2.ListTokensRequest,
+    "Operator/RevokeToken": coordinator_pb2.RevokeTokenRequest,
+    "Renewal/Renew": enrolment_pb2.RenewRequest,
+}
+OF_STRANGERS = {
+    "Enrolment/Enrol": enrolment_pb2.EnrolRequest,
+    "Probe/Reach": probe_pb2.ReachRequest,
+    "Probe/Download": probe_pb2.DownloadRequest,
+    "Probe/Upload": probe_pb2.UploadBlock,
+}
+
+
+@attacker("calls by grammar")
+async def calls(scene: Scene, until: float) -> int:
+    sent, loop = 0, asyncio.get_running_loop()
+    while loop.time() < until:
+        credentials = scene.identity()
+        grammar = scene.grammar(credentials.peer_id)
+        async with scene.channel(scene.coordinator, credentials) as channel:
+            for _ in range(20):
+                name, kind = scene.rng.choice(list(UNARY.items()))
+                data = grammar.message(_kind(kind), scene.rng.random() < 0.5).SerializeToString()
+                if scene.rng.random() < 0.2:
+                    data = scene.rng.randbytes(len(data) + 3)
+                sent += await _unary(channel, f"/echo2.v1.{name}", data)
+    return sent
+
+
+async def _peer(scene: Scene, target: Target, until: float, is_flood: bool) -> int:
+    sent, loop = 0, asyncio.get_running_loop()
+    while loop.time() < until + (0 if sent else LATE_S):
+        credentials = scene.identity()
+        grammar = scene.grammar(credentials.peer_id)
+        with contextlib.suppress(Unreachable, TimeoutError):
+            connection = await GrpcTransport(credentials).dial(target.address, target.peer_id)
+            async with asyncio.timeout(PATIENCE_S):
+                await connection.send(wire.hello(tls.PROTOCOL_VERSION, scene.run_id))
+                for _ in range(12):  # what it says of its artifacts
+                    with contextlib.suppress(TimeoutError):
+                        frame = await asyncio.wait_for(connection.receive(), 0.05)
+                        message = broadcast_pb2.PeerMessage.FromString(frame or b"")
+                        kind = message.WhichOneof("kind")
+                        key = getattr(getattr(message, kind), "key", b"") if kind else b""
+                        if key:
+                            grammar.keys.append(key)
+                for number in range(STREAM_MESSAGES):
+                    await connection.send(_dear(grammar.keys[-1]) if is_flood else _peer_message(grammar, number))
+                    sent += 1
+            await connection.close()
+    return sent
+
+
+def _peer_message(grammar: Any, number: int) -> bytes:
+    message = grammar.message(_kind(broadcast_pb2.PeerMessage), is_wild=number == STREAM_MESSAGES - 1)
+    data: bytes = message.SerializeToString()
+    if message.WhichOneof("kind") in ("have", "request", "cancel", "relay_ack"):
+        getattr(message, message.WhichOneof("kind")).key = grammar.rng.choice(grammar.keys)
+        data = message.SerializeToString()
+    elif number < STREAM_MESSAGES - 1 and message.WhichOneof("kind") in ("hello", "chunk", "seal", "header"):
+        data = wire.relay_ack_to_bytes(ArtifactKey(grammar.keys[-1]), grammar.rng.randrange(CHUNKS_MAX), 3)
+    return data
+
+
+def _dear(key: bytes) -> bytes:
+    return wire.have_to_bytes(ArtifactKey(key), (1 << CHUNKS_MAX) - 1, False)
+
+
+@attacker("peer messages by grammar, to a worker")
+async def peers_of_worker(scene: Scene, until: float) -> int:
+    return await _peer(scene, scene.worker, until, is_flood=False)
+
+
+@attacker("peer messages by grammar, to the learner")
+async def peers_of_learner(scene: Scene, until: float) -> int:
+    return await _peer(scene, scene.learner, until, is_flood=False)
+
+
+@attacker("flood of whole have-maps")
+async def have_maps(scene: Scene, until: float) -> int:
+    return await _peer(scene, scene.learner, until, is_flood=True)
+
+
+@attacker("flood of the largest reports")
+async def largest_reports(scene: Scene, until: float) -> int:
+    sent, loop = 0, asyncio.get_running_loop()
+    credentials = scene.identity()
+    grammar = scene.grammar(credentials.peer_id)
+    tokens = (1 << 16) // 16
+    segment = ingest_pb2.RolloutReport().segments.add()
+    segment.token_ids.extend([1] * tokens)
+    segment.logprobs.extend([-0.5] * tokens)
+    segment.raw_logprobs.extend([-0.5] * tokens)
+    segment.version_spans.add(count=tokens)
+    async with scene.channel(scene.learner, credentials) as channel:
+        while loop.time() < until:
+            ticket = grammar.tickets[0]
+            segment.group_id = ticket.group_id
+            report = ingest_pb2.RolloutReport(sequence=1, ticket=ticket, segments=[segment] * 16).SerializeToString()
+            sent += await _stream(channel.stream_stream("/echo2.v1.Ingest/Report")(), [report] * 8)
+    return sent

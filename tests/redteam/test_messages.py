@@ -1,0 +1,65 @@
+"""For every field of every call: extreme, missing, repeated and contradictory values to the real daemons, in processes of
+their own. None ends, none keeps memory, none is held up, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import tests.redteam.attackers
+from tests.e2e.cluster import Cluster, small_run
+from tests.redteam.scene import ATTACKERS, Attacker, Cost, cost_of, scene_of
+from tests.unit.learner.tiny import make_tiny_model
+
+assert tests.redteam.attackers  # registers them
+GRAMMARS = {name: attack for name, attack in ATTACKERS.items() if "by grammar" in name}
+FLOODS = {name: attack for name, attack in ATTACKERS.items() if "flood" in name}
+KEPT_BYTES_MAX = 48 << 20
+"""Of one daemon in one attack beside an honest run, which grows by itself: caches fill and the allocator keeps pages."""
+HELD_MS_MAX = 50
+
+
+async def attacked(cluster: Cluster, config: str, attackers: dict[str, Attacker], seconds: float) -> dict[str, Cost]:
+    scene = await scene_of(cluster, config)
+    costs: dict[str, Cost] = {}
+    for name, attack in attackers.items():
+        await cost_of(scene, attack, 0.5)  # what is made on first use is not kept of an attack
+        costs[name] = await cost_of(scene, attack, seconds)
+    return costs
+
+
+def costs_of(folder: Path, attackers: dict[str, Attacker], seconds: float) -> dict[str, Cost]:
+    config = small_run(folder, make_tiny_model(folder / "model"), steps=100_000, eval_every_steps=100_000)
+    with Cluster(folder, config, workers=1) as cluster:
+        cluster.start_all()
+        cluster.wait_until(lambda: cluster.step() >= 2, 120, "the first steps")
+        costs = asyncio.run(attacked(cluster, config, attackers, seconds))
+        after = cluster.step()
+        cluster.wait_until(lambda: cluster.step() > after, 60, "a step after the attacks")
+        for name in ("coordinator", "learner", "w0"):
+            assert "Traceback" not in cluster.log(name), cluster.log(name)[-4000:]
+    return costs
+
+
+def check(costs: dict[str, Cost]) -> None:
+    for name, cost in costs.items():
+        assert not cost.ended, name
+        assert cost.messages > 0, name
+        assert max(cost.kept_bytes.values()) <= KEPT_BYTES_MAX, (name, cost)
+        assert cost.held_ms["coordinator"] <= HELD_MS_MAX, (name, cost)
+
+
+def test_no_message_ends_a_daemon_nor_holds_it_up_nor_stays_in_its_memory(tmp_path: Path) -> None:
+    costs = costs_of(tmp_path, {**GRAMMARS, **FLOODS}, 2.0)
+    check(costs)
+    assert sum(cost.messages for cost in costs.values()) > 1000
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_messages_end_nobody(tmp_path: Path) -> None:
+    costs = costs_of(tmp_path, GRAMMARS, 60.0)
+    check(costs)
+    assert sum(cost.messages for cost in costs.values()) >= 100_000

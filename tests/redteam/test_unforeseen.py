@@ -1,0 +1,135 @@
+"""An error that nobody foresaw, planted in a daemon's own lines: its sender's session ends, everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from echo2.base.errors import MalformedMessage, Unreachable
+from echo2.coordinator.runtime import planning
+from echo2.outside.guard import QUIET_S, FairShare, Mishaps, handling
+from echo2.trust.identity import Role
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.contract.fleet import fleet, until
+from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+
+
+def broken(*arguments: Any, **named: Any) -> Any:
+    raise OverflowError("planted")
+
+
+def test_an_error_in_handling_one_workers_message_ends_its_stream_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(open_groups=[group("g1")])
+            daemon.hub.worker_beat = broken  # type: ignore[method-assign]
+            with caplog.at_level(logging.ERROR):
+                for _ in range(5):
+                    await worker.hello()
+                    await worker.say(heartbeat=pb.Heartbeat())
+                    assert (await worker.until("refusal")).code == "MalformedMessage"
+            said = [record for record in caplog.records if "unforeseen" in record.message]
+            assert len(said) == 1
+            assert worker.credentials.peer_id in said[0].message
+            assert (await learner.hello()).WhichOneof("kind") == "welcome"
+            for node in (learner, worker):
+                await node.close()
+
+    play(scene)
+
+
+def test_an_error_in_a_tick_or_in_planning_stops_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            monkeypatch.setattr(planning, "broadcast_nodes", broken)
+            ticks, tick = 0, daemon.hub.tick
+
+            def counted() -> None:
+                nonlocal ticks
+                ticks += 1
+                tick()
+                broken()
+
+            daemon.hub.tick = counted  # type: ignore[method-assign]
+            worker = await Node.join(daemon, Role.WORKER)
+            await worker.hello()
+            daemon.hub.broadcast_needed.set()
+            await until(lambda: ticks >= 3, "the clock goes on")
+            assert (await worker.hello()).WhichOneof("kind") == "welcome"
+            await worker.close()
+
+    play(scene)
+
+
+def test_an_error_in_a_call_is_its_callers_status(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            operator = await Node.join(daemon, Role.OPERATOR)
+            daemon.hub.money.sums = broken  # type: ignore[method-assign]
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")(b"", timeout=10)
+            assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+            await operator.close()
+
+    play(scene)
+
+
+def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, worker = (member.node for member in f.members)
+            worker._inbox.events_of = broken  # type: ignore[method-assign]
+            await learner.publish(*_artifact(), 1 << 20)
+            await until(lambda: not worker.stats().links or worker._dialling.targets != {}, "the link has ended")
+            await asyncio.sleep(0.5)
+            assert worker._error is None
+            assert not worker.stats().banned, "what nobody foresaw is no guilt"
+
+    asyncio.run(scene())
+
+
+def _artifact() -> tuple[Any, Any, Any]:
+    from echo2.base.ids import Version
+    from echo2.broadcast.manifest import ArtifactId
+
+    return ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p"
+
+
+def test_an_unforeseen_error_is_its_senders_and_foreseen_ones_stay_what_they_are() -> None:
+    with pytest.raises(MalformedMessage, match="w1: expected a message that can be handled"), handling("x", "w1"):
+        raise ZeroDivisionError
+    with pytest.raises(Unreachable), handling("x", "w1"):
+        raise Unreachable("gone")
+
+
+def test_mishaps_of_one_peer_are_logged_once_in_a_while_and_of_many_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert QUIET_S >= 10
+    mishaps = Mishaps()
+    for _ in range(1000):
+        mishaps.note("a call", "w1", ValueError("x"))
+    mishaps.note("a call", "w2", ValueError("x"))
+    assert (mishaps.count, len(caplog.records)) == (1001, 2)
+
+
+def test_a_peer_takes_no_more_than_its_share_of_a_loop() -> None:
+    share, now, worked = FairShare(), 0.0, 0.0
+    while now < 60:
+        worked += 0.02
+        now += 0.02
+        now += share.pause_s(0.02, now)
+    assert worked <= FairShare.SHARE * now + FairShare.BURST_S + 0.5
+    quiet = FairShare()
+    assert all(quiet.pause_s(0.001, 0.1 * n) == 0 for n in range(1000))
