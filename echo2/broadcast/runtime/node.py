@@ -51,7 +51,6 @@ from echo2.broadcast.runtime.outbox import control_frame
 from echo2.broadcast.runtime.progress import (
     ArtifactSealed,
     AvailableArtifact,
-    LinkStatus,
     NodeStats,
     Progress,
     Published,
@@ -427,15 +426,8 @@ class BroadcastNode:
     def stats(self) -> NodeStats:
         """A picture of now, for heartbeats and the operator."""
         newest = max(self.library.entries.values(), key=lambda entry: entry.rank, default=None)
-        links = tuple(
-            LinkStatus(
-                peer, self._stripes.way_of(link), link.width, link.sent_bytes, link.received_bytes,
-                self.session.peers[peer].rate.bytes_per_s if peer in self.session.peers else 0.0,
-            )
-            for peer, link in self._links.items()
-        )  # fmt: skip
         return NodeStats(
-            links=links,
+            links=self._stripes.statuses(),
             sent_chunk_bytes=self.meter.sent_bytes,
             received_chunk_bytes=self.meter.received_bytes,
             duplicate_bytes=self.session.duplicates_bytes,

@@ -19,6 +19,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.events import LinkWidened
 from echo2.broadcast.reachability import LinkWay
 from echo2.broadcast.runtime.link import PeerLink
+from echo2.broadcast.runtime.progress import LinkStatus
 from echo2.broadcast.runtime.sockets import PathSent, Sent
 from echo2.broadcast.runtime.transport import Connection, Widenable, way_of
 from echo2.broadcast.session import Session
@@ -139,3 +140,14 @@ class Stripes:
             return way
         why = width.striping.reason if width.striping.count > 1 else "the peer asked for them"
         return LinkWay(way.kind, f"{way.reason}; {link.width} connections: {why}")
+
+    def statuses(self) -> tuple[LinkStatus, ...]:
+        """Of all links, for the operator."""
+        peers = self._session.peers
+        return tuple(
+            LinkStatus(
+                peer, self.way_of(link), link.width, link.sent_bytes, link.received_bytes,
+                peers[peer].rate.bytes_per_s if peer in peers else 0.0,
+            )
+            for peer, link in self._links.items()
+        )  # fmt: skip
