@@ -81,10 +81,10 @@ docs: $(STAMP)
 recording: $(STAMP)
 	$(BIN)/python docs/record.py --seed $(SEED)
 
-# One seed of the cluster simulator with its story; COUNT=n runs n seeds from SEED on.
+# One seed of the virtual world, in which the real daemons run, with its story; COUNT=n runs n seeds from SEED on.
 COUNT ?= 1
 sim: $(STAMP)
-	$(BIN)/python -m echo2.sim.cluster_run --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m echo2.sim.world_run --seed $(SEED) --count $(COUNT)
 
 # SOAK_S seconds of simulated storms, chaos on real processes, fuzz and audited workers, added to docs/soak.json, from which the
 # table of docs/reliability.md is written. SOAK_ONLY=sim, chaos, fuzz or audit runs one of them.

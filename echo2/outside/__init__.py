@@ -11,7 +11,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 from echo2.outside.clock import Clock, MachineClock
@@ -59,6 +59,11 @@ _HERE: ContextVar[Outside | None] = ContextVar("outside", default=None)
 def here() -> Outside:
     """The outside of the daemon that calls."""
     return _HERE.get() or MACHINE
+
+
+def outside_of(context: Context) -> Outside | None:
+    """Which outside was entered in a task's or timer's context."""
+    return context.get(_HERE)
 
 
 @contextlib.contextmanager

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import Rollout, RolloutSegment
+from echo2.base.rollout import Rollout, RolloutSegment, VersionSpan
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.episodes import Insertion, TurnOf, root_of
 from echo2.sim.messages import Ticket
 from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
 from echo2.weights import HostWeights
@@ -35,6 +38,28 @@ class Violation(AssertionError):
     def __init__(self, invariant: int, text: str) -> None:
         super().__init__(f"invariant {invariant}: {text}")
         self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """The sampled tokens of one turn, under the name of the group that it was leased as."""
+
+    group_id: GroupId
+    index: int
+    logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+
+
+def turns_of(rollout: Rollout, insertions: Sequence[Insertion]) -> list[SampledTurn]:
+    """A joined rollout's turns: each begins where the world had spoken."""
+    versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
+    cuts = [0, *(insertion.position for insertion in insertions), len(versions)]
+    turns = []
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        spans = tuple(VersionSpan(version, 1) for version in versions[begin:end])
+        name = TurnOf(rollout.group_id, rollout.index, number).group_id
+        turns.append(SampledTurn(name, 0 if number else rollout.index, rollout.logprobs[begin:end], spans))
+    return turns
 
 
 class Truth:
@@ -58,6 +83,10 @@ class Truth:
         self.checks[invariant] += 1
         if not holds:
             raise Violation(invariant, text)
+
+    def holds(self, invariant: int, is_so: bool, text: str) -> None:
+        """A check that somebody else has made."""
+        self._check(invariant, is_so, text)
 
     # ---- tickets
 
@@ -101,7 +130,7 @@ class Truth:
             self._check_tokens(who, segment.group_id, segment.index, segment.offset, segment)
 
     def _check_tokens(
-        self, who: str, group_id: GroupId, index: int, offset: int, tokens: RolloutSegment | Rollout
+        self, who: str, group_id: GroupId, index: int, offset: int, tokens: RolloutSegment | SampledTurn
     ) -> None:
         position = 0
         for span in tokens.version_spans:
@@ -153,8 +182,10 @@ class Truth:
                         1, lag <= self.staleness_bound,
                         f"a token of version {span.version} is trained at step {batch.step}, S = {self.staleness_bound}",
                     )  # fmt: skip
-                if name not in self.tainted:
-                    self._check_tokens("the learner", name, rollout.index, 0, rollout)
+            if name not in self.tainted:
+                for number, rollout in enumerate(group.rollouts):
+                    for turn in turns_of(rollout, group.insertions[number] if group.insertions else ()):
+                        self._check_tokens("the learner", turn.group_id, turn.index, 0, turn)
         self.step = max(self.step, Step(batch.step + 1))
 
     def learner_restored(self, batcher: Batcher, step: Step) -> None:
@@ -165,7 +196,8 @@ class Truth:
     def nothing_is_lost(self, batcher: Batcher, drawn: Collection[GroupId] = ()) -> None:
         """`drawn`: groups of the batch that is being trained on now."""
         for group_id, index in sorted(self._acknowledged):
-            if group_id in self._trained_at or group_id in self._dropped or group_id in drawn:
+            root = root_of(group_id)
+            if root in self._trained_at or root in drawn or group_id in self._dropped or root in self._dropped:
                 continue
             group = batcher.groups.get(group_id)
             is_there = group is not None and group.rollouts[index].is_finished

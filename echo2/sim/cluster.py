@@ -62,7 +62,7 @@ class Cluster:
     def __init__(self, scene: Scene, workers: int | None = None, malice: Malice | None = None) -> None:
         self.scene = scene
         self.clock = VirtualClock()
-        self.story = Story(self.clock)
+        self.story = Story(self.clock.now)
         self.truth = Truth(scene.staleness_bound)
         self.network = Network(self.clock, derived_rng(scene.seed, "network"))
         self.rng: random.Random = derived_rng(scene.seed, "cluster")

@@ -53,6 +53,8 @@ class Scene:
     checkpoint_s: float = 0.5
     drops_equal_rewards: bool = False
     reward_fails: float = 0.01
+    turns: int = 1  # completions that a prompt may want, one after another
+    keyframe_chain_max: int = 16
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     heartbeat_s: float = 2.0
     suspect_after_s: float = 6.0
@@ -82,6 +84,8 @@ class Scene:
             checkpoint_s=rng.uniform(0.1, 3.0),
             drops_equal_rewards=rng.random() < 0.5,
             swap_mode=rng.choice(list(SwapMode)),
+            turns=derived_rng(seed, "turns").choice((1, 1, 2, 3)),
+            keyframe_chain_max=derived_rng(seed, "chains").choice((3, 16)),
         )
 
     @property

@@ -36,7 +36,11 @@ ALLOWED: dict[str, set[str]] = {
     "worker": _PURE | {"worker"},
     "tasks": _PURE | {"tasks"},
     "wire": _PURE | _ROLES | {"wire"},
-    "sim": _PURE | _ROLES | {"sim"},
+    "sim": _PURE
+    | _ROLES
+    | _OUTSIDE
+    | {"sim", "wire"}
+    | {f"{role}.runtime" for role in ("trust", "broadcast", *_ROLES)},
     "trust.runtime": _OUTSIDE | {"trust", "wire", "trust.runtime"},
     "broadcast.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime"},
     "coordinator.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "coordinator", "coordinator.runtime"},

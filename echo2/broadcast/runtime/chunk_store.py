@@ -62,12 +62,14 @@ class ChunkStore:
 
     def left_files(self) -> list[Path]:
         """Files that an earlier run left, oldest first."""
-        return sorted(self.folder.glob("*.artifact"), key=lambda path: path.stat().st_mtime)
+        return sorted(self.folder.glob("*.artifact"), key=lambda path: (path.stat().st_mtime, path.name))
 
     def adopt(self, key: ArtifactKey, path: Path, records: LeftRecords) -> None:
         """Goes on with a file whose records were read with `read_records` and found good."""
         handle = os.open(path, os.O_RDWR)
+        before = os.fstat(handle)
         os.ftruncate(handle, records.end)
+        os.utime(handle, ns=(before.st_atime_ns, before.st_mtime_ns))  # files are taken up oldest first, next time too
         self._files[key] = _File(path, handle, records.end, records.chunks, records.header, records.seal)
         self.used_bytes += records.end
 

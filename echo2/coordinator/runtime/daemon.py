@@ -14,13 +14,13 @@ import fcntl
 import importlib
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
-from echo2.base.ids import PeerId
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.addresses import is_loopback, joined
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.options import CoordinatorOptions
@@ -36,8 +36,8 @@ from echo2.coordinator.runtime.probe import ProbeService
 from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.runtime.web.server import Dashboard, listening
-from echo2.coordinator.saved import Changes
+from echo2.coordinator.runtime.web.server import OpenedPage
+from echo2.coordinator.saved import Changes, StateStore
 from echo2.coordinator.tokens import token_hash
 from echo2.outside import unix_now
 from echo2.outside.guard import noting
@@ -60,11 +60,46 @@ def links_folder(folder: Path) -> Path:
     return folder / "links"
 
 
+class Page(Protocol):
+    """What operators look at; `run` serves until `stop`."""
+
+    address: str
+    url: str
+    token_file: Path | None
+
+    async def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class PagePort(Protocol):
+    """A port that is the page's before anything of it runs."""
+
+    port: int
+
+    def page(self, commands: Commands, folder: Path, keys: tls.Credentials) -> Page: ...
+
+    def close(self) -> None: ...
+
+
+class Store(StateStore, Protocol):
+    """What the state lies in, and its housekeeping beside the loop's thread."""
+
+    def checkpoint(self) -> None: ...
+
+
+OpenPage = Callable[[str, int], PagePort]
+OpenStore = Callable[[str, RunId, Path], Store]
+
+
 class CoordinatorDaemon:
     """`started` is set once both ports listen; addresses and links are known from then on."""
 
-    def __init__(self, options: CoordinatorOptions) -> None:
+    def __init__(
+        self, options: CoordinatorOptions, open_page: OpenPage = OpenedPage, open_store: OpenStore = SqlStore
+    ) -> None:
         self.options = options
+        self._open_page, self._open_store = open_page, open_store
         self.started = asyncio.Event()
         self.enrol_address = self.services_address = self.dashboard_url = ""
         self.links: dict[str, str] = {}
@@ -97,7 +132,7 @@ class CoordinatorDaemon:
         identity = tls.load_or_create_identity(keys)
         authority = tls.load_or_create_authority(keys, identity, options.run_id)
         url = options.database_url or f"sqlite:///{keys / 'state.sqlite'}"
-        store = SqlStore(url, options.run_id, keys / "state.mark")
+        store = self._open_store(url, options.run_id, keys / "state.mark")
         files.callback(store.close)
         saved = store.load()
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
@@ -110,9 +145,9 @@ class CoordinatorDaemon:
         enrol_credentials = tls.enrolment_server_credentials(authority)
         enrol_port = tls.bind_server(enrolment, f"{options.host}:{enrol_port}", enrol_credentials)
         web_host = options.dashboard_host or options.host
-        listener = listening(web_host, _port(options.dashboard_port, ports.get("dashboard_port")))
-        files.enter_context(listener)
-        bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": listener.getsockname()[1]}
+        page_port = self._open_page(web_host, _port(options.dashboard_port, ports.get("dashboard_port")))
+        files.callback(page_port.close)
+        bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": page_port.port}
         store.write(Changes(meta={name: str(number) for name, number in bound.items()}))
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
         commands = Commands(hub, options.link_host, enrol_port, offers, providers)
@@ -132,7 +167,7 @@ class CoordinatorDaemon:
         if has_relay:
             hub.relay_address = await self._serve_relay(own, relay_port, store, servers)
         self._write_links(commands)
-        dashboard = Dashboard(commands, listener, web_host, options.folder, own)
+        dashboard = page_port.page(commands, options.folder, own)
         self.dashboard_url = dashboard.url
         await self._run_until_stopped(
             hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses), _checkpoints(store)
@@ -143,7 +178,7 @@ class CoordinatorDaemon:
         member = self.hub.membership.members.get(peer) if self.hub is not None else None
         return member is not None and member.setting is Setting.BANNED
 
-    async def _serve_relay(self, own: tls.Credentials, port: int, store: SqlStore, servers: AsyncExitStack) -> str:
+    async def _serve_relay(self, own: tls.Credentials, port: int, store: Store, servers: AsyncExitStack) -> str:
         """Where workers behind NATs find out how they are met, and meet. Loaded meanwhile: that takes longer than to start."""
         await asyncio.to_thread(importlib.import_module, "echo2.coordinator.runtime.relay")
         from echo2.coordinator.runtime.relay import serve_relay
@@ -155,7 +190,7 @@ class CoordinatorDaemon:
         return joined(self.options.link_host, bound)
 
     async def _run_until_stopped(
-        self, hub: Hub, commands: Commands, dashboard: Dashboard, *more: Coroutine[None, None, None]
+        self, hub: Hub, commands: Commands, dashboard: Page, *more: Coroutine[None, None, None]
     ) -> None:
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
@@ -225,7 +260,7 @@ async def _tick(hub: Hub, pauses: ShortPauses) -> None:
             consolidate(hub)
 
 
-async def _checkpoints(store: SqlStore) -> None:
+async def _checkpoints(store: Store) -> None:
     """Beside the loop's thread: a lease that is granted meanwhile does not wait for the disk."""
     while True:
         await asyncio.sleep(CHECKPOINT_S)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.world import Answer, make_world, prompt_tokens, text_of
+from echo2.learner.runtime.world import Answer, World, make_world, prompt_tokens, text_of
 from echo2.learner.selection import OverlongShaping
 from echo2.tasks.curriculum import make_curriculum
 from echo2.tasks.runtime.rewards import Containment
@@ -30,11 +30,37 @@ SKIPS_MAX = 64
 _log = logging.getLogger("echo2.learner")
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """The model's tokenizer, and the task or environments that are asked."""
+
+    tokenizer: Any
+    make_world: Callable[[], World]
+
+
+def source_of(options: LearnerOptions) -> PromptSource:
+    """By the run's options."""
+    tokenizer = load_tokenizer(options.trainer.model_path)
+    spec = TaskSpec(options.task.name, options.task.args, options.seed)
+    task, folder = options.task, options.folder.absolute()
+    hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
+    return PromptSource(
+        tokenizer, lambda: make_world(spec, tokenizer, Containment(task.trusted_rewards, task.readable, (hidden,)))
+    )
+
+
 class Prompts:
     """One task with the model's tokenizer."""
 
-    def __init__(self, options: LearnerOptions, vocabulary_size: int, stop_token_ids: Sequence[int]) -> None:
-        self.tokenizer = load_tokenizer(options.trainer.model_path)
+    def __init__(
+        self,
+        options: LearnerOptions,
+        vocabulary_size: int,
+        stop_token_ids: Sequence[int],
+        source: PromptSource | None = None,
+    ) -> None:
+        source = source or source_of(options)
+        self.tokenizer = source.tokenizer
         if len(self.tokenizer) > vocabulary_size:
             raise ConfigError(
                 f"model {options.trainer.model_path}: expected a tokenizer of at most {vocabulary_size} tokens (the "
@@ -42,10 +68,7 @@ class Prompts:
             )
         self.seed = options.seed
         self.vocabulary_size = vocabulary_size
-        spec = TaskSpec(options.task.name, options.task.args, options.seed)
-        task, folder = options.task, options.folder.absolute()
-        hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
-        self.world = make_world(spec, self.tokenizer, Containment(task.trusted_rewards, task.readable, (hidden,)))
+        self.world = source.make_world()
         self.split = TaskSplit(self.world.size, options.evaluation.prompts, options.seed, options.task.epochs or None)
         self.curriculum = make_curriculum(options.task.curriculum, options.seed)
         self._curriculum_name = options.task.curriculum

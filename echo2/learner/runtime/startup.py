@@ -29,7 +29,7 @@ from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_ba
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions
-from echo2.learner.runtime.prompts import Prompts, load_tokenizer
+from echo2.learner.runtime.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.runtime.ranks import Ranks, local_device, ranks_of_environment
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.team import Team
@@ -95,10 +95,12 @@ def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = No
     return prepare_with(new_team(options, ranks or Ranks()), options, folder)
 
 
-def prepare_with(team: TrainingSide, options: LearnerOptions, folder: RunFolder) -> Prepared:
-    """As `prepare`, for whoever trains."""
+def prepare_with(
+    team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
+) -> Prepared:
+    """As `prepare`, for whoever trains, and whoever asks."""
     trainer, model = team.trainer, team.model
-    prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids)
+    prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids, source)
     prompts.check_length, prompts.context_tokens = model.check_length, min(options.longest_tokens, model.context_tokens)
     prompts.secret = folder.secret()
     base = team.snapshot()

@@ -45,7 +45,7 @@ from echo2.worker.runtime.control import Answer, ControlServer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY
 from echo2.worker.runtime.join import join
-from echo2.worker.runtime.make_engine import fit_engine, make_engine, parse_model_config, warm_up
+from echo2.worker.runtime.make_engine import ENGINES, Engines, parse_model_config
 from echo2.worker.runtime.orders import Orders
 from echo2.worker.runtime.preemption import source_of, watch
 from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
@@ -70,7 +70,10 @@ _log = logging.getLogger("echo2.worker")
 class WorkerDaemon:
     """One worker. Make it on the loop that runs it."""
 
-    def __init__(self, options: WorkerOptions, progress: ShowsProgress | None = None) -> None:
+    def __init__(
+        self, options: WorkerOptions, progress: ShowsProgress | None = None, engines: Engines = ENGINES
+    ) -> None:
+        self._engines = engines
         link = JoinLink.parse(options.join_link)
         self.options = replace(options, listen_host=listen_host(options, link))
         self._progress: ShowsProgress = progress or ProgressLines()
@@ -106,11 +109,11 @@ class WorkerDaemon:
         control = ControlServer(self.options.folder, self.options.name, self._answer)
         await control.start()
         try:
-            self._machine = await asyncio.to_thread(machine_check.look, self.options.folder)
+            self._machine = await asyncio.to_thread(self._engines.look, self.options.folder)
             self._choice = machine_check.chosen_engine(self.options.engine, self._machine)
             _log.info("this machine: %s; engine: %s", self._machine.describe(), self._choice.value)
             self._price = await asyncio.to_thread(self._priced)
-            self._warm_up = asyncio.create_task(asyncio.to_thread(warm_up, self._choice))
+            self._warm_up = asyncio.create_task(asyncio.to_thread(self._engines.warm_up, self._choice))
             joining = asyncio.create_task(join(self._link, self.options.folder, self.waits, self._backoff("enrol")))
             credentials = await self._unless_stopped(joining)
             if credentials is not None:
@@ -221,7 +224,7 @@ class WorkerDaemon:
             Whereabouts(
                 advertised_addresses(self.options, self._link, port), port, transport, credentials.coordinator_peer_id
             ),
-            credentials.run_id, (self._machine.gpu_text, self._choice, self._price),
+            credentials.run_id, (self._machine.gpu_text, self._choice, self._price, self._engines.memory_bytes),
         )  # fmt: skip
         for finding in machine_check.findings(self._machine, self.options.folder, self.options.store_bytes):
             self.telling.found(finding)
@@ -295,13 +298,13 @@ class WorkerDaemon:
         names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
         base = BaseCheckpoint(self.telling.run_id, *names)
         lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
-        fit = fit_engine(self._choice, config, self.options, self._machine, *lengths)
+        fit = self._engines.fit(self._choice, config, self.options, self._machine, *lengths)
         _log.info("engine: %s", fit.reason)
         await self._warm_up
-        engine = await asyncio.to_thread(make_engine, self._choice, config, self.options, fit)
+        engine = await asyncio.to_thread(self._engines.make, self._choice, config, self.options, fit)
         self.telling.slot_count = engine.slot_count
         self._probe = RateProbe(engine)
-        self.telling.found(await machine_check.reach(self.telling.where.advertised))
+        self.telling.found(await self._engines.reach(self.telling.where.advertised))
         self._progress.at(f"load of the {self._choice.value} engine", 0, 0)
         await engine.start()
         self._progress.ended(f"load of the {self._choice.value} engine")
@@ -379,6 +382,11 @@ class WorkerDaemon:
     async def _stop_once_drained(self) -> None:
         await self.desk.drained.wait()
         self.stop("drained")
+
+    @property
+    def keeper(self) -> WeightKeeper | None:
+        """None until the engine is here."""
+        return self._keeper
 
     @property
     def folder(self) -> Path:

@@ -10,6 +10,8 @@ import importlib
 import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,10 +19,11 @@ from echo2 import weights as delta
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.cost_model.sizing import CpuWeights, Fit, RunLengths, model_size, worker_fit
 from echo2.worker.engine import Engine
+from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.several import SeveralEngines
-from echo2.worker.runtime.machine import Machine, check_room
+from echo2.worker.runtime.machine import Machine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 
 LINGER_S = 0.25
 """Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
@@ -120,3 +123,45 @@ def _one_engine(
         outbox=Outbox(linger_s=LINGER_S),
         is_rounded=options.quantisation is Quantisation.INT8,
     )
+
+
+class Engines(Protocol):
+    """This machine, and how engines are made on it."""
+
+    def look(self, folder: Path) -> Machine: ...
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Used and there in all."""
+        ...
+
+    def warm_up(self, choice: EngineChoice) -> None: ...
+
+    def fit(
+        self,
+        choice: EngineChoice,
+        config: dict[str, object],
+        options: WorkerOptions,
+        machine: Machine,
+        longest_tokens: int = 0,
+        published_bytes: int = 0,
+    ) -> Fit: ...
+
+    def make(self, choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine: ...
+
+    async def reach(self, addresses: list[str]) -> Finding: ...
+
+
+class MachineEngines:
+    """The machine itself and its real engines."""
+
+    look = staticmethod(look)
+    warm_up = staticmethod(warm_up)
+    fit = staticmethod(fit_engine)
+    make = staticmethod(make_engine)
+    reach = staticmethod(reach)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return memory_used_bytes(), memory_total_bytes()
+
+
+ENGINES: Engines = MachineEngines()

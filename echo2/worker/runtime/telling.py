@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo2.base.ids import PeerId, RunId
@@ -23,7 +24,6 @@ from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import Answer
 from echo2.worker.runtime.desk import Desk
-from echo2.worker.runtime.machine import memory_total_bytes, memory_used_bytes
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
@@ -56,7 +56,7 @@ class Telling:
         reporting: Reporting,
         whereabouts: Whereabouts,
         run_id: RunId,
-        machine: tuple[str, EngineChoice, Price],
+        machine: tuple[str, EngineChoice, Price, Callable[[], tuple[int, int]]],
     ) -> None:
         self._options = options
         self._desk = desk
@@ -68,7 +68,7 @@ class Telling:
         self._beats = 0
         self._memory_bytes, self._memory_due = (0, 0), -math.inf
         self.run_id = run_id
-        self._gpu, self._choice, self._price = machine
+        self._gpu, self._choice, self._price, self._look_at_memory = machine
         self._clock = SteadyClock()
         self.slot_count = options.slot_count  # of the engine, once it is known
         self.findings: dict[str, Finding] = {}
@@ -150,7 +150,7 @@ class Telling:
         now = self._clock.now()
         if now >= self._memory_due:
             self._memory_due = now + MEMORY_INTERVAL_S
-            self._memory_bytes = memory_used_bytes(), memory_total_bytes()
+            self._memory_bytes = self._look_at_memory()
         return self._memory_bytes
 
     def _links_if_changed(self, node: NodeStats) -> coordinator_pb2.LinkTable | None:

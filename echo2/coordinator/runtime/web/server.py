@@ -66,6 +66,20 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
+class OpenedPage:
+    """The page's port, taken before anything of the page runs. `page` makes what serves on it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._listener, self._host = listening(host, port), host
+        self.port = int(self._listener.getsockname()[1])
+
+    def page(self, commands: Commands, folder: Path, keys: Credentials) -> Dashboard:
+        return Dashboard(commands, self._listener, self._host, folder, keys)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
 class Dashboard:
     """`address` is where the page is; `url` opens it: off loopback it carries the access token, so it is told to nobody.
     `token_file` holds that token; None: none is asked for."""

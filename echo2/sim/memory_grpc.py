@@ -1,0 +1,400 @@
+"""gRPC's servers and channels over virtual wires: real messages, serialised and parsed, into unmodified servicers.
+
+Guarantees: those of `Net`, with gRPC's own errors, codes and habits: a call on a broken wire ends with UNAVAILABLE, a
+handler whose caller has gone is cancelled, a write on a call that has ended raises InvalidStateError, `write` waits while
+the other side does not read or the link is behind. The handshake checks both certificates as TLS would. Leaves to others:
+when wires break (wires).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+if TYPE_CHECKING:
+    from echo2.sim.wires import End
+
+WINDOW_BYTES = 2 << 20
+"""Of one direction of a call: so much may be on its way and unread."""
+LINK_BACKLOG_S = 0.3
+"""No more is handed to the system than leaves the machine in this time."""
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+_AS_IS: Callable[[bytes], bytes] = lambda data: data  # noqa: E731
+
+
+class Half:
+    """What one side of a call sends, and what of it the other has not read yet."""
+
+    def __init__(self) -> None:
+        self.unread_bytes = 0
+        self.room = asyncio.Event()
+        self.room.set()
+
+    def took(self, size: int) -> None:
+        self.unread_bytes += size
+        if self.unread_bytes >= WINDOW_BYTES:
+            self.room.clear()
+
+    def read(self, size: int) -> None:
+        self.unread_bytes -= size
+        if self.unread_bytes < WINDOW_BYTES:
+            self.room.set()
+
+
+class Stream:
+    """One side of one call. Frames: (number, kind, payload); kinds: open, message, half, end, reset."""
+
+    def __init__(self, link: Link, number: int, mine: Half, theirs: Half) -> None:
+        self.link, self.number, self.mine, self.theirs = link, number, mine, theirs
+        self.inbox: deque[bytes] = deque()
+        self.is_half_closed = False
+        self.changed = asyncio.Event()
+        self.ended: tuple[grpc.StatusCode, str] | None = None
+        self.on_end: Callable[[], None] = lambda: None
+
+    def arrive(self, kind: str, payload: Any) -> None:
+        match kind:
+            case "message":
+                self.inbox.append(payload)
+            case "half":
+                self.is_half_closed = True
+            case "end":
+                self.finish(*payload)
+            case "reset":
+                self.finish(grpc.StatusCode.CANCELLED, "cancelled by the other side")
+        self.changed.set()
+
+    def finish(self, code: grpc.StatusCode, details: str) -> None:
+        if self.ended is None:
+            self.ended = (code, details)
+            self.link.forget(self.number)
+            self.changed.set()
+            self.mine.room.set()
+            self.on_end()
+
+    async def send(self, data: bytes) -> None:
+        """Waits for room; returns at once where the call ends meanwhile."""
+        while self.ended is None:
+            behind_s = self.link.behind_s
+            if behind_s > LINK_BACKLOG_S:
+                await asyncio.sleep(behind_s - LINK_BACKLOG_S)
+            elif not self.mine.room.is_set():
+                await self.mine.room.wait()
+            else:
+                break
+        if self.ended is None:
+            self.mine.took(len(data))
+            self.link.send(self.number, "message", data, len(data))
+
+    async def receive(self) -> bytes | None:
+        """None once nothing more comes: see `ended`."""
+        while not self.inbox:
+            if self.is_half_closed or self.ended is not None:
+                return None
+            self.changed.clear()
+            await self.changed.wait()
+        data = self.inbox.popleft()
+        self.theirs.read(len(data))
+        return data
+
+
+class Link:
+    """A wire with its calls, on one side."""
+
+    def __init__(
+        self, end: End, on_open: Callable[[Stream, str], None] | None, on_closed: Callable[[str], None]
+    ) -> None:
+        self._end, self._on_open, self._on_closed = end, on_open, on_closed
+        self.streams: dict[int, Stream] = {}
+        self._next = 0
+        end.on_frame = self._frame
+        end.on_closed = self._closed
+
+    @property
+    def is_open(self) -> bool:
+        return self._end.is_open
+
+    @property
+    def behind_s(self) -> float:
+        return self._end.wire.wires.backlog_s(self._end)
+
+    @property
+    def peer(self) -> Any:
+        return self._end.peer.process
+
+    def open(self, method: str) -> Stream:
+        self._next += 1
+        there, back = Half(), Half()
+        stream = self.streams[self._next] = Stream(self, self._next, there, back)
+        self.send(self._next, "open", (method, there, back), len(method) + 60)
+        return stream
+
+    def send(self, number: int, kind: str, payload: Any, size: int = 10) -> None:
+        self._end.send((number, kind, payload), size)
+
+    def forget(self, number: int) -> None:
+        self.streams.pop(number, None)
+
+    def close(self, reason: str = "closed") -> None:
+        self._end.close(reason)
+
+    def _frame(self, frame: Any) -> None:
+        number, kind, payload = frame
+        if kind == "open":
+            assert self._on_open is not None, "only a server is called"
+            method, there, back = payload
+            stream = self.streams[number] = Stream(self, number, back, there)
+            self._on_open(stream, method)
+        elif (known := self.streams.get(number)) is not None:
+            known.arrive(kind, payload)
+
+    def _closed(self, reason: str) -> None:
+        for stream in list(self.streams.values()):
+            stream.finish(grpc.StatusCode.UNAVAILABLE, reason)
+        self._on_closed(reason)
+
+
+# ---- the caller's side
+
+
+class MemoryCall:
+    """What a multicallable returns: a stream, or an awaitable for its one answer."""
+
+    def __init__(self, channel: Any, method: str, encode: Any, decode: Any, timeout_s: float | None) -> None:
+        self._encode, self._decode = encode or _AS_IS, decode or _AS_IS
+        self._stream: Stream | None = None
+        self._error: tuple[grpc.StatusCode, str] | None = None
+        self._is_cancelled = False
+        self._said_all = False
+        self._loop = asyncio.get_running_loop()
+        self._opening = self._loop.create_task(self._open(channel, method))
+        self._timer = self._loop.call_later(timeout_s, self._timed_out) if timeout_s is not None else None
+        self._work: list[asyncio.Task[Any]] = []
+        channel.calls[self] = None
+        self._channel = channel
+
+    async def _open(self, channel: Any, method: str) -> None:
+        try:
+            link = await channel.ready_link()
+        except grpc.aio.AioRpcError as error:
+            self._end(error.code(), error.details() or "")
+            return
+        if self._error is None and not self._is_cancelled:
+            self._stream = link.open(method)
+            self._stream.on_end = self._stream_ended
+
+    def _stream_ended(self) -> None:
+        assert self._stream is not None and self._stream.ended is not None
+        self._end(*self._stream.ended)
+
+    def _end(self, code: grpc.StatusCode, details: str) -> None:
+        if self._error is None:
+            self._error = (code, details)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._channel.calls.pop(self, None)
+
+    def _timed_out(self) -> None:
+        self.reset(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def reset(self, code: grpc.StatusCode, details: str) -> None:
+        if self._error is not None:
+            return
+        if self._stream is not None:
+            self._stream.link.send(self._stream.number, "reset", None)
+            self._stream.finish(code, details)
+        else:
+            self._opening.cancel()
+        self._end(code, details)
+
+    def cancel(self) -> bool:
+        if self._error is not None:
+            return False
+        self._is_cancelled = True
+        self.reset(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
+        for task in self._work:
+            task.cancel()
+        return True
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def done(self) -> bool:
+        return self._error is not None
+
+    async def code(self) -> grpc.StatusCode:
+        await self._over()
+        assert self._error is not None
+        return self._error[0]
+
+    async def details(self) -> str:
+        await self._over()
+        assert self._error is not None
+        return self._error[1]
+
+    async def _over(self) -> None:
+        while self._error is None:
+            await self._opened()
+            if self._stream is not None and self._error is None:
+                self._stream.changed.clear()
+                await self._stream.changed.wait()
+
+    async def _opened(self) -> None:
+        if not self._opening.done():
+            await asyncio.wait((self._opening,))
+
+    def _raise_status(self) -> None:
+        if self._error is None or self._error[0] is grpc.StatusCode.OK:
+            return
+        if self._is_cancelled:
+            raise asyncio.CancelledError()
+        raise rpc_error(*self._error)
+
+    # ---- streams
+
+    async def write(self, message: Any) -> None:
+        if self.done() or self._said_all:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        await self._opened()
+        if self._stream is not None and not self.done():
+            await self._stream.send(self._encode(message))
+        if self.done():
+            self._raise_status()
+
+    async def done_writing(self) -> None:
+        await self._opened()
+        if self.done() or self._said_all or self._stream is None:
+            return
+        self._said_all = True
+        self._stream.link.send(self._stream.number, "half", None)
+
+    async def read(self) -> Any:
+        await self._opened()
+        data = await self._stream.receive() if self._stream is not None else None
+        if data is not None:
+            return self._decode(data)
+        if self._error is None:
+            await self._over()
+        self._raise_status()
+        return EOF
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not EOF:
+            yield message
+
+    def __await__(self) -> Any:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        try:
+            reply = await self.read()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if reply is EOF:
+            raise rpc_error(grpc.StatusCode.INTERNAL, "no answer")
+        await self._over()
+        self._raise_status()
+        return reply
+
+    def say(self, messages: Any) -> None:
+        """Writes what an iterator gives, or one message, then no more."""
+
+        async def work() -> None:
+            try:
+                if hasattr(messages, "__aiter__"):
+                    async for message in messages:
+                        await self.write(message)
+                else:
+                    await self.write(messages)
+                await self.done_writing()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # whoever reads is told
+
+        self._work.append(self._loop.create_task(work()))
+
+
+def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details, debug_error_string="")
+
+
+# ---- the servicer's side
+
+
+class Aborted(grpc.aio.AbortError):
+    """Raised in a servicer by `abort`."""
+
+
+class MemoryContext:
+    """What a servicer sees of a call."""
+
+    def __init__(self, stream: Stream, encode: Any, decode: Any, peer: str, certificate_pem: bytes | None) -> None:
+        self._stream, self._encode, self._decode = stream, encode or _AS_IS, decode or _AS_IS
+        self._peer, self._certificate_pem = peer, certificate_pem
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [self._certificate_pem]} if self._certificate_pem is not None else {}
+
+    def done(self) -> bool:
+        return self._stream.ended is not None
+
+    def cancelled(self) -> bool:
+        return self._stream.ended is not None and self._stream.ended[0] is grpc.StatusCode.CANCELLED
+
+    async def read(self) -> Any:
+        data = await self._stream.receive()
+        return EOF if data is None else self._decode(data)
+
+    async def write(self, message: Any) -> None:
+        if self._stream.ended is not None:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        await self._stream.send(self._encode(message))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
+        self.end(code, details)
+        raise Aborted("Locally aborted.")
+
+    def end(self, code: grpc.StatusCode, details: str) -> None:
+        if self._stream.ended is None:
+            self._stream.link.send(self._stream.number, "end", (code, details), 20 + len(details))
+            self._stream.finish(code, details)
+
+    async def requests(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not EOF:
+            yield message
+
+
+async def serve_call(handler: Any, context: MemoryContext, told: Callable[[BaseException], None]) -> None:
+    """Runs a servicer's method, of any of the four kinds, coroutine or generator."""
+    try:
+        request: Any = context.requests() if handler.request_streaming else await context.read()
+        if request is EOF:
+            return
+        kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+        method = next(kind for kind in kinds if kind is not None)
+        answer = method(request, context)
+        if hasattr(answer, "__aiter__"):
+            async for message in answer:
+                await context.write(message)
+        else:
+            reply = await answer
+            if not handler.response_streaming:
+                await context.write(reply)
+        context.end(grpc.StatusCode.OK, "")
+    except Aborted:
+        pass
+    except asyncio.CancelledError:
+        context.end(grpc.StatusCode.CANCELLED, "cancelled")
+        raise
+    except Exception as error:  # noqa: BLE001  (as gRPC does: the caller is told, the server goes on)
+        if not context.done():
+            told(error)
+        context.end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")

@@ -1,0 +1,308 @@
+"""What goes wrong in a simulated run, when, and for how long: a schedule drawn from the seed, and its carrying out.
+
+Guarantees: same seed, same faults; every fault ends, but a machine that was taken stays away, and another takes its
+place. Leaves to others: the daemons' answer.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2.base.rng import derived_rng
+from echo2.sim.process import Process
+from echo2.sim.scene import Scene
+from echo2.sim.world import World
+from echo2.worker.runtime.daemon import WorkerDaemon
+
+STORM_S = 90.0
+FIRST_FAULT_S = 8.0
+LONG_SHARE = 0.2
+"""So many seeds have a long outage of the learner beside their storm."""
+CUT_OFF_AFTER_S = (2.0, 12.0)
+LONG_OUTAGE_S = (135.0, 165.0)
+LONG_STORM_S = 250.0
+"""Longer than what has stopped coming counts as stalled before it is tried again, with the learner still away."""
+NOTICE_S = 2.0
+MACHINES_MAX = 7
+CHUNKS = {"learner": "run/chunks/*.artifact"}
+
+
+class Fault(enum.Enum):
+    KILL = "kill -9, restart with disk"
+    LOSE_DISK = "worker restarts without its disk"
+    POWER_CUT = "power cut, unsynced writes lost"
+    FREEZE = "freeze (SIGSTOP)"
+    PARTITION = "partition, both ways"
+    ONE_WAY = "partition, one way"
+    CUT = "connections cut"
+    CLOG = "link clogged"
+    LOSS = "packet loss"
+    DISK_FULL = "disk full"
+    BIT_ROT = "bit rot in a chunk store"
+    SLOW = "slow worker"
+    CLOCK_JUMP = "clock jump"
+    DRIFT = "clock drift"
+    PREEMPT_NOTICE = "preemption with notice"
+    PREEMPT = "preemption without notice"
+    SWAP_REFUSED = "engine refuses swaps"
+    SWAP_WRONG = "swaps leave wrong bits"
+    JOIN = "a worker joins"
+
+
+WEIGHTS = {Fault.KILL: 6, Fault.FREEZE: 3, Fault.PARTITION: 3, Fault.CUT: 3, Fault.POWER_CUT: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    at_s: float
+    fault: Fault
+    whom: str
+    for_s: float
+
+
+def storm(seed: int, workers: int) -> list[Planned]:
+    """The faults of a seed, in order. `whom` may name a worker that is gone by then: then another is taken."""
+    rng = derived_rng(seed, "faults")
+    kinds = rng.sample(list(Fault), rng.randint(3, len(Fault)))
+    weights = [WEIGHTS.get(kind, 1) for kind in kinds]
+    mean_gap_s = rng.choice((2.0, 5.0, 12.0))
+    planned, at_s = [], FIRST_FAULT_S
+    while at_s < STORM_S:
+        fault = rng.choices(kinds, weights)[0]
+        whom = rng.choice(
+            ("coordinator", "learner", *(f"w{i}" for i in range(workers)), *(f"w{i}" for i in range(workers)))
+        )
+        planned.append(Planned(at_s, fault, whom, rng.choice((0.5, 3.0, 8.0, 25.0)) * rng.uniform(0.5, 1.5)))
+        at_s += rng.expovariate(1.0 / mean_gap_s)
+    return planned
+
+
+def long_outage(seed: int, workers: int) -> list[Planned]:
+    """In some seeds: the learner falls while its link is clogged, that is in the midst of what it sends, and stays away.
+
+    Workers then hold pieces that nobody can make whole; one of them has lost its disk, and chunks of the learner's may rot.
+    """
+    rng = derived_rng(seed, "long outage of the learner")
+    if rng.random() >= LONG_SHARE:
+        return []
+    at_s = rng.uniform(FIRST_FAULT_S, STORM_S - 20.0)
+    falls_at_s = at_s + rng.uniform(*CUT_OFF_AFTER_S)
+    rot = [Planned(falls_at_s - 0.1, Fault.BIT_ROT, "learner", 1.0) for _ in range(rng.choice((0, 0, 5)))]
+    return [
+        Planned(at_s, Fault.CLOG, "learner", 30.0),
+        Planned(at_s, Fault.LOSE_DISK, f"w{rng.randrange(workers)}", rng.uniform(0.5, 3.0)),
+        *rot,
+        Planned(falls_at_s, Fault.KILL, "learner", rng.uniform(*LONG_OUTAGE_S)),
+    ]
+
+
+class Storm:
+    """Lets the planned faults happen to a world."""
+
+    def __init__(self, world: World, planned: list[Planned], until_s: float = STORM_S) -> None:
+        self.world, self.until_s = world, until_s
+        self.rng: random.Random = derived_rng(world.scene.seed, "storm")
+        self._undo: list[Callable[[], None]] = []
+        for one in planned:
+            world.after(one.at_s, lambda one=one: self._strike(one))  # type: ignore[misc]
+        world.after(until_s, self._heal)
+
+    # ---- bookkeeping
+
+    def _strike(self, planned: Planned) -> None:
+        whom = planned.whom
+        if whom not in self.world.machines or whom in self.world.gone:
+            if not self.world.workers:
+                return
+            whom = self.rng.choice(self.world.workers)
+        if _CARRIED_OUT[planned.fault](self, whom, planned.for_s):
+            self.world.faults[planned.fault.value] += 1
+            self.world.story.tell(whom, f"FAULT {planned.fault.value} ({planned.for_s:.1f} s)")
+
+    def _for(self, seconds: float, undo: Callable[[], None]) -> None:
+        """Undoes a fault after a while, or when the storm ends."""
+        is_done = False
+
+        def once() -> None:
+            nonlocal is_done
+            if not is_done:
+                is_done = True
+                undo()
+
+        self._undo.append(once)
+        self.world.after(seconds, once)
+
+    def _heal(self) -> None:
+        for undo in self._undo:
+            undo()
+        self.world.story.tell("faults", "stop")
+
+    def _others(self, whom: str) -> list[str]:
+        return [name for name in ("coordinator", "learner", *self.world.workers) if name != whom]
+
+    def _some_others(self, whom: str) -> list[str]:
+        others = self._others(whom)
+        return self.rng.sample(others, self.rng.randint(1, len(others)))
+
+    def _is_worker(self, whom: str) -> bool:
+        return whom in self.world.traits
+
+    # ---- processes
+
+    def kill(self, whom: str, seconds: float) -> bool:
+        if not self.world.kill(whom):
+            return False
+        self._for(seconds, lambda: self.world.start(whom))
+        return True
+
+    def lose_disk(self, whom: str, seconds: float) -> bool:
+        if not self._is_worker(whom) or not self.kill(whom, seconds):
+            return False
+        self.world.machines[whom].disk.wipe()
+        return True
+
+    def power_cut(self, whom: str, seconds: float) -> bool:
+        if not self.kill(whom, seconds):
+            return False
+        self.world.machines[whom].disk.power_cut(self.rng)
+        return True
+
+    def _process(self, whom: str) -> Process | None:
+        process = self.world.machines[whom].process
+        return process if process is not None and not process.has_ended else None
+
+    def freeze(self, whom: str, seconds: float) -> bool:
+        process = self._process(whom)
+        if process is None or process.is_frozen:
+            return False
+        self.world.wires.freeze(process)
+        self._for(seconds, process.thaw)
+        return True
+
+    def preempt(self, whom: str, seconds: float) -> bool:
+        """The machine is gone at once; another is rented a while later."""
+        if not self._is_worker(whom) or len(self.world.workers) < 2:
+            return False
+        self.world.kill(whom)
+        self.world.gone.add(whom)
+        self._for(seconds, self._rent)
+        return True
+
+    def preempt_notice(self, whom: str, seconds: float) -> bool:
+        daemon, process = self.world.daemons.get(whom), self._process(whom)
+        if not isinstance(daemon, WorkerDaemon) or process is None or len(self.world.workers) < 2:
+            return False
+        process.context.copy().run(daemon.stop, "preemption: the cloud takes the machine")
+        self.world.gone.add(whom)
+        self.world.after(NOTICE_S + 1.0, lambda: self._take(whom))
+        self._for(seconds, self._rent)
+        return True
+
+    def _take(self, whom: str) -> None:
+        self.world.kill(whom)
+
+    def join(self, whom: str, seconds: float) -> bool:
+        if len(self.world.workers) >= MACHINES_MAX:
+            return False
+        self._rent()
+        return True
+
+    def _rent(self) -> None:
+        self.world.start(self.world.add_worker())
+
+    # ---- the network
+
+    def partition(self, whom: str, seconds: float) -> bool:
+        for other in self._some_others(whom):
+            self._block(whom, other, seconds)
+            self._block(other, whom, seconds)
+        return True
+
+    def one_way(self, whom: str, seconds: float) -> bool:
+        for other in self._some_others(whom):
+            self._block(whom, other, seconds)
+        return True
+
+    def _block(self, sender: str, receiver: str, seconds: float) -> None:
+        wires = self.world.wires
+        wires.block(sender, receiver)
+        self._for(seconds, lambda: wires.unblock(sender, receiver))
+
+    def cut(self, whom: str, seconds: float) -> bool:
+        return self.world.wires.cut(whom, self.rng.choice(self._others(whom))) > 0
+
+    def clog(self, whom: str, seconds: float) -> bool:
+        link = self.world.machines[whom].link
+        link.clog = self.rng.choice((0.3, 0.05, 0.01))
+        self._for(seconds, lambda: setattr(link, "clog", 1.0))
+        return True
+
+    def loss(self, whom: str, seconds: float) -> bool:
+        wires = self.world.wires
+        wires.loss = self.rng.choice((0.02, 0.1, 0.3))
+        self._for(seconds, lambda: setattr(wires, "loss", 0.0))
+        return True
+
+    # ---- disks, clocks, engines
+
+    def disk_full(self, whom: str, seconds: float) -> bool:
+        disk = self.world.machines[whom].disk
+        disk.is_full = True
+        self._for(seconds, lambda: setattr(disk, "is_full", False))
+        return True
+
+    def bit_rot(self, whom: str, seconds: float) -> bool:
+        pattern = "worker/chunks/*.artifact" if self._is_worker(whom) else CHUNKS.get(whom, "")
+        return bool(pattern) and self.world.machines[whom].disk.rot(self.rng, pattern) is not None
+
+    def slow(self, whom: str, seconds: float) -> bool:
+        return self._engine_fault(whom, seconds, "slowdown", self.rng.choice((3.0, 20.0)), 1.0)
+
+    def swap_refused(self, whom: str, seconds: float) -> bool:
+        return self._engine_fault(whom, seconds, "refused", self.rng.choice((0.2, 0.6)), 0.0)
+
+    def swap_wrong(self, whom: str, seconds: float) -> bool:
+        return self._engine_fault(whom, seconds, "wrong", self.rng.choice((0.2, 0.6)), 0.0)
+
+    def _engine_fault(self, whom: str, seconds: float, name: str, value: float, usual: float) -> bool:
+        if not self._is_worker(whom):
+            return False
+        faults = self.world.traits[whom].faults
+        setattr(faults, name, value)
+        self._for(seconds, lambda: setattr(faults, name, usual))
+        return True
+
+    def clock_jump(self, whom: str, seconds: float) -> bool:
+        """Wall clocks are wrong by up to a few seconds, in either direction, and stay so."""
+        self.world.machines[whom].clock_offset_s = self.rng.uniform(-4.0, 4.0)
+        return True
+
+    def drift(self, whom: str, seconds: float) -> bool:
+        """Takes effect with the next process."""
+        if not self.kill(whom, seconds):
+            return False
+        self.world.machines[whom].drift = self.rng.uniform(0.98, 1.02)
+        return True
+
+
+_CARRIED_OUT: dict[Fault, Callable[[Storm, str, float], bool]] = {
+    Fault.KILL: Storm.kill, Fault.LOSE_DISK: Storm.lose_disk, Fault.POWER_CUT: Storm.power_cut,
+    Fault.FREEZE: Storm.freeze, Fault.PARTITION: Storm.partition, Fault.ONE_WAY: Storm.one_way, Fault.CUT: Storm.cut,
+    Fault.CLOG: Storm.clog, Fault.LOSS: Storm.loss, Fault.DISK_FULL: Storm.disk_full, Fault.BIT_ROT: Storm.bit_rot,
+    Fault.SLOW: Storm.slow, Fault.CLOCK_JUMP: Storm.clock_jump, Fault.DRIFT: Storm.drift,
+    Fault.PREEMPT_NOTICE: Storm.preempt_notice, Fault.PREEMPT: Storm.preempt, Fault.SWAP_REFUSED: Storm.swap_refused,
+    Fault.SWAP_WRONG: Storm.swap_wrong, Fault.JOIN: Storm.join,
+}  # fmt: skip
+
+
+def stormy_world(seed: int) -> tuple[World, float]:
+    """The world of a seed with its storm, and when that ends."""
+    world = World(Scene.of(seed))
+    workers = len(world.workers)
+    outage = long_outage(seed, workers)
+    until_s = LONG_STORM_S if outage else STORM_S
+    Storm(world, storm(seed, workers) + outage, until_s)
+    return world, until_s

@@ -1,0 +1,187 @@
+"""Whoever trains in the virtual world, behind the learner's trainer seam: real weights under the real codec, real
+checkpoints, a made-up optimiser; and the prompts, tokenizer and world that go with it.
+
+Guarantees: weights after a step are a function of the weights before it and of the very batch; a step takes `train_s`
+of virtual time on the trainer's thread. Leaves to others: when to step (learner/runtime/loop).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echo2.base.ids import Step, Version
+from echo2.base.rng import derived_rng
+from echo2.base.rollout import SamplingParams
+from echo2.learner.batcher import Batch
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.runtime.coding import LocalCoder, VersionCoder
+from echo2.learner.runtime.evaluate import Completions
+from echo2.learner.runtime.model_facts import digest_of
+from echo2.learner.runtime.prompts import PromptSource
+from echo2.learner.runtime.trainer import StepResult
+from echo2.learner.runtime.world import Answer
+from echo2.sim.tiny_model import (
+    SHAPES,
+    STOP_TOKEN,
+    VOCABULARY,
+    base_weights,
+    copied,
+    fingerprint_of,
+    reward_of,
+    trained,
+)
+from echo2.sim.virtual_loop import VirtualLoop
+from echo2.tasks.runtime.rewards import RewardFailure, Scored
+from echo2.tasks.task import Reward, TaskInstance
+
+SNAPSHOT_BYTES = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())
+CONFIG = {
+    "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY,
+    "intermediate_size": 8, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+MASTERS = "masters|"
+
+
+class TinyModel:
+    path, context_tokens, flops_per_position = "tiny", 512, 1.0
+    device = torch.device("cpu")
+    parameter_count = SNAPSHOT_BYTES // 2
+    vocabulary_size, snapshot_bytes = VOCABULARY, SNAPSHOT_BYTES
+    stop_token_ids = (STOP_TOKEN,)
+    config: Any = None
+
+    def check_length(self, tokens: int) -> None:
+        pass
+
+    def config_json(self) -> bytes:
+        return json.dumps(CONFIG, sort_keys=True).encode()
+
+    def digest(self) -> str:
+        return digest_of(self.config_json(), SHAPES.items(), "bfloat16")
+
+    def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "fingerprint").write_text(f"{fingerprint_of(dict(policy)):x}")
+
+
+class TinyTrainer:
+    """A `TrainingSide`. `told` hears of each batch with the fingerprint of the weights that came of it."""
+
+    starts_from_base = True
+
+    def __init__(self, seed: int, train_s: Callable[[], float], told: Callable[[Batch, int], None]) -> None:
+        self.model, self.coder = TinyModel(), _coder()
+        self.step_count = 0
+        self._weights = base_weights(seed)
+        self._train_s, self._told = train_s, told
+
+    @property
+    def trainer(self) -> TinyTrainer:
+        return self
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return 2 * SNAPSHOT_BYTES
+
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+        self._weights = trained(self._weights, batch)
+        self.step_count += 1
+        self._told(batch, fingerprint_of(self._weights))
+        _spend(self._train_s())
+        sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
+        return StepResult(self.step_count, {"train": self._train_s()}, None, 0.0, 0.0, False, sampled, sampled)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return copied(self._weights)
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
+        return dict(snapshot)
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
+    ) -> Completions:
+        raise AssertionError("evaluation is off")
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint:
+        step = Step(self.step_count)
+        shards = {f"{MASTERS}{name}": tensor.clone() for name, tensor in self._weights.items()}
+        checkpoint = Checkpoint(step, shards, published, version, state_of(state, step, version))
+        store.begin(checkpoint)
+        return checkpoint
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
+        steps = store.steps()
+        if not steps:
+            return None
+        checkpoint = store.load(steps[-1], None)
+        self._weights, self.step_count = copied(checkpoint.masters), int(checkpoint.step)
+        return checkpoint
+
+    def stop(self) -> None:
+        pass
+
+
+def _coder() -> VersionCoder:
+    return LocalCoder()
+
+
+def _spend(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop), "the trainer's thread is the virtual loop's"
+    loop.spend(seconds)
+
+
+class TinyTokenizer:
+    """Numbers in words."""
+
+    chat_template = None
+    all_special_ids: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [3 + byte % (VOCABULARY - 3) for byte in text.encode()]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(str(token) for token in token_ids)
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer").write_text("numbers")
+
+
+class TinyWorld:
+    """A `World`: each prompt wants `turns` completions; the last is scored, and scoring fails now and then."""
+
+    name, size = "tiny", None
+
+    def __init__(self, seed: int, turns: int, reward_fails: float) -> None:
+        self._seed, self._turns, self._fails = seed, turns, reward_fails
+
+    def instance(self, index: int) -> TaskInstance:
+        return TaskInstance(index, f"p{index}", "")
+
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+        rng = derived_rng(self._seed, "answer", index, len(turns), sum(turns[-1]))
+        await asyncio.sleep(0.01 + 0.2 * rng.random())
+        if len(turns) < 1 + index % self._turns and room_tokens > 8:
+            return Answer(None, tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4)))
+        if rng.random() < self._fails:
+            return Answer(Scored(None, RewardFailure.RAISED, "made up", 0.0))
+        return Answer(Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0))
+
+    def close(self) -> None:
+        pass
+
+
+def tiny_source(seed: int, turns: int, reward_fails: float) -> PromptSource:
+    return PromptSource(TinyTokenizer(), lambda: TinyWorld(seed, turns, reward_fails))

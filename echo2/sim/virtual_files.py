@@ -1,0 +1,162 @@
+"""Files of a virtual machine: real ones in a folder of its own, of which it is known how much would outlast a power cut.
+
+Guarantees: what was synced through `Files` stays; after a power cut each other file keeps a part of what was added since,
+the last of it torn, and names that were not synced with their folder may be gone again. A full disk takes no more bytes. A
+crash leaves the ended process a ghost's copy, so nothing that its cleaning up writes is seen again. Leaves to others: what
+files mean. SQLite syncs by itself: its files are left as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+PLENTY_BYTES = 1 << 40
+SELF_SYNCED = (".sqlite", ".sqlite-wal", ".sqlite-shm", "lock", ".lock", ".sock", ".link")
+
+
+class VirtualDisk:
+    """`folder` is where the present life of the machine keeps its files."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._lives = root, 0
+        self.folder = root / "0"
+        self.folder.mkdir(parents=True)
+        self.is_full = False
+        self._synced: dict[str, int] = {}  # path in the folder -> bytes that stay
+        self._renamed: dict[str, bytes | None] = {}  # names not synced with their folder yet -> what they stood for
+
+    def key(self, path: Path) -> str | None:
+        with contextlib.suppress(ValueError):
+            return str(path.relative_to(self.folder))
+        return None  # of an earlier life: a ghost's
+
+    def synced(self, path: Path) -> None:
+        key = self.key(path)
+        if key is None:
+            return
+        if path.is_dir():
+            for name in [name for name in self._renamed if str(Path(name).parent) == (key or ".")]:
+                del self._renamed[name]
+            return
+        self._synced[key] = path.stat().st_size
+
+    def renamed(self, old: Path, new: Path, before: bytes | None) -> None:
+        old_key, new_key = self.key(old), self.key(new)
+        if old_key is None or new_key is None:
+            return
+        if new.is_dir():
+            moved = {n: size for n, size in self._synced.items() if n.startswith(f"{old_key}/")}
+            for name, size in moved.items():
+                self._synced[new_key + name.removeprefix(old_key)] = size
+                del self._synced[name]
+            return
+        self._synced[new_key] = self._synced.pop(old_key, 0)
+        self._renamed[new_key] = before
+
+    def crash(self) -> None:
+        """The next life finds the files as they are now; what the ended process still does to its own is lost."""
+        old, self._lives = self.folder, self._lives + 1
+        self.folder = self._root / str(self._lives)
+        shutil.copytree(old, self.folder, symlinks=True, ignore=_sockets)
+
+    def power_cut(self, rng: random.Random) -> int:
+        """After `crash`: takes away what was not synced; returns how many files lost something."""
+        lost = 0
+        for path in sorted(self.folder.rglob("*")):
+            key = str(path.relative_to(self.folder))
+            if not path.is_file() or path.name.endswith(SELF_SYNCED) or "-wal" in path.name or "-shm" in path.name:
+                continue
+            if key in self._renamed and rng.random() < 0.5:
+                lost += 1
+                before = self._renamed[key]
+                if before is None:
+                    path.unlink()
+                else:
+                    path.write_bytes(before)
+                continue
+            size = path.stat().st_size
+            kept = min(size, self._synced.get(key, 0))
+            if kept < size:
+                lost += 1
+                dated = path.stat()
+                os.truncate(path, rng.randint(kept, size))
+                os.utime(path, ns=(dated.st_atime_ns, dated.st_mtime_ns))
+                if key not in self._synced and rng.random() < 0.5:
+                    path.unlink()
+        self._renamed.clear()
+        self._synced = {key: size for key, size in self._synced.items() if (self.folder / key).exists()}
+        for path in self.folder.rglob("*"):  # what is left after a restart is on the disk
+            if path.is_file():
+                self._synced[str(path.relative_to(self.folder))] = path.stat().st_size
+        return lost
+
+    def wipe(self) -> None:
+        """Another disk."""
+        for path in list(self.folder.iterdir()):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._synced.clear()
+        self._renamed.clear()
+
+    def rot(self, rng: random.Random, pattern: str) -> str | None:
+        """Flips one bit of a file; returns which."""
+        files = [path for path in sorted(self.folder.glob(pattern)) if path.is_file() and path.stat().st_size > 64]
+        if not files:
+            return None
+        path = rng.choice(files)
+        before = path.stat()
+        place = rng.randrange(before.st_size)
+        with path.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ (1 << rng.randrange(8))]))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return f"byte {place} of {path.name}"
+
+
+class VirtualFiles:
+    """`Files` of one process. `now`: of the virtual world, by which files are dated."""
+
+    def __init__(self, disk: VirtualDisk, now: Callable[[], float]) -> None:
+        self._disk, self._now = disk, now
+
+    def check_room(self) -> None:
+        if self._disk.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        self.check_room()
+        written = os.write(handle, data)
+        os.utime(handle, (self._now(), self._now()))
+        return written
+
+    def write_at(self, handle: int, parts: Sequence[bytes], offset: int) -> int:
+        self.check_room()
+        written = os.pwritev(handle, list(parts), offset)
+        os.utime(handle, (self._now(), self._now()))
+        return written
+
+    def sync(self, handle: int) -> None:
+        self._disk.synced(Path(f"/proc/self/fd/{handle}").readlink())
+
+    def sync_path(self, path: Path) -> None:
+        self._disk.synced(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        before = new.read_bytes() if new.is_file() else None
+        old.replace(new)
+        self._disk.renamed(old, new, before)
+
+    def free_bytes(self, folder: Path) -> int:
+        return 0 if self._disk.is_full else PLENTY_BYTES
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if stat.S_ISSOCK((Path(folder) / name).lstat().st_mode)]

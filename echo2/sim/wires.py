@@ -1,0 +1,287 @@
+"""Connections between virtual machines: rates, delays, loss, clogging, partitions, cuts, frozen ends.
+
+A wire is what TCP with keepalive gives: frames arrive whole and in order in each direction while it stands, so a lost
+packet is a frame that comes late. Guarantees: same seed, same result; each end is told once that its wire is over, in the
+context of its process. A blocked direction holds frames; after `KEEPALIVE_S` both ends give the wire up. Leaves to others:
+what frames mean (memory_grpc).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from echo2.outside.net import Shown
+from echo2.sim.virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    from echo2.sim.process import Process
+
+KEEPALIVE_S = 18.0
+FRAME_BYTES = 60
+KNOCK_AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class AccessLink:
+    """Bytes per second up and down, round trip; `clog` multiplies both rates."""
+
+    up: float
+    down: float
+    rtt_s: float
+    clog: float = 1.0
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+
+
+class End:
+    """One end of a wire, in the hands of one process."""
+
+    def __init__(self, wire: Wire, side: int, process: Process) -> None:
+        self.wire, self.side, self.process = wire, side, process
+        self.is_open = True
+        self.on_frame: Callable[[Any], None] = lambda frame: None
+        self.on_closed: Callable[[str], None] = lambda reason: None
+        self.arrives_after = 0.0
+        self.stalled: list[tuple[object, int]] = []
+
+    @property
+    def peer(self) -> End:
+        return self.wire.ends[1 - self.side]
+
+    def send(self, frame: object, size: int) -> None:
+        if self.is_open and not self.process.has_ended:
+            self.wire.wires.send(self, frame, size + FRAME_BYTES)
+
+    def close(self, reason: str = "closed") -> None:
+        """This process is done with it; the other end hears of it behind what was sent."""
+        self.wire.wires.close(self, reason)
+
+
+class Wire:
+    """`caller_pair`, `caller_port`: what the caller showed, and the port that its system gave it."""
+
+    def __init__(
+        self, wires: Wires, client: Process, server: Process, pair: tuple[bytes, bytes] | None, port: int
+    ) -> None:
+        self.wires, self.caller_pair, self.caller_port = wires, pair, port
+        self.number = wires.counts["connections"]
+        self.ends = (End(self, 0, client), End(self, 1, server))
+
+
+Tap = Callable[[End, Any], None]
+
+
+class Wires:
+    """`taps` see every frame at the moment at which it is sent."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop, self._rng = loop, rng
+        self.loss = 0.0
+        self.jitter_s = 0.004
+        self.counts: Counter[str] = Counter()
+        self.taps: list[Tap] = []
+        self.names: dict[str, str] = {}  # by address
+        self.shown: dict[tuple[str, int], Shown] = {}
+        self._ports = 0
+        self._blocks: Counter[tuple[str, str]] = Counter()
+        self._wires: dict[Wire, None] = {}
+        self._listeners: dict[tuple[str, int], tuple[Process, Callable[[End], None]]] = {}
+
+    def after(self, delay_s: float, act: Callable[[], None], process: Process | None = None) -> None:
+        """In the context of `process`, so that it waits while that is frozen; None: the network's own."""
+        context = process.context if process is not None else _NOBODY
+        self.loop.call_later(max(0.0, delay_s), act, context=context)
+
+    # ---- connecting
+
+    def listen(self, process: Process, port: int, accept: Callable[[End], None]) -> bool:
+        """False where another process that lives has the port."""
+        key = (process.machine.host, port)
+        held = self._listeners.get(key)
+        if held is not None and not held[0].has_ended:
+            return False
+        self._listeners[key] = (process, accept)
+        return True
+
+    def stop_listening(self, process: Process, port: int) -> None:
+        key = (process.machine.host, port)
+        if key in self._listeners and self._listeners[key][0] is process:
+            del self._listeners[key]
+
+    def listener(self, host: str, port: int) -> tuple[Process, Callable[[End], None]] | None:
+        found = self._listeners.get((host, port))
+        return found if found is not None and not found[0].has_ended else None
+
+    def reach(
+        self, client: Process, host: str, port: int, opened: Callable[[Process | None], None], give_up_s: float
+    ) -> None:
+        """Tells `opened` of the process that answers there, a round trip later; of None when nobody listens, or after a while."""
+        until = self.loop.time() + give_up_s
+        is_told = False
+
+        def tell(server: Process | None) -> None:
+            nonlocal is_told
+            if not is_told and not client.has_ended:
+                is_told = True
+                opened(server)
+
+        def knock() -> None:
+            if is_told or client.has_ended:
+                return
+            found = self.listener(host, port)
+            server = found[0] if found is not None else None
+            name = server.name if server is not None else self._name_at(host)
+            if name is None or self.is_blocked(client.name, name) or self.is_blocked(name, client.name):
+                if self.loop.time() < until:
+                    self.after(KNOCK_AGAIN_S, knock)
+            elif server is None:
+                self.after(client.machine.link.rtt_s / 2, lambda: tell(None), client)  # refused by its system
+            elif server.is_frozen:
+                if self.loop.time() < until:
+                    self.after(KNOCK_AGAIN_S, knock)
+            else:
+                self.after(2 * self._one_way_s(client, server), lambda: tell(server), client)
+
+        self.after(give_up_s, lambda: tell(None), client)
+        knock()
+
+    def _name_at(self, host: str) -> str | None:
+        return self.names.get(host)
+
+    def connect(self, client: Process, host: str, port: int, pair: tuple[bytes, bytes] | None) -> End | None:
+        """None where nobody listens any more."""
+        found = self.listener(host, port)
+        if found is None or client.has_ended:
+            return None
+        server, accept = found
+        self._ports = self._ports % 20_000 + 1
+        wire = Wire(self, client, server, pair, 40_000 + self._ports)
+        self._wires[wire] = None
+        self.counts["connections"] += 1
+        server.context.copy().run(accept, wire.ends[1])
+        return wire.ends[0]
+
+    # ---- sending
+
+    def _one_way_s(self, first: Process, second: Process) -> float:
+        return (first.machine.link.rtt_s + second.machine.link.rtt_s) / 4
+
+    def send(self, end: End, frame: object, size: int) -> None:
+        sender, receiver = end.process, end.peer.process
+        if end.stalled or self.is_blocked(sender.name, receiver.name):
+            end.stalled.append((frame, size))
+            return
+        for tap in self.taps:
+            tap(end, frame)
+        now, mine, theirs = self.loop.time(), sender.machine.link, receiver.machine.link
+        mine.up_free_at = max(now, mine.up_free_at) + size / (mine.up * mine.clog)
+        arrives_at = mine.up_free_at + self._one_way_s(sender, receiver) + self.jitter_s * self._rng.random()
+        if self.loss and self._rng.random() < self.loss:
+            self.counts["packets lost"] += 1
+            arrives_at += max(0.2, mine.rtt_s) * self._rng.uniform(1.0, 4.0)
+        theirs.down_free_at = max(arrives_at, theirs.down_free_at + size / (theirs.down * theirs.clog))
+        end.arrives_after = max(theirs.down_free_at, end.arrives_after + 1e-7)
+        self.counts["messages"] += 1
+        peer = end.peer
+        self.loop.call_at(end.arrives_after, self._arrive, peer, frame, context=receiver.context)
+
+    def backlog_s(self, end: End) -> float:
+        """How long what was sent already takes to leave this machine."""
+        return max(0.0, end.process.machine.link.up_free_at - self.loop.time())
+
+    def _arrive(self, end: End, frame: object) -> None:
+        if end.is_open and not end.process.has_ended:
+            self.counts["messages read after their sender gave the connection up"] += not end.peer.is_open
+            end.on_frame(frame)
+
+    # ---- ending
+
+    def close(self, end: End, reason: str) -> None:
+        if not end.is_open:
+            return
+        end.is_open = False
+        is_flushed = self._rng.random() < 0.5  # else the other end hears of the end before it reads what was under way
+        wait_s = self._one_way_s(end.process, end.peer.process)
+        if is_flushed:
+            wait_s = max(wait_s, end.arrives_after - self.loop.time() + 1e-7)
+        if self.is_blocked(end.process.name, end.peer.process.name):
+            wait_s = KEEPALIVE_S
+        self._tell_closed(end.peer, reason, wait_s)
+        self._wires.pop(end.wire, None) if not end.peer.is_open else None
+
+    def _tell_closed(self, end: End, reason: str, wait_s: float) -> None:
+        def tell() -> None:
+            if end.is_open and not end.process.has_ended:
+                end.is_open = False
+                end.on_closed(reason)
+
+        def forget() -> None:
+            if not end.peer.is_open:
+                self._wires.pop(end.wire, None)
+
+        self.after(wait_s, tell, end.process)
+        self.after(wait_s, forget)
+
+    def process_ended(self, process: Process) -> None:
+        """Its sockets are closed by its system."""
+        for end in self._ends_of(process):
+            end.is_open = True
+            self.close(end, f"{process.name} is gone")
+        for key in [key for key, held in self._listeners.items() if held[0] is process]:
+            del self._listeners[key]
+
+    def cut(self, first: str, second: str) -> int:
+        """Breaks the wires between two machines; the ends notice it at different times."""
+        broken = [w for w in self._wires if {w.ends[0].process.name, w.ends[1].process.name} == {first, second}]
+        for wire in broken:
+            for end in wire.ends:
+                self._tell_closed(end, "the connection broke", self._rng.choice((0.0, self._rng.uniform(0.0, 8.0))))
+        return len(broken)
+
+    def _ends_of(self, process: Process) -> list[End]:
+        return [end for wire in list(self._wires) for end in wire.ends if end.process is process and end.is_open]
+
+    # ---- faults
+
+    def is_blocked(self, sender: str, receiver: str) -> bool:
+        return self._blocks[(sender, receiver)] > 0
+
+    def block(self, sender: str, receiver: str) -> None:
+        """Nothing goes from one machine to the other any more."""
+        self._blocks[(sender, receiver)] += 1
+        self.after(KEEPALIVE_S, lambda: self._give_up(sender, receiver))
+
+    def unblock(self, sender: str, receiver: str) -> None:
+        self._blocks[(sender, receiver)] -= 1
+        if self.is_blocked(sender, receiver):
+            return
+        for wire in list(self._wires):
+            for end in wire.ends:
+                if (end.process.name, end.peer.process.name) == (sender, receiver) and end.is_open:
+                    stalled, end.stalled = end.stalled, []
+                    for frame, size in stalled:
+                        self.send(end, frame, size)
+
+    def _give_up(self, sender: str, receiver: str) -> None:
+        if self.is_blocked(sender, receiver):
+            self.cut(sender, receiver)
+
+    def freeze(self, process: Process) -> None:
+        """The process is stopped: whoever talks to it notices after a while."""
+        process.is_frozen = True
+
+        def notice() -> None:
+            if process.is_frozen and not process.has_ended:
+                for end in self._ends_of(process):
+                    self._tell_closed(end.peer, f"{process.name} does not answer", self._rng.uniform(0.0, 2.0))
+                    self._tell_closed(end, "the other side gave up", 0.0)
+
+        self.after(KEEPALIVE_S, notice)
+
+
+_NOBODY = contextvars.Context()

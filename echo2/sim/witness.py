@@ -1,0 +1,136 @@
+"""What the checkers see of the virtual world: every message on the wires, every transaction kept, every step trained.
+
+Guarantees: no daemon is asked for its word where a message or a file can be looked at; a `Violation` is noted with the
+moment at which it happened. Leaves to others: what must hold (checkers).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version
+from echo2.base.rollout import Verdict
+from echo2.coordinator.saved import Changes
+from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.history import Dropped, Record
+from echo2.sim.checkers import Truth, Violation
+from echo2.sim.process import Process
+from echo2.sim.wires import End
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2
+from echo2.wire.rollout import segments_from_report, verdicts_from_message
+
+_SAID: dict[tuple[str, int], type[Message]] = {
+    ("/echo2.v1.Coordinator/WorkerSession", 0): coordinator_pb2.WorkerMessage,
+    ("/echo2.v1.Coordinator/WorkerSession", 1): coordinator_pb2.WorkerOrder,
+    ("/echo2.v1.Coordinator/LearnerSession", 0): coordinator_pb2.LearnerMessage,
+    ("/echo2.v1.Coordinator/LearnerSession", 1): coordinator_pb2.LearnerOrder,
+    ("/echo2.v1.Ingest/Report", 0): ingest_pb2.RolloutReport,
+    ("/echo2.v1.Ingest/Report", 1): ingest_pb2.RolloutVerdict,
+}
+"""By method and side: 0 calls, 1 serves."""
+
+
+class Witness:
+    """`failed` is called with the first violation."""
+
+    def __init__(self, truth: Truth, failed: Callable[[Violation], None], trace: Callable[[str, str], None]) -> None:
+        self.truth, self._failed, self._trace = truth, failed, trace
+        self.counts: Counter[str] = Counter()
+        self.kept_leases: set[tuple[LeaseId, int]] = set()  # ever, with their attempt
+        self.run_fingerprints: dict[Version, str] = {}
+        self.batcher: Batcher | None = None
+        self._methods: dict[tuple[int, int], str] = {}
+
+    def _judge(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Violation as violation:
+            self._failed(violation)
+
+    # ---- the wires
+
+    def tap(self, end: End, frame: Any) -> None:
+        """Every frame, as it leaves its sender."""
+        number, kind, payload = frame
+        key = (end.wire.number, number)
+        if kind == "open":
+            self._methods[key] = payload[0]
+        text = payload.hex() if isinstance(payload, bytes) else str(payload[0]) if isinstance(payload, tuple) else ""
+        self._trace(end.process.name, f"{end.peer.process.name} {number} {kind} {text}")
+        if kind != "message":
+            return
+        kind_of = _SAID.get((self._methods.get(key, ""), end.side))
+        if kind_of is not None:
+            message = kind_of.FromString(payload)
+            self._judge(lambda: self._said(end.process, end.peer.process, message))
+
+    def _said(self, sender: Process, receiver: Process, message: Any) -> None:
+        match message:
+            case coordinator_pb2.WorkerMessage():
+                if message.HasField("heartbeat"):
+                    self._beat(sender.name, message.heartbeat)
+            case coordinator_pb2.WorkerOrder():
+                if message.HasField("lease_grant"):
+                    self._granted(message.lease_grant)
+            case coordinator_pb2.LearnerMessage():
+                self._learner_said(message)
+            case ingest_pb2.RolloutReport():
+                self.truth.reported(sender.name, segments_from_report(message))
+            case ingest_pb2.RolloutVerdict():
+                self._judged(message)
+
+    def _beat(self, who: str, beat: coordinator_pb2.Heartbeat) -> None:
+        if beat.has_version and who not in self.truth.liars:
+            expected = self.run_fingerprints.get(Version(beat.version))
+            holds = beat.fingerprint == expected
+            self.truth.holds(3, holds, f"{who} is at version {beat.version} with {beat.fingerprint}, not {expected}")
+
+    def _granted(self, grant: coordinator_pb2.LeaseGrant) -> None:
+        ticket = grant.ticket
+        self.counts["leases granted"] += not grant.is_renewal
+        is_kept = (LeaseId(ticket.lease_id), ticket.attempt) in self.kept_leases
+        self.truth.holds(5, is_kept, f"lease {ticket.lease_id} is told before it is kept")
+        if ticket.worker_peer_id in self.truth.liar_ids:
+            self.truth.tainted.add(GroupId(ticket.group_id))
+
+    def _learner_said(self, message: coordinator_pb2.LearnerMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "accused":
+                self.truth.accused(PeerId(message.accused.peer_id), message.accused.reason)
+            case "published":
+                kind = "keyframes" if not message.published.has_parent else "deltas"
+                self.counts[f"{kind} published"] += 1
+
+    def _judged(self, message: ingest_pb2.RolloutVerdict) -> None:
+        for verdict in verdicts_from_message(message):
+            self.counts[f"segments answered: {verdict.verdict.value}"] += 1
+            if verdict.verdict is Verdict.ADMITTED:
+                self.truth.acknowledged(verdict.group_id, verdict.index)
+
+    # ---- what daemons keep and train
+
+    def kept(self, changes: Changes) -> None:
+        """The coordinator's store has it now."""
+        self.kept_leases.update((lease.lease_id, lease.attempt) for lease in changes.leases)
+
+    def trained(self, process: Process, batch: Batch, fingerprint: int) -> None:
+        if not process.has_ended:
+            self._judge(lambda: self.truth.trained(batch, fingerprint))
+
+    def learner_prepared(self, process: Process, batcher: Batcher) -> None:
+        """A learner stands where it stood."""
+        if process.has_ended:
+            return
+        self.batcher = batcher
+        for closure in batcher.closures:  # grown stale meanwhile; told and noted at the first settling
+            self.truth.dropped(closure.group_id, closure.reason)
+        self._judge(lambda: self.truth.learner_restored(batcher, batcher.next_step))
+
+    def noted(self, process: Process, record: Record) -> None:
+        """The learner's journal was given it."""
+        if isinstance(record, Dropped) and not process.has_ended:
+            self.truth.dropped(record.group_id, "closed untrained")

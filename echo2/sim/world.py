@@ -1,0 +1,428 @@
+"""The whole of echo2 in one process: the real coordinator, learner and worker daemons in a virtual world, from a seed.
+
+`World(Scene.of(seed)).run()` gives an `Outcome`. Guarantees: same seed, same events in the same order (`Outcome.digest`),
+under any hash seed. Machines live longer than processes: one that ends is started again by whoever looks after the
+machine, on the same disk or another. Leaves to others: what goes wrong (storm), what must hold (witness, checkers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import shutil
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echo2.base.errors import EchoError
+from echo2.base.ids import RunId, Version
+from echo2.base.rng import derived_rng
+from echo2.base.rollout import SamplingParams
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.learner.history import Record
+from echo2.learner.runtime.daemon import LearnerDaemon
+from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TrainerOptions
+from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.startup import Prepared, prepare_with
+from echo2.outside import here
+from echo2.sim.checkers import Truth, Violation
+from echo2.sim.made_up_engine import EngineFaults
+from echo2.sim.memory_net import MemoryNet
+from echo2.sim.process import Process, VirtualMachine
+from echo2.sim.scene import Scene
+from echo2.sim.story import Story
+from echo2.sim.tiny_model import base_weights, copied, fingerprint_of
+from echo2.sim.tiny_trainer import TinyTrainer, tiny_source
+from echo2.sim.virtual_files import VirtualDisk
+from echo2.sim.virtual_loop import VirtualLoop
+from echo2.sim.wires import AccessLink, Wires
+from echo2.sim.witness import Witness
+from echo2.sim.world_parts import NoPage, VirtualEngines, WatchedStore
+from echo2.weights.fingerprint import fingerprint, key_of_run
+from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.daemon import WorkerDaemon
+
+RUN = RunId("simulated")
+STEPS_MAX = 100_000
+MBIT = 125_000.0
+LOOK_S = 5.0
+PROGRESS_STEPS = 3
+PROGRESS_S = 400.0
+CATCH_UP_S = 150.0
+RESTART_S = 3.0
+LEARNER_PORT, WORKER_PORT = 9100, 9000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`failure` is empty when everything held."""
+
+    seed: int
+    digest: str
+    failure: str
+    invariant: int
+    steps: int
+    version: Version
+    virtual_s: float
+    faults: Counter[str]
+    checks: Counter[int]
+    restarts: Counter[str]
+    story: tuple[str, ...] = field(repr=False, default=())
+
+
+@dataclass(slots=True)
+class WorkerTraits:
+    """What a worker's machine is like."""
+
+    slot_count: int
+    step_s: float
+    price: float
+    faults: EngineFaults = field(default_factory=EngineFaults)
+
+
+Daemon = CoordinatorDaemon | LearnerDaemon | WorkerDaemon
+
+
+class World:
+    """One run. `daemons` are those that live."""
+
+    def __init__(self, scene: Scene, workers: int | None = None) -> None:
+        self.scene = scene
+        self.loop = VirtualLoop()
+        self.root = Path(tempfile.mkdtemp(prefix="echo2-sim-", dir=_fast_folder()))
+        self.story = Story(self.loop.time, self.root.name)
+        self.truth = Truth(scene.staleness_bound)
+        self.wires = Wires(self.loop, derived_rng(scene.seed, "network"))
+        self.failure: Violation | None = None
+        self.witness = Witness(self.truth, self._failed, self.story.trace)
+        self.wires.taps.append(self.witness.tap)
+        self.rng: random.Random = derived_rng(scene.seed, "cluster")
+        self.faults: Counter[str] = Counter()
+        self.restarts: Counter[str] = Counter()
+        self.machines: dict[str, VirtualMachine] = {}
+        self.traits: dict[str, WorkerTraits] = {}
+        self.daemons: dict[str, Daemon] = {}
+        self.gone: set[str] = set()
+        self.join_links: dict[str, str] = {}
+        self._key = key_of_run(RUN)
+        self.train_s = scene.train_s
+        for name, up, down, rtt_s in (("coordinator", 400, 400, 0.02), ("learner", 200, 400, 0.04)):
+            self._add_machine(name, AccessLink(up * MBIT, down * MBIT, rtt_s))
+        for _ in range(workers or self.rng.randint(2, 4)):
+            self.add_worker()
+
+    # ---- machines
+
+    def _add_machine(self, name: str, link: AccessLink) -> VirtualMachine:
+        host = f"127.1.0.{len(self.machines) + 1}"
+        machine = VirtualMachine(name, host, link, VirtualDisk(self.root / name), self.scene.seed)
+        self.machines[name] = machine
+        self.wires.names[host] = name
+        return machine
+
+    def add_worker(self) -> str:
+        """One more machine; its process is started by `start`."""
+        name = f"w{len(self.traits)}"
+        rng = derived_rng(self.scene.seed, "machine", name)
+        up = rng.choice((50, 100, 200)) * MBIT
+        self._add_machine(name, AccessLink(up, 2 * up, rng.choice((0.02, 0.08, 0.16))))
+        self.traits[name] = WorkerTraits(rng.choice((4, 8, 12)), rng.uniform(0.1, 0.3), rng.uniform(0.2, 2.0))
+        return name
+
+    @property
+    def workers(self) -> list[str]:
+        """Machines that are still there."""
+        return [name for name in self.traits if name not in self.gone]
+
+    def is_up(self, name: str) -> bool:
+        process = self.machines[name].process
+        return process is not None and not process.has_ended
+
+    # ---- processes
+
+    def start(self, name: str) -> None:
+        if self.is_up(name) or name in self.gone or self.failure is not None:
+            return
+        machine = self.machines[name]
+        machine.process = process = Process(machine, self.loop, lambda p: MemoryNet(p, self.wires, self._broke))
+        self.story.tell(name, "starts")
+        task = process.context.run(lambda: self.loop.create_task(self._life(name, process)))
+        task.add_done_callback(lambda done: self._ended(name, process, done))
+
+    async def _life(self, name: str, process: Process) -> None:
+        daemon = self.daemons[name] = self._daemon(name, process)
+        await daemon.run()
+
+    def _daemon(self, name: str, process: Process) -> Daemon:
+        if name == "coordinator":
+            return CoordinatorDaemon(self._coordinator_options(process), NoPage, WatchedStore.opener(self.witness.kept))
+        if name == "learner":
+            return LearnerDaemon(self._learner_options(process), make_prepared=self._preparer(process))
+        traits = self.traits[name]
+        engines = VirtualEngines(self.scene.sampler, traits.slot_count, traits.step_s, traits.faults)
+        return WorkerDaemon(self._worker_options(name, process), engines=engines)
+
+    def _coordinator_options(self, process: Process) -> CoordinatorOptions:
+        scene = self.scene
+        return CoordinatorOptions(
+            RUN, process.machine.disk.folder, staleness_bound=scene.staleness_bound, host=process.machine.host,
+            heartbeat_interval_s=scene.heartbeat_s, suspect_after_s=scene.suspect_after_s,
+            gone_after_s=scene.gone_after_s, lease_timeout_s=scene.lease_timeout_s,
+            report_interval_s=scene.report_interval_s, plan_interval_s=scene.plan_interval_s,
+        )  # fmt: skip
+
+    def _learner_options(self, process: Process) -> LearnerOptions:
+        scene, host = self.scene, process.machine.host
+        return LearnerOptions(
+            process.machine.disk.folder / "run", RUN, STEPS_MAX, scene.groups_per_step * scene.rollouts_per_group,
+            scene.rollouts_per_group, scene.staleness_bound, TrainerOptions("tiny"),
+            sampling=SamplingParams(max_new_tokens=scene.max_new_tokens), evaluation=EvaluationOptions(0),
+            checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
+            host=host, port=LEARNER_PORT, advertise=f"{host}:{LEARNER_PORT}", join_link=self.join_link("learner"),
+            drops_equal_rewards=scene.drops_equal_rewards, keyframe_chain_max=scene.keyframe_chain_max,
+        )  # fmt: skip
+
+    def _worker_options(self, name: str, process: Process) -> WorkerOptions:
+        host = process.machine.host
+        return WorkerOptions(
+            self.join_link("worker"), process.machine.disk.folder / "worker", name, EngineChoice.EMBEDDED,
+            price_usd_per_hour=self.traits[name].price, listen_host=host, listen_port=WORKER_PORT,
+            advertised_addresses=(f"{host}:{WORKER_PORT}",), swap_mode=self.scene.swap_mode, seed=self.scene.seed,
+        )  # fmt: skip
+
+    def join_link(self, role: str) -> str:
+        """As its operator passes it on."""
+        return self.join_links[role]
+
+    def _preparer(self, process: Process) -> Callable[[LearnerOptions, RunFolder], Prepared]:
+        def make(options: LearnerOptions, folder: RunFolder) -> Prepared:
+            scene, weights = self.scene, base_weights(self.scene.seed)
+            self.truth.published(Version(0), fingerprint_of(weights))
+            self.witness.run_fingerprints[Version(0)] = f"{fingerprint(weights, self._key):016x}"
+            trainer = _WatchedTrainer(self, process)
+            prepared = prepare_with(trainer, options, folder, tiny_source(scene.seed, scene.turns, scene.reward_fails))
+            append = prepared.journal.append
+
+            def watched(record: Record) -> None:
+                append(record)
+                self.witness.noted(process, record)
+
+            prepared.journal.append = watched  # type: ignore[method-assign]
+            self.witness.learner_prepared(process, prepared.batcher)
+            return prepared
+
+        return make
+
+    def _ended(self, name: str, process: Process, done: asyncio.Task[None]) -> None:
+        if process.has_ended:
+            return  # it was killed
+        error = None if done.cancelled() else done.exception()
+        text = f"{type(error).__name__}: {error}" if error is not None else "in order"
+        self.story.tell(name, f"ends: {text}")
+        if error is not None and not isinstance(error, EchoError):
+            self._broke(name, error)
+        self.restarts[f"{name.rstrip('0123456789')} {type(error).__name__ if error else 'ended'}"] += 1
+        self._bury(name, process)
+        if error is not None:
+            self.after(RESTART_S, lambda: self.start(name))
+
+    def kill(self, name: str) -> bool:
+        """As by SIGKILL; False where nothing runs there."""
+        process = self.machines[name].process
+        if process is None or process.has_ended:
+            return False
+        self._bury(name, process)
+        return True
+
+    def _bury(self, name: str, process: Process) -> None:
+        process.machine.disk.crash()
+        self.wires.process_ended(process)
+        self.daemons.pop(name, None)
+        process.end()
+
+    def _broke(self, name: str, error: BaseException) -> None:
+        """A daemon raised what no daemon should."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name}:{where.lineno}"
+        self._failed(Violation(5, f"{name}: {type(error).__name__} in {where.name} ({at}): {error}"))
+
+    def _failed(self, violation: Violation) -> None:
+        if self.failure is None:
+            self.failure = violation
+            self.story.tell("checker", str(violation))
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.wires.after(delay_s, act)
+
+    # ---- the run
+
+    def run(self, faults_until_s: float = 0.0) -> Outcome:
+        """Starts everything, lets faults happen, lets them stop, waits for progress and for the newest version."""
+        with _heard(self), _as_running(self.loop):
+            try:
+                self.loop.run_until_complete(self._play(faults_until_s))
+                error = next(iter(self.loop.errors), "")
+                if error and self.failure is None:
+                    self._failed(Violation(5, error))
+            finally:
+                self._finish()
+        failure, invariant = (str(self.failure), self.failure.invariant) if self.failure is not None else ("", 0)
+        return Outcome(
+            self.scene.seed, self.story.digest, failure, invariant, self.truth.step,
+            max(self.witness.run_fingerprints, default=Version(0)), self.loop.time(),
+            self.faults + self.wires.counts + self.witness.counts, self.truth.checks, self.restarts,
+            tuple(self.story.lines()),
+        )  # fmt: skip
+
+    def _finish(self) -> None:
+        for name in list(self.machines):
+            process = self.machines[name].process
+            if process is not None and not process.has_ended:
+                process.end()
+        self.loop.forgets_errors = True
+        with contextlib.suppress(RuntimeError):
+            self.loop.run_until_complete(_all_ended(self.loop))
+        self.loop.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    async def _play(self, faults_until_s: float) -> None:
+        self.start("coordinator")
+        await self._until(lambda: bool(self._links_written()), 30.0)
+        for delay_s, name in enumerate(("learner", *self.workers)):
+            self.after(0.2 * delay_s, lambda name=name: self.start(name))  # type: ignore[misc]
+        self.after(LOOK_S, self._look)
+        while self.loop.time() < faults_until_s and self.failure is None:
+            await asyncio.sleep(1.0)
+        await self._await_progress()
+        await self._await_newest()
+
+    def _links_written(self) -> dict[str, str]:
+        folder = self.machines["coordinator"].disk.folder / "links"
+        for role in ("worker", "learner"):
+            if (path := folder / f"{role}.link").exists():
+                self.join_links[role] = path.read_text().strip()
+        return self.join_links if len(self.join_links) == 2 else {}
+
+    async def _until(self, holds: Callable[[], bool], limit_s: float) -> bool:
+        until = self.loop.time() + limit_s
+        while not holds() and self.loop.time() < until and self.failure is None:
+            await asyncio.sleep(0.5)
+        return holds() or self.failure is not None
+
+    async def _await_progress(self) -> None:
+        wanted = self.truth.step + PROGRESS_STEPS
+        is_there = await self._until(lambda: self.truth.step >= wanted, PROGRESS_S)
+        self._check(
+            is_there, f"no {PROGRESS_STEPS} steps within {PROGRESS_S:.0f} s: at step {self.truth.step}, {self._waits()}"
+        )
+
+    async def _await_newest(self) -> None:
+        """Training stands still: every worker must be back and at the newest version, nothing admitted may be lost."""
+        self.train_s = 10_000.0
+        is_there = await self._until(lambda: not self._behind(), CATCH_UP_S)
+        self._check(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
+        if self.witness.batcher is not None:
+            self._judged(lambda: self.truth.nothing_is_lost(self.witness.batcher))  # type: ignore[arg-type]
+
+    def _check(self, holds: bool, text: str) -> None:
+        self._judged(lambda: self.truth.progress(holds, text))
+
+    def _judged(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Violation as violation:
+            self._failed(violation)
+
+    def _behind(self) -> list[str]:
+        learner = self.daemons.get("learner")
+        if not isinstance(learner, LearnerDaemon) or learner.loop is None:
+            return ["learner"]
+        newest = learner.loop.publisher.newest_version
+        return [name for name in self.workers if self._version_of(name) != newest]
+
+    def _version_of(self, name: str) -> Version | None:
+        daemon = self.daemons.get(name)
+        keeper = daemon.keeper if isinstance(daemon, WorkerDaemon) else None
+        return keeper.machine.live if keeper is not None else None
+
+    def _waits(self) -> str:
+        parts = []
+        for name, daemon in self.daemons.items():
+            if isinstance(daemon, WorkerDaemon):
+                parts.append(f"{name} waits for {daemon.waits.longest()[0] or 'nothing'}")
+            elif isinstance(daemon, LearnerDaemon):
+                parts.append(f"learner waits for {daemon.waits_for[0] or 'nothing'}")
+        return "; ".join(parts)
+
+    def _look(self) -> None:
+        """Every `LOOK_S`: nobody waits silently or without end."""
+        self.after(LOOK_S, self._look)
+
+
+class _WatchedTrainer(TinyTrainer):
+    """Tells the witness what is trained, while its process lives."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        super().__init__(world.scene.seed, lambda: world.train_s, self._note)
+        self._world, self._process = world, process
+
+    def _note(self, batch: Any, found: int) -> None:
+        world, version = self._world, Version(batch.step + 1)
+        if not self._process.has_ended:
+            world.truth.fingerprints.setdefault(version, found)
+            world.witness.run_fingerprints[version] = f"{fingerprint(copied(self._weights), world._key):016x}"
+        world.witness.trained(self._process, batch, found)
+
+
+class _Told(logging.Handler):
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.INFO)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        owner = here()
+        name = owner.name if isinstance(owner, Process) and not owner.has_ended else ""
+        if name:
+            self._world.story.tell(name, f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _heard(world: World) -> Iterator[None]:
+    """What daemons log goes into the story."""
+    root, handler = logging.getLogger("echo2"), _Told(world)
+    before = (root.level, root.propagate, root.handlers[:])
+    root.setLevel(logging.INFO)
+    root.propagate, root.handlers[:] = False, [handler]
+    try:
+        yield
+    finally:
+        root.setLevel(before[0])
+        root.propagate, root.handlers[:] = before[1], before[2]
+
+
+@contextlib.contextmanager
+def _as_running(loop: VirtualLoop) -> Iterator[None]:
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+
+
+async def _all_ended(loop: VirtualLoop) -> None:
+    for _ in range(60):
+        for task in asyncio.all_tasks(loop):
+            if task is not asyncio.current_task():
+                task.cancel()
+        await asyncio.sleep(0.5)
+
+
+def _fast_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,0 +1,112 @@
+"""What daemons are handed in the virtual world in place of a page, a database's watcher, a machine and its engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from echo2.base.errors import DiskFull
+from echo2.base.ids import RunId
+from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.store import SqlStore
+from echo2.coordinator.saved import Changes, SavedState
+from echo2.cost_model.sizing import Fit
+from echo2.outside import here
+from echo2.sim.made_up_engine import CONTEXT_TOKENS, EngineFaults, MadeUpEngine
+from echo2.sim.tiny_model import Sampler
+from echo2.trust.runtime.tls import Credentials
+from echo2.worker.engine import Engine
+from echo2.worker.findings import Finding
+from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.machine import Machine
+
+GIB = 1 << 30
+
+
+class NoPage:
+    """Nobody looks."""
+
+    url = address = "http://nowhere/"
+    token_file: Path | None = None
+
+    def __init__(self, host: str, port: int) -> None:
+        self.port = port
+        self._stopped = asyncio.Event()
+
+    def page(self, commands: Commands, folder: Path, keys: Credentials) -> NoPage:
+        return self
+
+    def close(self) -> None:
+        pass
+
+    async def run(self) -> None:
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class WatchedStore:
+    """The real store; `kept` hears of what it holds once it holds it."""
+
+    def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[Changes], None]) -> None:
+        self._store, self._kept = SqlStore(url, run_id, mark), kept
+
+    @classmethod
+    def opener(cls, kept: Callable[[Changes], None]) -> Callable[[str, RunId, Path], WatchedStore]:
+        return lambda url, run_id, mark: cls(url, run_id, mark, kept)
+
+    def load(self) -> SavedState:
+        return self._store.load()
+
+    def write(self, changes: Changes) -> None:
+        if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
+            raise DiskFull("expected room for the coordinator's state")
+        self._store.write(changes)
+        self._kept(changes)
+
+    def prune(self, events_kept: int, samples_kept: int) -> None:
+        self._store.prune(events_kept, samples_kept)
+
+    def checkpoint(self) -> None:
+        self._store.checkpoint()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class VirtualEngines:
+    """`Engines` of a virtual machine."""
+
+    def __init__(self, sampler: Sampler, slot_count: int, step_s: float, faults: EngineFaults) -> None:
+        self._sampler, self._slot_count, self._step_s, self._faults = sampler, slot_count, step_s, faults
+
+    def look(self, folder: Path) -> Machine:
+        return Machine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return GIB, 8 * GIB
+
+    def warm_up(self, choice: EngineChoice) -> None:
+        pass
+
+    def fit(
+        self,
+        choice: EngineChoice,
+        config: dict[str, object],
+        options: WorkerOptions,
+        machine: Machine,
+        longest_tokens: int = 0,
+        published_bytes: int = 0,
+    ) -> Fit:
+        tokens = CONTEXT_TOKENS
+        return Fit(
+            1, 0, self._slot_count, tokens, self._slot_count * tokens, f"{self._slot_count} sequences as made up"
+        )
+
+    def make(self, choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
+        return MadeUpEngine(self._sampler, fit.sequences, self._step_s, self._faults, here().rng)
+
+    async def reach(self, addresses: list[str]) -> Finding:
+        return Finding("reach", "as virtual machines are reached", True)

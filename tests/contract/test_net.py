@@ -1,0 +1,260 @@
+"""One contract for both networks that daemons are handed: gRPC on TLS, and the simulator's wires."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from echo2.base.errors import PortBusy, TrustError, Unreachable
+from echo2.base.rng import derived_rng
+from echo2.outside import entered, here
+from echo2.sim.memory_net import MemoryNet
+from echo2.sim.process import Process, VirtualMachine
+from echo2.sim.virtual_files import VirtualDisk
+from echo2.sim.virtual_loop import VirtualLoop
+from echo2.sim.wires import AccessLink, Wires
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
+from echo2.trust.runtime.enrolling import check_coordinator
+
+SERVICE = "echo2.test.Net"
+EOF_: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+NOW = 1_700_000_000.0
+Play = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+def play_on_grpc(scene: Callable[[], Awaitable[None]], tmp_path: Any) -> None:
+    async def whole() -> None:
+        await scene()
+        await tls.calls_have_ended()
+
+    asyncio.run(whole())
+
+
+def play_on_wires(scene: Callable[[], Awaitable[None]], tmp_path: Any) -> None:
+    loop = VirtualLoop()
+    wires = Wires(loop, derived_rng(1, "network"))
+    broke: list[BaseException] = []
+    machine = VirtualMachine("one", "127.0.0.1", AccessLink(1e7, 1e7, 0.02), VirtualDisk(tmp_path / "disk"), 1)
+    wires.names[machine.host] = machine.name
+    process = Process(machine, loop, lambda owner: MemoryNet(owner, wires, lambda name, error: broke.append(error)))
+    try:
+        with entered(process):
+            loop.run_until_complete(scene())
+    finally:
+        loop.close()
+    assert not broke and not loop.errors
+
+
+@pytest.fixture(params=[play_on_grpc, play_on_wires], ids=["grpc", "wires"])
+def play(request: Any, tmp_path: Any) -> Play:
+    return lambda scene: request.param(scene, tmp_path)
+
+
+class Servicer:
+    """Says what came of its calls."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.reads = 0
+
+    async def double(self, request: bytes, context: Any) -> bytes:
+        if request == b"refused":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "nothing here")
+        if request == b"slow":
+            await asyncio.sleep(30.0)
+        return tls.peer_of(context).peer_id.encode() if request == b"who" else request * 2
+
+    async def echo(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            if request == b"refused":
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, "no more")
+            yield request
+
+    async def hold(self, _: AsyncIterator[bytes], context: Any) -> None:
+        """Reads one message, then no more."""
+        try:
+            await context.read()
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    def handlers(self) -> Any:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Double": grpc.unary_unary_rpc_method_handler(self.double),
+                "Echo": grpc.stream_stream_rpc_method_handler(self.echo),
+                "Hold": grpc.stream_stream_rpc_method_handler(self.hold),
+            },
+        )
+
+
+class Rig:
+    """A server of a run's coordinator, and a worker's channel to it."""
+
+    def __init__(self) -> None:
+        now = tls.unix_now()
+        self.authority = RunAuthority.create(Identity.generate(), "run", now)  # type: ignore[arg-type]
+        self.coordinator = tls.coordinator_credentials(self.authority, "127.0.0.1:0")
+        self.worker = self.member(self.authority)
+        self.servicer = Servicer()
+        self.server = here().net.server(())
+        self.server.add_generic_rpc_handlers((self.servicer.handlers(),))
+        self.port = here().net.listen(self.server, "127.0.0.1", 0, tls.server_credentials(self.coordinator))
+
+    def member(self, authority: RunAuthority) -> tls.Credentials:
+        key, identity = TlsKey.generate(), Identity.generate()
+        certificate = authority.issue(certificate_request(identity, key), Role.WORKER, tls.unix_now())
+        return tls.Credentials(
+            identity, key.to_pem(), certificate, self.authority.certificate_pem, authority.run_id,
+            self.authority.identity.peer_id, f"127.0.0.1:{0}",
+        )  # fmt: skip
+
+    def channel(self, credentials: tls.Credentials | None = None) -> Any:
+        own = credentials or self.worker
+        return tls.open_channel(f"127.0.0.1:{self.port}", self.authority.identity.peer_id, own)
+
+    async def __aenter__(self) -> Rig:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(None)
+
+
+def test_a_call_is_answered_refused_late_or_unknown(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig, rig.channel() as channel:
+            double = channel.unary_unary(f"/{SERVICE}/Double")
+            assert await double(b"ab") == b"abab"
+            assert await double(b"who") == rig.worker.peer_id.encode()
+            for request, code in (
+                (b"refused", grpc.StatusCode.NOT_FOUND),
+                (b"slow", grpc.StatusCode.DEADLINE_EXCEEDED),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await double(request, timeout=0.5)
+                assert raised.value.code() is code
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await channel.unary_unary(f"/{SERVICE}/Missing")(b"")
+            assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    play(scene)
+
+
+def test_a_stream_echoes_ends_in_order_and_is_refused_in_the_middle(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig, rig.channel() as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Echo")()
+            for number in range(5):
+                await call.write(bytes([number]))
+                assert await call.read() == bytes([number])
+            await call.done_writing()
+            assert await call.read() is EOF_
+            assert await call.code() is grpc.StatusCode.OK
+            call = channel.stream_stream(f"/{SERVICE}/Echo")()
+            await call.write(b"refused")
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call.read()
+            assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.PERMISSION_DENIED, "no more")
+            with pytest.raises(asyncio.InvalidStateError):
+                await call.write(b"more")
+
+    play(scene)
+
+
+def test_a_handler_whose_caller_goes_is_cancelled_and_the_caller_hears_nothing_more(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig, rig.channel() as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Hold")()
+            await call.write(b"x")
+            reading = asyncio.create_task(call.read())
+            await asyncio.sleep(0.3)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            await asyncio.wait_for(rig.servicer.cancelled.wait(), 5.0)
+
+    play(scene)
+
+
+def test_a_writer_waits_while_the_other_side_does_not_read(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig, rig.channel() as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Hold")()
+            taken = 0
+
+            async def write() -> None:
+                nonlocal taken
+                while True:
+                    await call.write(bytes(1 << 19))
+                    taken += 1
+
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(write(), 4.0)
+            assert 1 <= taken < 40, "bounded by the window"
+            call.cancel()
+
+    play(scene)
+
+
+def test_a_server_that_stops_ends_calls_and_further_ones_find_nobody(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig, rig.channel() as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Hold")()
+            await call.write(b"x")
+            await asyncio.sleep(0.3)
+            await rig.server.stop(None)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call.read()
+            assert raised.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            async with rig.channel() as another:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await another.unary_unary(f"/{SERVICE}/Double")(b"ab", timeout=3.0)
+                assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    play(scene)
+
+
+def test_strangers_and_wrong_servers_fail_the_handshake(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig:
+            others = RunAuthority.create(Identity.generate(), "other", tls.unix_now())  # type: ignore[arg-type]
+            for channel in (
+                rig.channel(rig.member(others)),
+                tls.open_channel(f"127.0.0.1:{rig.port}", rig.worker.peer_id, rig.worker),
+            ):
+                async with channel:
+                    with pytest.raises(grpc.aio.AioRpcError) as raised:
+                        await channel.unary_unary(f"/{SERVICE}/Double")(b"ab", timeout=3.0)
+                    assert raised.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    play(scene)
+
+
+def test_a_taken_port_is_named_and_a_certificate_can_be_looked_at(play: Play) -> None:
+    async def scene() -> None:
+        async with Rig() as rig:
+            with pytest.raises(PortBusy, match=str(rig.port)):
+                here().net.listen(here().net.server(()), "127.0.0.1", rig.port, tls.server_credentials(rig.coordinator))
+            enrolment = here().net.server(())
+            shown = tls.enrolment_server_credentials(rig.authority)
+            port = here().net.listen(enrolment, "127.0.0.1", 0, shown)
+            await enrolment.start()
+            link = JoinLink("127.0.0.1", port, rig.authority.identity.peer_id, "secret")
+            await asyncio.to_thread(check_coordinator, link, 5.0)
+            wrong = JoinLink("127.0.0.1", port, rig.worker.peer_id, "secret")
+            with pytest.raises(TrustError):
+                await asyncio.to_thread(check_coordinator, wrong, 5.0)
+            await enrolment.stop(None)
+            with pytest.raises(Unreachable):
+                await asyncio.to_thread(check_coordinator, link, 1.0)
+
+    play(scene)

@@ -1,0 +1,49 @@
+"""The real daemons in the virtual world: seeds with storms, the same trace under any hash seed, and what the wires give."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echo2.sim.scene import Scene
+from echo2.sim.storm import Fault, storm
+from echo2.sim.world import World
+from echo2.sim.world_run import outcome_of
+
+ROOT = Path(__file__).resolve().parents[3]
+SEEDS = (2, 9, 130)
+"""With storms; 9 has a long outage of the learner."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_everything_holds_through_a_storm(seed: int) -> None:
+    outcome = outcome_of(seed)
+    assert not outcome.failure, "\n".join([f"make sim SEED={seed}", *outcome.story[-40:], outcome.failure])
+    assert outcome.steps > 3 and outcome.version > 2
+    assert all(outcome.checks[invariant] for invariant in (1, 2, 3, 5, 6)), outcome.checks
+
+
+def test_calm_weather_trains_without_a_restart() -> None:
+    outcome = World(Scene.of(3)).run(40.0)
+    assert not outcome.failure and not outcome.restarts
+    assert outcome.faults["segments answered: admitted"] > 20
+    assert outcome.faults["keyframes published"] and outcome.faults["deltas published"]
+
+
+def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
+    text = "from echo2.sim.world_run import outcome_of; print(outcome_of(7).digest)"
+
+    def trace(hash_seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert trace("1") == outcome_of(7).digest + "\n"
+
+
+def test_storms_are_made_of_every_fault() -> None:
+    assert {one.fault for seed in range(40) for one in storm(seed, 3)} == set(Fault)
