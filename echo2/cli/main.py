@@ -98,7 +98,11 @@ def _add_demo(commands: Commands) -> None:
     demo = add_command(commands, "demo", _demo, "train a small model over three emulated rented machines", True)
     demo.add_argument("--name", help="names the run folder (default: demo-DATE-TIME)")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--steps", type=int, default=120)
+    demo.add_argument(
+        "--model", choices=["made", "smollm2"], default="made",
+        help="made: a tiny one, made here; smollm2: SmolLM2-135M-Instruct on sums as a chat, needs echo2[llm]",
+    )  # fmt: skip
+    demo.add_argument("--steps", type=int, default=0, help="0: as many as it takes to learn (default: 0)")
     demo.add_argument("--staleness", type=int, default=4, metavar="S", help="the staleness bound S")
     demo.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     demo.add_argument(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from echo2.cli.demo.llm import LINK_FACTOR, SETTINGS
 from echo2.cli.demo.model import ModelRecipe
 from echo2.config.load import load_config
 from echo2.config.run import RunConfig
@@ -46,12 +47,18 @@ class DemoOptions:
     staleness_bound: int = 4
     engine: str = "embedded"
     worker_python: str = sys.executable
+    model: str = "made"  # here, of a hundred thousand parameters; or smollm2, pretrained
     overrides: dict[str, str] = field(default_factory=dict)
 
     @property
     def workers(self) -> tuple[DemoWorker, ...]:
         """Two where each brings a vLLM: three of them start too slowly on a laptop."""
-        return WORKERS[:2] if self.engine == "vllm" else WORKERS
+        chosen = WORKERS[:2] if self.engine == "vllm" else WORKERS
+        return tuple(faster(worker) for worker in chosen) if self.is_llm else chosen
+
+    @property
+    def is_llm(self) -> bool:
+        return self.model == "smollm2"
 
 
 def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, ports: tuple[int, ...]) -> RunConfig:
@@ -80,7 +87,19 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
         "learner.port": str(ports[3]),
         **{f"broadcast.{name}": value for name, value in LEARNER_LINK.items()},
     }
+    if options.is_llm:
+        del dotted["task.args"]
+        dotted |= SETTINGS | {"broadcast.emulated_uplink": _faster(LEARNER_LINK["emulated_uplink"])}
     return load_config((), "local", dotted | options.overrides)
+
+
+def faster(worker: DemoWorker) -> DemoWorker:
+    """The same machine on a link for the versions of a pretrained model."""
+    return replace(worker, uplink=_faster(worker.uplink), downlink=_faster(worker.downlink))
+
+
+def _faster(rate: str) -> str:
+    return f"{LINK_FACTOR * int(rate.removesuffix('mbit/s'))}mbit/s"
 
 
 def commands(run_folder: Path, workers: Sequence[DemoWorker] = WORKERS) -> dict[str, list[str]]:

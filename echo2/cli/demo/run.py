@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.live import Live
 
 from echo2.base.errors import EchoError, IntegrityError, Unreachable
+from echo2.cli.demo import llm
 from echo2.cli.demo.launch import ChildFailed, Children, prepare_run_folder
 from echo2.cli.demo.model import ModelRecipe, cached_model_folder
 from echo2.cli.demo.plan import PORTS, DemoOptions, commands, demo_config, shown
@@ -34,7 +35,9 @@ from echo2.cli.operator import OperatorClient
 from echo2.config.load import to_toml
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
+STEPS = 120
 RUN_WITHIN_S = 900.0
+LLM_RUN_WITHIN_S = 3600.0
 LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 10.0
 FINAL_VERSION_WITHIN_S = 30.0
@@ -49,13 +52,16 @@ class Interrupted(EchoError):
 
 def run_demo(own: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """The whole demo; the exit code."""
+    if own.model == "smollm2":
+        llm.require_package()
     options = DemoOptions(
         name=own.name or time.strftime("demo-%Y%m%d-%H%M%S"),
         seed=own.seed,
-        steps=own.steps,
+        steps=own.steps or (llm.STEPS if own.model == "smollm2" else STEPS),
         staleness_bound=own.staleness,
         engine=own.engine,
         worker_python=own.worker_python,
+        model=own.model,
         overrides=dict(overrides),
     )
     return asyncio.run(_Demo(options, Console(), own.plain).run())
@@ -67,7 +73,8 @@ class _Demo:
         self.console = console
         self.is_plain = is_plain or not console.is_terminal
         self.recipe = ModelRecipe()
-        model_folder = cached_model_folder(CACHE.expanduser(), self.recipe)
+        cache = CACHE.expanduser()
+        model_folder = cache / llm.FOLDER if options.is_llm else cached_model_folder(cache, self.recipe)
         self.config = demo_config(options, model_folder, self.recipe, choose_ports(PORTS))
         self.run_folder = Path(self.config.run.folder) / self.config.run.name
         self.state = ScreenState(title=f"echo2 demo {self.config.run.name}")
@@ -106,8 +113,17 @@ class _Demo:
         folder = Path(self.config.model.path)
         if (folder / "config.json").exists():
             return
-        self.console.print("making the base model: a small Qwen3 taught the answer format only (once, then cached) …")
-        arguments = ["-m", "echo2.cli.demo.model", str(folder), "--recipe", json.dumps(asdict(self.recipe))]
+        if self.options.is_llm:
+            self.console.print(
+                "making the base model: SmolLM2-135M-Instruct in bf16 from its package (once, then cached) …"
+            )
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            arguments = ["-m", "echo2.cli.demo.llm", str(folder)]
+        else:
+            self.console.print(
+                "making the base model: a small Qwen3 taught the answer format only (once, then cached) …"
+            )
+            arguments = ["-m", "echo2.cli.demo.model", str(folder), "--recipe", json.dumps(asdict(self.recipe))]
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
         if await process.wait() != 0:
             raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
@@ -151,13 +167,14 @@ class _Demo:
 
     async def _watch(self, children: Children, operator: OperatorClient, live: Live | None) -> None:
         """Until the run is finished and every worker holds the final version."""
-        deadline = time.monotonic() + RUN_WITHIN_S
+        within_s = LLM_RUN_WITHIN_S if self.options.is_llm else RUN_WITHIN_S
+        deadline = time.monotonic() + within_s
         finished_at: float | None = None
         while True:
             children.raise_if_failed()
             if time.monotonic() > deadline:
                 raise Unreachable(
-                    f"learner: expected the end of the run within {RUN_WITHIN_S:.0f} s, but it stands at step "
+                    f"learner: expected the end of the run within {within_s:.0f} s, but it stands at step "
                     f"{self.state.status.learner.step if self.state.status else '?'}; logs in {self.run_folder / 'logs'}"
                 )
             with contextlib.suppress(Unreachable):  # the coordinator may be away for a while: that must not end a run

@@ -19,6 +19,7 @@ from echo2.tasks.procedural import DEFAULT_SIZE, ReasoningGym
 from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
 from echo2.tasks.runtime.verifiers_task import SIZE_MAX, VerifiersTask
 from echo2.tasks.sort_digits import SortDigits
+from echo2.tasks.sums import Sums
 from echo2.tasks.task import Task, TaskSpec
 from echo2.tasks.tools import CalculatorEnvironments
 
@@ -88,6 +89,10 @@ def _sort_digits(seed: int, digit_count: int = 5) -> Task:
     return SortDigits(digit_count)
 
 
+def _sums(seed: int, numbers: int = 10) -> Task:
+    return Sums(numbers)
+
+
 def _reasoning_gym(
     seed: int, dataset: str = "", size: int = DEFAULT_SIZE, options: Mapping[str, object] | None = None
 ) -> Task:
@@ -111,6 +116,7 @@ def _verifiers(seed: int, taskset: str = "", options: Mapping[str, object] | Non
 
 _BUILT_IN: Mapping[str, Callable[..., Task]] = {
     "sort_digits": _sort_digits,
+    "sums": _sums,
     "reasoning_gym": _reasoning_gym,
     "math": _math,
     "verifiers": _verifiers,

