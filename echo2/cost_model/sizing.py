@@ -29,6 +29,10 @@ CPU_CACHE_SHARE = 0.5
 FILL = 2
 """Sequences begin at different times, so on average half of each one's longest length is in use; a cache in blocks
 holds that many more."""
+ROUND_BYTES = 256 << 20
+"""Of a keyframe on its way through shared memory into an engine's processes, at a time; a larger tensor goes alone."""
+HANDOVER_SHARE, HANDOVER_BYTES = 1.3, 512 << 20
+"""What a worker needs of host memory and shared memory while it takes a keyframe, beside the engine's own weights."""
 SEQUENCES_MAX = 256
 SEQUENCES_CPU = 32
 SEQUENCES_CPU_MAX = 64
@@ -61,6 +65,11 @@ class ModelSize:
     @property
     def gpu_weight_bytes(self) -> int:
         return GPU_BYTES * self.parameters
+
+    @property
+    def round_bytes(self) -> int:
+        """Of shared memory, while a keyframe goes to an engine's processes."""
+        return max(ROUND_BYTES, GPU_BYTES * self.vocabulary * self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,11 @@ class Fit:
     def whole_sequences(self) -> int:
         """How many of the longest kind fit at once; the rest waits for room if all are so long."""
         return min(self.sequences, self.cache_tokens // self.sequence_tokens)
+
+
+def handover_bytes(published_bytes: int) -> int:
+    """Host memory and shared memory of a worker, beside its engine's own weights, while it takes a keyframe."""
+    return int(HANDOVER_SHARE * published_bytes) + HANDOVER_BYTES
 
 
 def longest_sequence(prompt_tokens_max: int, new_tokens_max: int, turns_max: int = 1) -> int:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
+from echo2.broadcast.room import store_bytes_min
+from echo2.cost_model.sizing import CPU_BYTES, ModelSize, handover_bytes
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding, reach_finding
 from echo2.worker.options import EngineChoice
 
@@ -43,6 +45,7 @@ class Machine:
     free_disk_bytes: int
     has_vllm: bool
     free_memory_bytes: int = 0
+    shared_memory_bytes: int = 1 << 62
 
     @property
     def gpu_text(self) -> str:
@@ -92,6 +95,7 @@ def look(folder: Path) -> Machine:
         free_disk_bytes=shutil.disk_usage(folder).free,
         has_vllm=importlib.util.find_spec("vllm") is not None,
         free_memory_bytes=memory_free_bytes(),
+        shared_memory_bytes=shared_memory_bytes(),
     )
 
 
@@ -162,20 +166,34 @@ def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:
     return choice
 
 
-def check_room(machine: Machine, model_bytes: int, folder: Path) -> None:
-    """ResourceError when the model cannot fit: host copy and live weights in memory, chunks on disk.
+def check_room(machine: Machine, size: ModelSize, published_bytes: int, folder: Path) -> None:
+    """ResourceError where a keyframe could not be taken: before anything is fetched.
 
-    The engine computes in float32 on a CPU (twice the published bytes), and the host keeps the published bytes.
+    Beside an engine on GPUs the host holds the published weights and what is on its way; the embedded engine's own weights
+    are host memory too, and what it leaves for its cache is another rule's (`cost_model.sizing`).
     """
-    needed = 3 * model_bytes if not machine.gpus else model_bytes
+    own = 0 if machine.gpus else CPU_BYTES * size.parameters
+    needed = own + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:
         raise ResourceError(
-            f"memory: expected {format_bytes(needed)} for a model of {format_bytes(model_bytes)}, "
+            f"memory: expected {format_bytes(needed)} while a keyframe of {format_bytes(published_bytes)} is taken, "
             f"this machine has {format_bytes(machine.memory_bytes)}"
         )
-    disk = DISK_BYTES_MIN + 2 * model_bytes
+    if machine.gpus and machine.shared_memory_bytes < size.round_bytes:
+        raise ResourceError(
+            f"/dev/shm: expected {format_bytes(size.round_bytes)} free, through which weights go to the engine, got "
+            f"{format_bytes(machine.shared_memory_bytes)}; free some, or give the container more (--shm-size)"
+        )
+    disk = DISK_BYTES_MIN + store_bytes_min(published_bytes)
     if disk > machine.free_disk_bytes:
         raise ResourceError(
             f"disk at {folder}: expected {format_bytes(disk)} free for chunks, "
             f"got {format_bytes(machine.free_disk_bytes)}"
         )
+
+
+def shared_memory_bytes() -> int:
+    """Free in /dev/shm; where there is none, temporary files are used, which are the disk's."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage("/dev/shm").free
+    return 1 << 62

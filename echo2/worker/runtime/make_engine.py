@@ -10,6 +10,7 @@ import importlib
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -67,9 +68,11 @@ def fit_engine(
     `published_bytes`: what the learner publishes; 0 where it does not say: the model in bf16.
     """
     size = model_size(config)
-    check_room(machine, published_bytes or size.gpu_weight_bytes, options.folder)
+    is_on_gpus = choice is EngineChoice.VLLM and bool(machine.gpus)
+    at_work = machine if is_on_gpus else replace(machine, gpus=())
+    check_room(at_work, size, published_bytes or size.gpu_weight_bytes, options.folder)
     run = RunLengths(longest_tokens, options.slot_count, options.context_tokens_max)
-    gpus = [gpu.memory_bytes for gpu in machine.gpus] if choice is EngineChoice.VLLM else []
+    gpus = [gpu.memory_bytes for gpu in at_work.gpus]
     weights = CpuWeights.INT8 if options.quantisation is Quantisation.INT8 else CpuWeights.FLOAT32
     return worker_fit(size, gpus, machine.memory_bytes, run, weights, published_bytes)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
+from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.worker.options import EngineChoice
 from echo2.worker.runtime.machine import (
     Gpu,
@@ -42,11 +43,18 @@ def test_vllm_is_chosen_where_there_is_a_gpu_and_vllm() -> None:
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_it_needs(tmp_path: Path) -> None:
-    check_room(BARE, 1 << 30, tmp_path)
-    with pytest.raises(ResourceError, match=r"memory: expected 12\.9 GB"):
-        check_room(BARE, 4 << 30, tmp_path)
+    size = built_in_models()["qwen3-0.6b"]
+    published = size.gpu_weight_bytes
+    check_room(BARE, size, published, tmp_path)
+    with pytest.raises(ResourceError, match=r"memory: expected 4\.5 GB while a keyframe of 1\.2 GB is taken"):
+        check_room(replace(BARE, memory_bytes=4 << 30), size, published, tmp_path)
+    check_room(
+        replace(WITH_GPUS, memory_bytes=4 << 30), size, published, tmp_path
+    )  # an engine's own weights are on the GPU
     with pytest.raises(ResourceError, match="disk at"):
-        check_room(replace(BARE, free_disk_bytes=1 << 30), 1 << 30, tmp_path)
+        check_room(replace(BARE, free_disk_bytes=1 << 30), size, published, tmp_path)
+    with pytest.raises(ResourceError, match=r"/dev/shm: expected 311\.2 MB free, .* got 67\.1 MB; .*--shm-size"):
+        check_room(replace(WITH_GPUS, shared_memory_bytes=64 << 20), size, published, tmp_path)
 
 
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:

@@ -135,13 +135,13 @@ class WorkerExtension:
             return f"error: {error}"
         return self._echo2_map.covers()
 
-    def echo2_apply(self, path: str, entries: list[Entry], is_base: bool) -> str:
-        """Applies the patches in the file, to be settled afterwards."""
+    def echo2_apply(self, path: str, entries: list[Entry], is_base: bool, goes_on: bool) -> str:
+        """Applies the patches in the file, to be settled afterwards. `goes_on`: they belong to the ones before."""
         held = self._echo2_base if is_base else self._echo2_map
         if held is None:
             return "error: expected a keyframe first, got a change"
         try:
-            held.apply(read_patches(Path(path), entries))
+            held.apply(read_patches(Path(path), entries), goes_on=goes_on)
         except EchoError as error:
             return f"error: {error}"
         return ""

@@ -1,5 +1,7 @@
 """The engine's side of vLLM's weights: what is published goes by shared memory to all of vLLM's processes.
 
+A keyframe goes in rounds of some tensors, so that shared memory holds a part of it only.
+
 Guarantees: an update reaches every process or none; the fingerprint is that of what all of them hold together; with an
 adapter, the base is in place and proven to be the learner's before anything else. Leaves to others: pausing generation,
 version labels (vllm.py), what happens inside the processes (vllm_extension.py).
@@ -8,15 +10,18 @@ version labels (vllm.py), what happens inside the processes (vllm_extension.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from echo2.base.errors import EngineError, VersionMismatch
+from echo2.base.errors import EngineError, ResourceError, VersionMismatch
+from echo2.base.units import format_bytes
+from echo2.cost_model.sizing import ROUND_BYTES
 from echo2.weights.elements import bits_of
 from echo2.weights.staged import StagedVersion, TensorUpdate
 from echo2.worker.runtime.engines.adapter import AdapterSpec
@@ -47,6 +52,7 @@ class VllmWeights:
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-patch-", dir=_shared_memory())
         self._path = Path(self._folder.name, "patch")
         self._entries: list[Entry] = []
+        self._is_written = False
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -56,8 +62,7 @@ class VllmWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
         ranks = joined(shapes, await self._answers("echo2_map", _listed(shapes), True))
         updates = [TensorUpdate(name, spec.dtype, shapes[name], None, bits_of(tensor)) for name, tensor in base.items()]
-        await asyncio.to_thread(self._write, updates)
-        await self._apply(is_base=True)
+        await self._apply(updates, is_base=True)
         await self.settle(is_kept=True, is_base=True)
         found = ranks.fingerprint(await self._answers("echo2_sums", 0, True))
         if found is None or f"{found:016x}" != spec.base_fingerprint:
@@ -66,17 +71,19 @@ class VllmWeights:
             )
 
     async def stage(self, staged: StagedVersion) -> None:
-        """Checks a version and puts it where all processes can read it. Touches no weight."""
+        """Checks a version; a small one is put where all processes can read it. Touches no weight."""
         check = self._check
         if check is None:
             check = UpdateCheck(self._model_type, await self._mapped(staged))
         self._updates = await asyncio.to_thread(check.checked, staged)
         self._check = check
-        await asyncio.to_thread(self._write, self._updates)
+        self._is_written = sum(map(_bytes_of, self._updates)) <= ROUND_BYTES
+        if self._is_written:
+            await asyncio.to_thread(self._write, self._updates)
 
     async def apply(self) -> None:
         """Writes what was staged into the live weights of every process, or of none. To be settled afterwards."""
-        await self._apply(is_base=False)
+        await self._apply(self._updates, is_base=False)
         assert self._check is not None, "what is applied was staged"
         self._check.applied(self._updates)
 
@@ -93,12 +100,17 @@ class VllmWeights:
         found = self._ranks.fingerprint(sums)
         return NO_FINGERPRINT if found is None else found
 
-    async def _apply(self, *, is_base: bool) -> None:
+    async def _apply(self, updates: Sequence[TensorUpdate], *, is_base: bool) -> None:
         try:
-            await self._answers("echo2_apply", str(self._path), self._entries, is_base)
+            for number, part in enumerate(_rounds(updates)):
+                if not self._is_written:
+                    await asyncio.to_thread(self._write, part)
+                await self._answers("echo2_apply", str(self._path), self._entries, is_base, number > 0)
         except EngineError:
             await self.settle(is_kept=False, is_base=is_base)
             raise
+        finally:
+            self._is_written = False
 
     async def _mapped(self, staged: StagedVersion) -> Shapes:
         """Has every process build its map for the tensors of the first keyframe."""
@@ -123,19 +135,47 @@ class VllmWeights:
     def _write(self, updates: Sequence[TensorUpdate]) -> None:
         """Raw positions and bits one after another, for the processes to map, and where each begins."""
         self._entries = []
-        with self._path.open("wb") as file:
-            for update in updates:
-                count = -1 if update.indices is None else len(update.indices)
-                self._entries.append((update.name, update.dtype, file.tell(), count, len(update.bits)))
-                if update.indices is not None:
-                    file.write(np.ascontiguousarray(update.indices).data)
-                file.write(np.ascontiguousarray(update.bits).data)
+        try:
+            self._path.unlink(missing_ok=True)  # processes may still map the one before
+            with self._path.open("wb") as file:
+                for update in updates:
+                    count = -1 if update.indices is None else len(update.indices)
+                    self._entries.append((update.name, update.dtype, file.tell(), count, len(update.bits)))
+                    if update.indices is not None:
+                        file.write(np.ascontiguousarray(update.indices).data)
+                    file.write(np.ascontiguousarray(update.bits).data)
+        except OSError as error:
+            folder = self._path.parent.parent
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            raise ResourceError(
+                f"{folder}: expected room for {format_bytes(sum(map(_bytes_of, updates)))} on their way to vLLM's "
+                f"processes, got: {error.strerror}; free some, or give the container more (--shm-size)"
+            ) from None
 
 
-def read_patches(path: Path, entries: Sequence[Entry]) -> list[Patch]:
-    """In the process: the patches of a file that the engine wrote."""
+def read_patches(path: Path, entries: Sequence[Entry]) -> Iterator[Patch]:
+    """In the process: the patches of a file that the engine wrote, read one at a time."""
     raw = np.memmap(path, np.uint8, "r")
-    return [_patch(raw, entry) for entry in entries]
+    return (_patch(raw, entry) for entry in entries)
+
+
+def _rounds(updates: Sequence[TensorUpdate]) -> Iterator[Sequence[TensorUpdate]]:
+    """In their order, as many at a time as ROUND_BYTES allow, or one that is larger."""
+    part: list[TensorUpdate] = []
+    size = 0
+    for update in updates:
+        if part and size + _bytes_of(update) > ROUND_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(update)
+        size += _bytes_of(update)
+    if part:
+        yield part
+
+
+def _bytes_of(update: TensorUpdate) -> int:
+    return int(update.bits.nbytes + (0 if update.indices is None else update.indices.nbytes))
 
 
 def _patch(raw: np.ndarray, entry: Entry) -> Patch:

@@ -107,6 +107,7 @@ class WeightMap:
         self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of what is derived
         self._dtypes: dict[str, str] = {}
         self._undo: list[Callable[[], object]] = []
+        self._keeps_old = False
 
     @property
     def piece_count(self) -> int:
@@ -122,9 +123,14 @@ class WeightMap:
             found.append((name, count, "" if name in self._derived else str(parts)))
         return found
 
-    def apply(self, patches: Iterable[Patch]) -> None:
-        """Writes checked patches in place. Old values are kept in host memory until `settle`, or come back on failure."""
-        self.settle(is_kept=True)
+    def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
+        """Writes checked patches in place. Old values are kept in host memory until `settle`, or come back on failure.
+
+        `goes_on`: with the update that the last call began. Before anything published is live there is nothing to keep.
+        """
+        if not goes_on:
+            self.settle(is_kept=True)
+            self._keeps_old = bool(self._dtypes)
         name, dtypes = "", {}
         try:
             for patch in patches:
@@ -205,8 +211,9 @@ class WeightMap:
         device, whose = live.device, f"tensor {patch.name}"
         if patch.positions is None:
             values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
-            old = piece.read().to("cpu", copy=True)
-            self._undo.append(lambda: piece.write(old.to(device)))
+            if self._keeps_old:
+                old = piece.read().to("cpu", copy=True)
+                self._undo.append(lambda: piece.write(old.to(device)))
             piece.write(piece.part_of(values))
             return
         inside, target = piece.positions(patch.positions.to(device))

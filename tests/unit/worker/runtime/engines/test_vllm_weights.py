@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from echo2.base.errors import EngineError
+from echo2.base.errors import EngineError, ResourceError
 from echo2.base.ids import Version
 from echo2.weights.fingerprint import fingerprint
 from echo2.weights.staged import TensorUpdate
+from echo2.worker.runtime.engines import vllm_weights
 from echo2.worker.runtime.engines.vllm_weights import NO_FINGERPRINT, VllmWeights, read_patches
 from echo2.worker.runtime.engines.weight_map import record_map
 from tests.contract.engine_rig import Staged, bits_of
@@ -23,7 +24,11 @@ SHAPES = {"q": (6, 4), "norm": (4,)}
 
 
 class Rank(Half):
-    """It answers what the extension answers."""
+    """It answers what the extension answers. `sizes`: of the files that it read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.sizes: list[int] = []
 
     def answer(self, method: str, *arguments: Any) -> Any:
         match method:
@@ -32,7 +37,8 @@ class Rank(Half):
                 return self.map.covers()
             case "echo2_apply":
                 try:
-                    self.map.apply(read_patches(Path(arguments[0]), arguments[1]))
+                    self.sizes.append(Path(arguments[0]).stat().st_size)
+                    self.map.apply(read_patches(Path(arguments[0]), arguments[1]), goes_on=arguments[3])
                 except EngineError as error:
                     return f"error: {error}"
                 return ""
@@ -102,6 +108,53 @@ def test_ranks_that_differ_in_what_they_share_have_no_fingerprint() -> None:
         await weights.settle(is_kept=True)
         ranks[0].norm.data[1] += 1
         assert await weights.fingerprint(5) == NO_FINGERPRINT
+        weights.close()
+
+    asyncio.run(body())
+
+
+def test_a_keyframe_goes_through_shared_memory_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_weights, "ROUND_BYTES", 16)
+    ranks = [Rank(0), Rank(1)]
+
+    async def rpc(method: str, *arguments: object) -> list[Any]:
+        return [rank.answer(method, *arguments) for rank in ranks]
+
+    async def body() -> None:
+        weights = VllmWeights(rpc, "halves", None)
+        first = published(0)
+        await weights.stage(keyframe(first))
+        await weights.apply()
+        assert all(sorted(rank.sizes) == [8, 48] for rank in ranks), "never the whole of it"
+        assert all(not rank.map._undo for rank in ranks), "nothing is kept of weights that were no version"
+        await weights.settle(is_kept=True)
+        assert await weights.fingerprint(5) == fingerprint(first, 5)
+
+        ranks[1].norm.data = ranks[1].norm.data.double()  # its second round fails
+        ranks[1].map = record_map(ranks[1].load_weights, SHAPES, ranks[1])
+        before = [ranks[0].q.clone(), ranks[0].norm.clone()]
+        await weights.stage(keyframe(published(2)))
+        with pytest.raises(EngineError, match="tensor norm"):
+            await weights.apply()
+        assert torch.equal(ranks[0].q, before[0]) and torch.equal(ranks[0].norm, before[1]), "both rounds are undone"
+        weights.close()
+
+    asyncio.run(body())
+
+
+def test_full_shared_memory_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(0), Rank(1)]
+
+    async def rpc(method: str, *arguments: object) -> list[Any]:
+        return [rank.answer(method, *arguments) for rank in ranks]
+
+    async def body() -> None:
+        weights = VllmWeights(rpc, "halves", None)
+        weights._path = Path("/dev/full")  # a file to which nothing more can be written
+        monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(ResourceError, match=r"expected room for 56 .* got: No space left on device; .*--shm-size"):
+            await weights.stage(keyframe(published(0)))
+        monkeypatch.undo()
         weights.close()
 
     asyncio.run(body())
