@@ -27,7 +27,7 @@ from echo2.base.units import format_bytes
 from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, worker_findings
 from echo2.cli.extras import MODULES
 from echo2.cli.link_text import link_text
-from echo2.cli.run_shape import fit_rows, lengths_of, model_of
+from echo2.cli.run_shape import fit_rows, learner_line, lengths_of, model_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.cost_model.sizing import CpuWeights, worker_fit
@@ -121,6 +121,7 @@ def model_findings(machine: Machine, config: RunConfig) -> Iterator[Finding]:
     except ResourceError as error:
         here = f"no worker: {error}"
     yield Finding("model", f"{shape}; here: {here}")
+    yield Finding("learner of it here", learner_line(config, size, len(machine.gpus)).removeprefix("learner: "))
     for name, gpu_count, sequences, *_, instead in fit_rows(size, lengths, built_in_catalogue().values()):
         kind = f"{gpu_count} x {name}" if gpu_count else name
         yield Finding(f"a worker on {kind}", f"{sequences} sequences" if sequences else f"would fit: {instead}")

@@ -16,6 +16,7 @@ from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.cli.resolved import available_cores, gradient_checkpointing, threads
 from echo2.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         lora_rank=config.model.lora_rank,
         lora_alpha=config.model.lora_alpha,
         device=learner.device,
-        threads=learner.threads or 1,
+        threads=learner.threads or threads(available_cores()).value,
         emulated_step_s=learner.emulated_step_s,
         lr=learner.lr,
         warmup_steps=learner.warmup_steps,
@@ -134,7 +135,11 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         ),
         advantage=ADVANTAGES[learner.advantage],
         token_budget=learner.token_budget,
-        gradient_checkpointing=learner.gradient_checkpointing,
+        gradient_checkpointing=(
+            gradient_checkpointing(config).value
+            if learner.gradient_checkpointing == "auto"
+            else learner.gradient_checkpointing
+        ),
     )
 
 

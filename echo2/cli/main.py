@@ -73,7 +73,10 @@ def _add_config(commands: Commands) -> None:
 
 def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(own.files, own.preset, parse_overrides(rest))
-    print(to_toml(config, with_descriptions=not own.plain))
+    from echo2.cli.resolved import resolved
+
+    notes = {name: f"here: {found.value} ({found.why})" for name, found in resolved(config).items()}
+    print(to_toml(config, with_descriptions=not own.plain, notes={} if own.plain else notes))
     if config.task.trusted_rewards:
         print(f"# WARNING: {trusted_text(config.task.name, config.task.args)}", file=sys.stderr)
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
-from echo2.cli.run_shape import lengths_of, model_of
+from echo2.cli.run_shape import learner_line, lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
@@ -21,6 +21,7 @@ from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
+LEARNER_GPUS = 4  # of a learner of which nothing else is said
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 
@@ -66,6 +67,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print_answer(question, answer, own.explain)
         print_fits(question)
+        print(learner_line(config, question.model, LEARNER_GPUS))
     return 0
 
 
@@ -205,7 +207,7 @@ def _learner(
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
     gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
-    gpu_count = int(fields.number("gpu_count", 4))
+    gpu_count = int(fields.number("gpu_count", LEARNER_GPUS))
     whole = float(size.gpu_weight_bytes)
     made = LearnerEstimate(
         rollouts_per_step=batch,

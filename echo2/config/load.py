@@ -77,22 +77,25 @@ def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[s
     return names
 
 
-def to_toml(config: BaseModel, with_descriptions: bool = False) -> str:
-    """The resolved config as TOML that `load_config` reads back to an equal config."""
+def to_toml(config: BaseModel, with_descriptions: bool = False, notes: Mapping[str, str] | None = None) -> str:
+    """The resolved config as TOML that `load_config` reads back to an equal config. `notes`: comments by option."""
     lines: list[str] = []
     for name, value in config:
         if isinstance(value, BaseModel):
-            lines += [f"[{name}]", *_section_lines(value, with_descriptions), ""]
+            about = {key.partition(".")[2]: note for key, note in (notes or {}).items() if key.startswith(f"{name}.")}
+            lines += [f"[{name}]", *_section_lines(value, with_descriptions, about), ""]
     return "\n".join(lines)
 
 
-def _section_lines(section: BaseModel, with_descriptions: bool) -> list[str]:
+def _section_lines(section: BaseModel, with_descriptions: bool, notes: Mapping[str, str]) -> list[str]:
     lines: list[str] = []
     for name, value in section:
         if value is None:
             continue
         if with_descriptions:
             lines.append(f"# {type(section).model_fields[name].description}")
+        if name in notes:
+            lines.append(f"# {notes[name]}")
         lines.append(f"{name} = {_toml_value(value)}")
     return lines
 

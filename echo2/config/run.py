@@ -127,8 +127,11 @@ class LearnerSection(Section):
         bool, Field(description="Ends rollouts that repeat a phrase or have been lost for long; they are scored as is.")
     ] = False
     gradient_checkpointing: Annotated[
-        bool, Field(description="Computes layers again in the backward pass: less memory, a third more time.")
-    ] = False
+        bool | Literal["auto"],
+        Field(
+            description="Computes layers again in the backward pass: less memory, a third more time; auto: by the model."
+        ),
+    ] = "auto"
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...], Field(description="Where metrics go beside metrics.jsonl.")
     ] = ()
@@ -145,7 +148,7 @@ class LearnerSection(Section):
     token_budget: Annotated[Count, Field(description="Tokens of one packed micro-batch; bounds activation memory.")] = (
         16384
     )
-    threads: Annotated[int, Field(ge=0, description="CPU threads of the trainer; 0: one.")] = 0
+    threads: Annotated[int, Field(ge=0, description="CPU threads of the trainer; 0: the machine's cores but one.")] = 0
     emulated_step_s: Annotated[Seconds, Field(description="A step takes at least this long, for trials; 0: off.")] = 0.0
     device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"
     checkpoint_every_steps: Annotated[

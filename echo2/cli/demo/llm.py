@@ -28,6 +28,7 @@ SETTINGS = {
     "learner.lr": "3e-5",
     "learner.token_budget": "2048",
     "learner.checkpoint_every_steps": "100",
+    "learner.threads": "1",
     "worker.slots": "32",
     "coordinator.lease_timeout": "120s",
 }

@@ -1,0 +1,74 @@
+"""Options that follow the machine and the model: what each becomes here, and why.
+
+`echo2 config show` prints it behind the option; `echo-learner` trains by it. Guarantees: a value that the user gave is
+kept. Leaves to others: the rules (cost_model).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from echo2.base.units import format_bytes
+from echo2.cli.run_shape import lengths_of, model_of
+from echo2.config.run import RunConfig
+from echo2.cost_model.memory import CHECKPOINTING_FROM_BYTES, activation_bytes, wants_checkpointing
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[_T_co]):
+    """What an option becomes."""
+
+    value: _T_co
+    why: str
+
+
+def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
+    """By option; those that the user gave are not among them. `cores` 0: of this machine."""
+    found: dict[str, Resolved[object]] = {}
+    if not config.learner.threads:
+        found["learner.threads"] = threads(cores or available_cores())
+    if config.learner.gradient_checkpointing == "auto":
+        found["learner.gradient_checkpointing"] = gradient_checkpointing(config)
+    if config.model.path:
+        size, origin = model_of(config.model.path)
+        longest = lengths_of(config).of(size)
+        if not config.worker.context_tokens:
+            found["worker.context_tokens"] = Resolved(
+                longest, f"max_prompt_tokens + max_new_tokens of each turn, within the model's context ({origin})"
+            )
+        if not config.worker.slots:
+            found["worker.slots"] = Resolved("by memory", f"sequences of {longest} tokens that fit: see echo2 doctor")
+    return found
+
+
+def threads(cores: int) -> Resolved[int]:
+    """Of the trainer."""
+    if cores <= 1:
+        return Resolved(1, "there is one core")
+    return Resolved(cores - 1, f"{cores} cores, one of them for sockets, rewards and the codec")
+
+
+def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
+    """Whether layers are computed again in the backward pass."""
+    if not config.model.path:
+        return Resolved(False, "no model is named")
+    size, _ = model_of(config.model.path)
+    value_bytes = 4 if config.learner.device == "cpu" else 2
+    budget = config.learner.token_budget
+    kept = activation_bytes(size, budget, is_checkpointed=False, value_bytes=value_bytes)
+    does = wants_checkpointing(size, budget, value_bytes)
+    than = "more" if does else "less"
+    return Resolved(
+        does,
+        f"{format_bytes(kept)} of activations for {budget} tokens without it, {than} than "
+        f"{format_bytes(CHECKPOINTING_FROM_BYTES)}",
+    )
+
+
+def available_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,41 @@
+"""What options that follow the machine and the model become, and that the reason is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echo2.cli.learner import learner_options
+from echo2.cli.main import main
+from echo2.cli.resolved import resolved, threads
+from echo2.config.load import load_config
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
+
+
+def test_the_trainer_takes_all_cores_but_one_unless_told() -> None:
+    assert [threads(cores).value for cores in (1, 2, 16)] == [1, 1, 15]
+    assert "learner.threads" not in resolved(load_config((), None, {"learner.threads": "3"}), 16)
+
+
+@pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])
+def test_gradient_checkpointing_follows_the_model_and_the_budget(example: str, does: bool, tmp_path: Path) -> None:
+    overrides = {"learner.gradient_checkpointing": "auto"} | ({"learner.token_budget": "2048"} if not does else {})
+    config = load_config([EXAMPLES / f"{example}.toml"], None, overrides)
+    found = resolved(config, 4)["learner.gradient_checkpointing"]
+    assert found.value is does and "of activations for" in found.why
+    assert learner_options(config, "", tmp_path).trainer.gradient_checkpointing is does
+    told = load_config([EXAMPLES / f"{example}.toml"], None, {"learner.gradient_checkpointing": str(not does).lower()})
+    assert learner_options(told, "", tmp_path).trainer.gradient_checkpointing is not does
+
+
+def test_config_show_says_what_options_become_here_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", "show", str(EXAMPLES / "math-qwen3-8b.toml"), "--learner.threads", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "# here: 9216 (max_prompt_tokens + max_new_tokens of each turn" in shown
+    assert "all cores" not in shown and "one of them for sockets" not in shown, "what was told needs no reason"
+    file = tmp_path / "shown.toml"
+    file.write_text(shown)
+    overrides = {"learner.threads": "5"}
+    assert load_config([file], None, {}) == load_config([EXAMPLES / "math-qwen3-8b.toml"], None, overrides)
