@@ -26,7 +26,9 @@ from echo2.learner.holding import Holding
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
 from echo2.learner.runtime.journal import Journal
 from echo2.learner.runtime.prompts import Prompts
-from echo2.tasks.runtime.rewards import Scored
+from echo2.learner.runtime.world import Answer
+from echo2.outside.guard import Mishaps
+from echo2.tasks.runtime.rewards import RewardFailure, Scored
 
 _log = logging.getLogger("echo2.learner")
 
@@ -64,6 +66,7 @@ class Intake:
         self._retries: deque[Draw] = deque()
         self._progress = asyncio.Event()
         self._scoring: set[asyncio.Task[None]] = set()
+        self._mishaps = Mishaps(_log)
 
     # ---- segments in
 
@@ -114,7 +117,7 @@ class Intake:
         context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
         sampled = [turn.rollout.token_ids for turn in turns]
         sender = turns[-1].senders[-1].peer_id if turns[-1].senders else NOBODY
-        answer = await self.prompts.answer(group.draw.cursor, sampled, context_tokens, sender)
+        answer = await self._answered(group.draw.cursor, sampled, context_tokens, sender)
         if answer.scored is None:
             self._open_turn(at, answer.said)
             return
@@ -128,6 +131,19 @@ class Intake:
         self.settle()
         if self.batcher.is_batch_ready:
             self._progress.set()
+
+    async def _answered(
+        self, cursor: int, sampled: Sequence[Sequence[int]], context_tokens: int, sender: PeerId
+    ) -> Answer:
+        """What the world says to a completion. Its text must not be able to end the run by an error that nobody foresaw: such
+        a rollout goes without a reward, and the log names its sender. Foreseen errors are the task's own and do end it."""
+        try:
+            return await self.prompts.answer(cursor, sampled, context_tokens, sender)
+        except EchoError:
+            raise
+        except Exception as error:  # noqa: BLE001 - brought about by a completion, that is, by a worker
+            self._mishaps.note("the answer to a completion", sender, error)
+            return Answer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
 
     def _count(self, scored: Scored, sender: PeerId) -> None:
         self.rewards.seconds += scored.seconds

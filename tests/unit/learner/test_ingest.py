@@ -173,3 +173,28 @@ def test_more_streams_than_the_limit_are_refused(stage: Stage) -> None:
         await refused(stub, report_of(stage, worker), grpc.StatusCode.RESOURCE_EXHAUSTED)
 
     asyncio.run(stage.play(scene))
+
+
+def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_names_the_sender(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*arguments: object) -> None:
+        raise OverflowError("planted")
+
+    failures: list[BaseException] = []
+    stage.intake.on_failure = failures.append
+    monkeypatch.setattr(stage.intake.prompts, "answer", broken)
+
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        group = stage.batcher.groups[stage.group_id]
+        call = stub.Report()
+        await call.write(report_of(stage, worker))
+        verdicts_from_message(await call.read())
+        while len(group.rewards) < 4:
+            await asyncio.sleep(0)
+        assert set(group.rewards.values()) == {None}
+        assert worker.credentials.peer_id in caplog.text
+        assert not failures
+        call.cancel()
+
+    asyncio.run(stage.play(scene))
