@@ -10,7 +10,7 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-llm test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean
+.PHONY: demo demo-llm test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
 
 # A virtual environment without pip is what an installation that was broken off left: venv then brings pip.
 $(STAMP): pyproject.toml
@@ -94,6 +94,10 @@ recording: $(STAMP)
 COUNT ?= 1
 sim: $(STAMP)
 	$(BIN)/python -m echo2.sim.world_run --seed $(SEED) --count $(COUNT)
+
+# Plants each defect of tests/mutants/planted.py in a copy of the product; none may go uncaught. Writes benchmarks/results.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants.run
 
 # SOAK_S seconds of simulated storms, chaos on real processes, fuzz and audited workers, added to docs/soak.json, from which the
 # table of docs/reliability.md is written. SOAK_ONLY=sim, chaos, fuzz or audit runs one of them.

@@ -173,7 +173,8 @@ def performance() -> str:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         found = json.loads(path.read_text())
         rows = found["rows"] if isinstance(found, dict) else found
-        parts.append(f"## make bench-{path.stem.replace('_', '-')}\n")
+        command = "mutants" if path.stem == "mutants" else f"bench-{path.stem.replace('_', '-')}"
+        parts.append(f"## make {command}\n")
         parts.append("| what | value | unit | target | |\n|---|---|---|---|---|")
         parts += [_result(row) for row in rows]
         parts.append("")

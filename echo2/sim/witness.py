@@ -40,6 +40,7 @@ class Witness:
     def __init__(self, truth: Truth, failed: Callable[[Violation], None], trace: Callable[[str, str], None]) -> None:
         self.truth, self._failed, self._trace = truth, failed, trace
         self.counts: Counter[str] = Counter()
+        self.said: set[str] = set()  # fields that were set in some message, by message and name
         self.kept_leases: set[tuple[LeaseId, int]] = set()  # ever, with their attempt
         self.run_fingerprints: dict[Version, str] = {}
         self.batcher: Batcher | None = None
@@ -66,7 +67,15 @@ class Witness:
         kind_of = _SAID.get((self._methods.get(key, ""), end.side))
         if kind_of is not None:
             message = kind_of.FromString(payload)
+            self._note_fields(message)
             self._judge(lambda: self._said(end.process, end.peer.process, message))
+
+    def _note_fields(self, message: Any) -> None:
+        for field, value in message.ListFields():
+            self.said.add(f"{message.DESCRIPTOR.name}.{field.name}")
+            if field.message_type is not None:
+                for one in value if field.is_repeated else (value,):
+                    self._note_fields(one)
 
     def _said(self, sender: Process, receiver: Process, message: Any) -> None:
         match message:

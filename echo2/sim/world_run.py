@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="echo2.sim.world_run", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="ends with the first seed that fails")
     given = parser.parse_args(arguments)
     tally = Tally()
     for seed in range(given.seed, given.seed + given.count):
@@ -72,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"seed {seed}: {verdict}; {outcome.steps} steps, {outcome.virtual_s:.0f} virtual s, trace {outcome.digest}",
             flush=True,
         )
+        if outcome.failure and given.stop:
+            break
     if given.count > 1:
         for name, number in sorted(tally.faults.items()):
             print(f"{number:8d}  {name}")

@@ -1,0 +1,126 @@
+"""Defects to plant in the product's own lines, each with what must catch it: test files, or seeds of the virtual world."""
+
+# ruff: noqa: E501  (lines of the product, as they stand)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` stands exactly once in `file`. `tests`: run in a copy where `new` stands in its place; empty: seeds."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+
+_HUB, _INTAKE, _JOURNAL = "coordinator/runtime/hub.py", "learner/runtime/intake.py", "learner/runtime/journal.py"
+_FILES, _TLS, _BATCHER = "learner/runtime/checkpoint.py", "trust/runtime/tls.py", "learner/batcher.py"
+_SWAP, _GATE, _WIRE, _TOKENS = "worker/swap.py", "worker/token_gate.py", "wire/coordinator.py", "coordinator/tokens.py"
+_LEARNER, _WORKER = "learner/runtime/daemon.py", "worker/runtime/daemon.py"
+_UNIT = "tests/unit/"
+_W = (_UNIT + "wire/test_coordinator.py",)
+_WF = (_UNIT + "sim/test_said.py",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    # what is told before it is kept
+    Mutant("intake answers ADMITTED before the journal is synced", _INTAKE,
+           "is durable only once that one is.\n            await self.journal.commit()",
+           "is durable only once that one is.\n            await asyncio.sleep(0)"),
+    Mutant("hub sends before it keeps", _HUB,
+           "        try:\n            self.keeper.flush()\n        except EchoError as error:\n            self._failed(error)\n            return\n        outgoing, self._outgoing = self._outgoing, []\n        for peer_id, order in outgoing:\n            session = self.workers.get(peer_id)\n            if session is not None:\n                session.send(order)\n",
+           "        outgoing, self._outgoing = self._outgoing, []\n        for peer_id, order in outgoing:\n            session = self.workers.get(peer_id)\n            if session is not None:\n                session.send(order)\n        asyncio.get_running_loop().call_later(0.3, self.keeper.flush)\n"),
+    Mutant("a batch leaves before its composition is synced", _INTAKE,
+           "                self.journal.append(drawn_of(batch))\n                await self.journal.commit()",
+           "                self.journal.append(drawn_of(batch))"),
+    Mutant("a finished rollout is not journalled", _INTAKE,
+           "                self.journal.append(Finished(group.rollouts[verdict.index], group.senders.get(verdict.index, ())))\n", ""),
+    Mutant("a drawn batch is not journalled", _INTAKE,
+           "                self.journal.append(drawn_of(batch))\n", ""),
+    Mutant("commit believes what was appended meanwhile", _JOURNAL,
+           "        self._synced = max(self._synced, reached)", "        self._synced = self._appended + 1"),
+    Mutant("commit does not wait for its sync", _JOURNAL, "            await asyncio.shield(self._sync)",
+           "            self._synced = target", ()),
+    Mutant("the journal's sync is forgotten", _JOURNAL,
+           "            await asyncio.to_thread(_synced, file, self.folder)", "            await asyncio.sleep(0)"),
+    # disks
+    Mutant("a checkpoint has its name before its bytes are synced", _FILES,
+           "            for path in (*partial.iterdir(), partial):\n                here().files.sync_path(path)\n", ""),
+    Mutant("a checkpoint's name is not synced", _FILES,
+           "            here().files.rename(partial, target)\n            here().files.sync_path(self.folder)\n",
+           "            here().files.rename(partial, target)\n", (_UNIT + "learner/test_checkpoint.py",)),
+    Mutant("the newest checkpoint is let go instead of the oldest", _FILES,
+           "kept = self.steps()[-self.options.kept :]", "kept = self.steps()[: self.options.kept]",
+           (_UNIT + "learner/test_checkpoint.py",)),
+    Mutant("a restart does not cut a torn journal", _JOURNAL, "os.truncate(", "(lambda *_: None)(",
+           (_UNIT + "learner/test_journal.py",)),
+    Mutant("a secret is renamed before it is synced", _TLS, "        here().files.sync(file.fileno())\n", "",
+           (_UNIT + "outside/test_outside.py",)),
+    # staleness and exactly once
+    Mutant("S is off by one", "staleness/rule.py", "<= staleness_bound\n\n\ndef last", "<= staleness_bound + 1\n\n\ndef last",
+           (_UNIT + "staleness/test_rule.py",)),
+    Mutant("the last step that may train is off by one", "staleness/rule.py",
+           "Step(oldest_version + staleness_bound)", "Step(oldest_version + staleness_bound + 1)",
+           (_UNIT + "staleness/test_rule.py",)),
+    Mutant("the ledger does not note what was trained", "staleness/ledger.py", "        self.trained[group_id] = step\n",
+           "", (_UNIT + "staleness/test_rule.py", _UNIT + "learner/test_batcher.py")),
+    Mutant("a superseded attempt is taken", _BATCHER, "        if attempt < group.lease_attempt:\n            text",
+           "        if attempt < 0:\n            text", (_UNIT + "learner/test_batcher.py",)),
+    Mutant("a finished rollout may be sent again", _BATCHER, "        if held.is_finished:\n            self.counts",
+           "        if False:\n            self.counts", (_UNIT + "learner/test_batcher.py",)),
+    Mutant("a gap in a rollout is taken", _BATCHER, "if segment.offset > len(held.token_ids):",
+           "if segment.offset > len(held.token_ids) + 1:", (_UNIT + "learner/test_batcher.py",)),
+    # weights
+    Mutant("a swap is not checked", _SWAP, "        if is_equal:\n", "        if True:\n",
+           (_UNIT + "worker/test_swap.py",)),
+    Mutant("tokens of unproven weights pass", _SWAP, "        self._source = Source.DELTA if fits else Source.HOST\n        if self._source is Source.HOST:\n            yield from self._commit(version)\n        yield HoldTokens(version)\n",
+           "        self._source = Source.DELTA if fits else Source.HOST\n        if self._source is Source.HOST:\n            yield from self._commit(version)\n",
+           (_UNIT + "worker/test_swap.py",)),
+    Mutant("a delta goes onto any parent", _SWAP, "self._began.parent == self.live\n", "True\n",
+           (_UNIT + "worker/test_swap.py",)),
+    Mutant("what was sampled by wrong weights is released", _GATE,
+           "        self._spoiled_requests |= {chunk.request_id for chunk in held}\n", "",
+           (_UNIT + "worker/test_token_gate.py",)),
+    Mutant("a chunk's signature is not looked at", "broadcast/manifest.py",
+           "            verify_signature(publisher, _chunk_body(self.key, self.index, self.ends_block, digest), self.signature)",
+           "            pass", (_UNIT + "broadcast/test_library.py",)),
+    # trust
+    Mutant("a revoked token lets in", _TOKENS, "        if self.is_revoked:\n            return", "        if False:\n            return",
+           (_UNIT + "coordinator/test_tokens.py",)),
+    Mutant("a token's role is not looked at", _TOKENS, "if token.role != role:", "if False:",
+           (_UNIT + "coordinator/test_tokens.py",)),
+    Mutant("a token never expires", _TOKENS, "        if now >= self.expires_at:", "        if False:",
+           (_UNIT + "coordinator/test_tokens.py",)),
+    Mutant("a ticket's signature is not looked at", "wire/ticket.py",
+           "        verify_signature(coordinator_peer_id, _signed_bytes(message), message.signature)", "        pass",
+           (_UNIT + "wire/test_ticket.py",)),
+    Mutant("another worker's ticket is taken", "wire/ticket.py", "if message.worker_peer_id != worker_peer_id:",
+           "if False:", (_UNIT + "wire/test_ticket.py",)),
+    Mutant("a barred worker's rollouts are taken", _LEARNER, "            ingest.barred[peer_id] = order.reason\n",
+           "            pass\n", (_UNIT + "learner/test_daemon.py",)),
+    # lost awaits and calls
+    Mutant("a worker does not say good-bye", _WORKER, "        self.session.leave(reason)\n", "", _WF),
+    Mutant("a step is reported to nobody", _LEARNER, "        loop.on_step = self._send_report\n", "", _WF),
+    Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._send_offer\n", ""),
+    Mutant("closed groups stay open at the coordinator", _LEARNER, "        loop.intake.on_close = self._send_close\n", "", _WF),
+    Mutant("versions are published in silence", _LEARNER, "        publisher.on_published = self._send_published\n", "", _WF),
+    Mutant("a restart does not score what it holds", _LEARNER, "        loop.intake.score_what_is_held()\n", ""),
+    # dropped fields
+    Mutant("the coordinator drops a heartbeat's memory", _WIRE, '    "memory_used_bytes", "memory_total_bytes",\n', "", _W),
+    Mutant("the coordinator drops a heartbeat's waits", _WIRE, '"tokens_per_s", "waits_for", "waits_since_s", ', '"tokens_per_s", ', _W),
+    Mutant("the coordinator drops a heartbeat's fingerprint", _WIRE, ' "fingerprint",\n', "\n", _W),
+    Mutant("a hello loses its slots", _WIRE, "        slot_count=message.slot_count,\n", "", _W),
+    Mutant("a hello loses its price", _WIRE, "        price_usd_per_hour=message.price_usd_per_hour,\n", "", _W),
+    Mutant("a heartbeat does not say how much memory is used", "worker/runtime/telling.py",
+           "            memory_used_bytes=used_bytes,\n", "", _WF),
+    Mutant("a heartbeat does not say its version's fingerprint", "worker/runtime/telling.py",
+           '            fingerprint=keeper.live_fingerprint if keeper else "",\n', ""),
+    Mutant("a hello does not say which leases are held", "worker/runtime/telling.py",
+           "            held_tickets=self._held_tickets(),\n", "", _WF),
+    Mutant("a verdict loses its count of held tokens", "wire/rollout.py", "held_tokens=verdict.held_tokens", "held_tokens=0",
+           (_UNIT + "wire/test_rollout.py",)),
+)  # fmt: skip
