@@ -18,6 +18,8 @@ from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
 from echo2.base.ids import LeaseId, PeerId, Version
+from echo2.broadcast.dialable import NAMED_MAX, dialable
+from echo2.broadcast.reachability import Access
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.enrolment import caller_host
@@ -53,18 +55,29 @@ class Party(Protocol[Order]):
 
 
 class WorkerParty:
-    """Worker messages to the hub."""
+    """Worker messages to the hub. `seen_from`: the host that its stream comes from; peers are told no other."""
 
     role = Role.WORKER
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, seen_from: str) -> None:
+        self._hub, self._seen_from = hub, seen_from
+        self._left_out: tuple[str, ...] = ()
 
     async def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: Session[pb.WorkerOrder]) -> None:
         _expect_hello(first, f"worker {peer_id}")
         hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64]!r} ({peer_id})")
         held = await self._held_leases(peer_id, first.hello.held_tickets)
-        self._hub.worker_came(peer_id, replace(hello, held_leases=held), session)
+        named = self._dialable(Access(addresses=hello.addresses), peer_id)
+        self._hub.worker_came(peer_id, replace(hello, held_leases=held, addresses=named.addresses), session)
+
+    def _dialable(self, named: Access, peer_id: PeerId) -> Access:
+        """What peers are told of it. What they are not told is logged when it changes."""
+        kept, left_out = dialable(named, self._seen_from)
+        if left_out and left_out != self._left_out:
+            shown = ", ".join(repr(one) for one in left_out[:NAMED_MAX])
+            _log.info("worker %s: peers are not told %s: seen from %s", peer_id, shown, self._seen_from)
+        self._left_out = left_out
+        return kept
 
     async def _held_leases(
         self, peer_id: PeerId, tickets: Sequence[rollout_pb2.LeaseTicket]
@@ -84,7 +97,10 @@ class WorkerParty:
         whose = f"worker {peer_id}"
         match message.WhichOneof("kind"):
             case "heartbeat":
-                self._hub.worker_beat(peer_id, wire.heartbeat_from_message(message.heartbeat, whose))
+                beat = wire.heartbeat_from_message(message.heartbeat, whose)
+                if beat.reach is not None:
+                    beat = replace(beat, reach=self._dialable(beat.reach, peer_id))
+                self._hub.worker_beat(peer_id, beat)
             case "lease_request":
                 self._hub.worker_event(peer_id, _wanted(peer_id, message.lease_request, whose))
             case "lease_progress":
@@ -169,7 +185,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._streams: set[asyncio.Task[None]] = set()
 
     async def WorkerSession(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> None:
-        await self._serve(context, WorkerParty(self._hub), lambda refusal: pb.WorkerOrder(refusal=refusal))
+        party = WorkerParty(self._hub, caller_host(context))
+        await self._serve(context, party, lambda refusal: pb.WorkerOrder(refusal=refusal))
 
     async def LearnerSession(self, request_iterator: AsyncIterator[pb.LearnerMessage], context: Any) -> None:
         await self._serve(context, LearnerParty(self._hub), lambda refusal: pb.LearnerOrder(refusal=refusal))

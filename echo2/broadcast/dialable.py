@@ -1,0 +1,61 @@
+"""Which of the addresses that a worker names others are told to dial. A pure rule.
+
+An address in a plan makes every peer that is told of it open a connection there, from inside its own network. So what
+a worker names counts only where the coordinator has seen the worker itself: at the host that its control stream comes
+from. Guarantees: no hostname, no other host, no port of the system's services, no more than NAMED_MAX; addresses of a
+private network go only to peers that are seen behind the same host. Leaves to others: proving that the worker answers
+there (a connection ends unless the peer shows the certificate of the identity that was meant).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import replace
+
+from echo2.broadcast.reachability import Access
+
+NAMED_MAX = 4
+PORT_MIN = 1024
+"""Below it listen services of the system (SSH, mail, names), which take a crowd of TLS hellos for an attack."""
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def dialable(named: Access, seen_from: str) -> tuple[Access, tuple[str, ...]]:
+    """What peers may be told of a worker that was seen from this host, and the addresses that were left out."""
+    seen = _ip(seen_from)
+    addresses = tuple(one for one in named.addresses if _is_at(one, seen))[:NAMED_MAX]
+    is_behind = seen is not None and _ip(named.public_host) == seen
+    lan = tuple(one for one in named.lan_addresses if is_behind and _is_within(one, seen))[:NAMED_MAX]
+    kept = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
+    told = {*addresses, *lan}
+    return kept, tuple(one for one in (*named.addresses, *named.lan_addresses) if one not in told)
+
+
+def _is_at(address: str, seen: _Ip | None) -> bool:
+    """Whether it is the very host; of a run on one machine both loopback addresses that `localhost` stands for."""
+    host = _host(address)
+    return host is not None and seen is not None and (host == seen or {str(host), str(seen)} == {"127.0.0.1", "::1"})
+
+
+def _is_within(address: str, seen: _Ip | None) -> bool:
+    """Whether it can be of a network behind `seen`, and not of the machine that dials."""
+    host = _host(address)
+    if host is None or host.is_loopback or host.is_link_local or host.is_unspecified or host.is_multicast:
+        return host is not None and host == seen
+    return host == seen or not host.is_global
+
+
+def _host(address: str) -> _Ip | None:
+    """Of `address:port` where the port may be dialled; None for all else."""
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit() and PORT_MIN <= int(port[:6]) < 1 << 16):
+        return None
+    return _ip(host.removeprefix("[").removesuffix("]"))
+
+
+def _ip(text: str) -> _Ip | None:
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
