@@ -74,6 +74,15 @@ class ChunkSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunksKept:
+    """Verified chunks that the store still holds from an earlier run, all at once: a bitmap, and the bytes of each."""
+
+    key: ArtifactKey
+    bitmap: int
+    sizes: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SealSeen:
     peer: PeerId | None
     key: ArtifactKey
@@ -164,8 +173,8 @@ class Woken:
 
 
 Event = (
-    PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | SealSeen | HaveSeen | RequestSeen
-    | CancelSeen | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Unwanted | Forgotten | Emptied | Woken
+    PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | ChunksKept | SealSeen | HaveSeen
+    | RequestSeen | CancelSeen | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Unwanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions

@@ -23,6 +23,7 @@ from echo2.broadcast.events import (
     CancelSeen,
     ChunkSeen,
     ChunkSent,
+    ChunksKept,
     Emptied,
     Event,
     Forgotten,
@@ -88,7 +89,7 @@ class Session:
     @property
     def is_waiting(self) -> bool:
         """Whether chunks wait to be sent."""
-        return bool(self._seeding.fresh) or any(peer.queued for peer in self.peers.values())
+        return bool(self._seeding.fresh) or any(peer.is_queued for peer in self.peers.values())
 
     # ---- the door
 
@@ -124,6 +125,10 @@ class Session:
                 self._header_seen(event, now)
             case ChunkSeen():
                 self._chunk_seen(event, now)
+            case ChunksKept():
+                if event.key in self.artifacts:
+                    self.artifacts[event.key].kept(event.bitmap, event.sizes)
+                    self._is_untold = True
             case SealSeen():
                 self._seal_seen(event)
             case HaveSeen():
@@ -296,8 +301,8 @@ class Session:
     def _emptied(self, key: ArtifactKey, now: float) -> None:
         artifact, offered = self.artifacts.get(key), self._offered(key)
         for peer in self.peers.values():
-            for table in (peer.told, peer.given):
-                table.pop(key, None)
+            peer.told.pop(key, None)
+            peer.given.pop(key, None)
         if artifact is not None:
             artifact.emptied(offered, now)
 
@@ -305,18 +310,13 @@ class Session:
         if key in self.artifacts:
             self.artifacts[key].is_wanted = False
         for peer in self.peers.values():
-            asked = tuple(index for of, index in peer.requests if of == key)
-            for index in asked:
-                del peer.requests[key, index]
-            if asked:
+            if asked := peer.withdraw(key):
                 self._actions.append(SendCancel(peer.peer_id, key, asked))
 
     def _forget_at_peers(self, key: ArtifactKey) -> None:
         self._relaying.forget(key)
         for peer in self.peers.values():
-            for table in (peer.haves, peer.told, peer.asked, peer.given):
-                table.pop(key, None)
-            peer.requests = {ref: r for ref, r in peer.requests.items() if ref[0] != key}
+            peer.forget(key)
 
     # ---- relaying
 
@@ -481,9 +481,9 @@ class Session:
             times += [self._gossip_at if self._is_untold else None, self._next_pull(now)]
         else:
             times.append(now + HOUSEKEEPING_S)
-        if self.is_waiting:
-            ready_at = self._pacer.ready_at(now)
-            times.append(ready_at if ready_at > now else None)
+        ready_at = self._pacer.ready_at(now)
+        if ready_at > now and self.is_waiting:
+            times.append(ready_at)
         wake_at = max(now + 1e-3, min((t for t in times if t is not None), default=float("inf")))
         if wake_at != float("inf") and (wake_at < self._wake_at - 1e-4 or self._wake_at <= now):
             self._wake_at = wake_at

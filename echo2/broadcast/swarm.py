@@ -84,6 +84,14 @@ class Artifact:
             self.sizes[index] = size_bytes
             self.held_bytes += size_bytes
 
+    def kept(self, bitmap: int, sizes: Mapping[int, int]) -> None:
+        """These chunks have been here since an earlier run."""
+        new = {index: size for index, size in sizes.items() if index not in self.sizes}
+        self.held |= bitmap
+        self.sizes.update(new)
+        self.held_bytes += sum(new.values())
+        self.missing_since = {index: since for index, since in self.missing_since.items() if index not in self.sizes}
+
     def came(self, index: int, is_answer: bool, now: float) -> None:
         """The chunk is missing no more."""
         since = self.missing_since.pop(index, None)
@@ -159,6 +167,18 @@ class Peer:
         self.pull_queue = deque(o for o in self.pull_queue if o.key != key or o.index not in gone)
         self.note_all(key, bitmap_of(gone))
 
+    def withdraw(self, key: ArtifactKey) -> tuple[int, ...]:
+        """Nothing of it is on request any more; returns what was."""
+        asked = tuple(index for of, index in self.requests if of == key)
+        for index in asked:
+            del self.requests[key, index]
+        return asked
+
+    def forget(self, key: ArtifactKey) -> None:
+        for table in (self.haves, self.told, self.asked, self.given):
+            table.pop(key, None)
+        self.withdraw(key)
+
     def needs(self, wholes: Mapping[ArtifactKey, int]) -> bool:
         """Whether something waits for it here, or it has told of none of these have-maps that it has it all."""
         has_one = any(self.haves.get(key, 0) & whole == whole for key, whole in wholes.items())
@@ -185,6 +205,10 @@ class Peer:
         return not self.is_late and self.queued > 0 and self.in_transport >= self.slots(slots_per_connection)
 
     @property
+    def is_queued(self) -> bool:
+        return bool(self.relay_queue or self.pull_queue or self.leaf_queue)
+
+    @property
     def queued(self) -> int:
         return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
 
@@ -192,7 +216,10 @@ class Peer:
 def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deque[Outgoing]]]:
     """Queues of peers with a free slot: chunks that others will pass on first, then what was asked for, then the rest;
     of each kind the longest unserved peer. Late peers have one slot, and that while nothing waits for others."""
-    waiting = sorted((peer for peer in peers if peer.queued), key=lambda peer: peer.served_at)
+    waiting = [peer for peer in peers if peer.is_queued]
+    if not waiting:
+        return
+    waiting.sort(key=lambda peer: peer.served_at)
     needed = [peer for peer in waiting if not peer.is_late]
     free = [peer for peer in needed or waiting if peer.in_transport < peer.slots(slots)]
     for rank in range(3):

@@ -7,7 +7,6 @@ no publisher is known yet, headers wait, HELD_HEADERS_MAX of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 from echo2.base.errors import IntegrityError, MalformedMessage, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
@@ -57,19 +56,6 @@ class Inbox:
     def take_held_headers(self) -> list[tuple[PeerId, Header]]:
         held, self._held = self._held, []
         return held
-
-    def restored(self) -> Iterator[Event]:
-        """What an earlier run left, taken over. An artifact of our own that was cut off is dropped: it is published anew."""
-        for key in list(self._library.restore()):
-            entry = self._library.entries[key]
-            if entry.header.publisher == self._me and entry.seal is None:
-                self._library.drop(key)
-                continue
-            yield HeaderSeen(None, key, is_wanted=False)
-            for index in sorted(entry.digests):
-                yield ChunkSeen(None, key, index, entry.held_bytes // max(1, len(entry.digests)))
-            if entry.seal is not None:
-                yield SealSeen(None, key, entry.seal.chunk_count)
 
     def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:
         """What a frame means; EchoError when the peer must not be believed any more."""

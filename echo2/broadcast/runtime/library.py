@@ -17,10 +17,8 @@ import xxhash
 
 from echo2.base.errors import (
     CorruptChunk,
-    EchoError,
     IntegrityError,
     LimitExceeded,
-    MalformedMessage,
     ProtocolError,
     ResourceError,
     VersionMismatch,
@@ -29,14 +27,13 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, Way, plan_way
 from echo2.broadcast.chunks import BlockAssembler
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
-from echo2.broadcast.room import store_bytes_min
-from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords, read_records
+from echo2.broadcast.room import expected_bytes, store_bytes_min
+from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords
 from echo2.broadcast.runtime.progress import AvailableArtifact
 from echo2.weights.policy import Edge, WorkerLink, joining_path, plan_retention
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
-UNSEALED_DELTA_SHARE = 0.05  # of a snapshot: the guess for a delta whose size is not known yet
 WAY_KEPT_CHUNKS = 32  # a way is weighed anew after this many chunks, or when an artifact comes, ends or goes
 
 
@@ -65,8 +62,7 @@ class Entry:
     def missing_bytes(self) -> float:
         if self.seal is not None:
             return max(0, self.seal.total_bytes - self.held_bytes)
-        guess = self.header.full_snapshot_bytes * (1.0 if self.header.artifact.is_keyframe else UNSEALED_DELTA_SHARE)
-        return max(1.0, guess - self.held_bytes)
+        return max(1.0, expected_bytes(self.header.artifact, self.header.full_snapshot_bytes) - self.held_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,50 +118,16 @@ class Library:
 
     # ---- from an earlier run
 
-    def restore(self) -> Iterator[ArtifactKey]:
-        """Takes over what an earlier run left, each record checked again; files that are not sound are removed."""
-        for path in self.store.left_files():
-            try:
-                key = self._restore_file(path)
-            except (EchoError, OSError) as error:
-                log.warning("chunk file %s dropped: %s", path, error)
-                path.unlink(missing_ok=True)
-                self.unsound_files += 1
-            else:
-                yield key
-
-    def _restore_file(self, path: Path) -> ArtifactKey:
-        records = LeftRecords()
-        entry: Entry | None = None
-        for offset, frame in read_records(path):
-            message = wire.parse(frame, str(path))
-            match message.WhichOneof("kind"):
-                case "header":
-                    entry = Entry(wire.header_from(message.header))
-                    entry.header.verify()
-                    records.header = frame
-                case "chunk" if entry is not None:
-                    chunk = wire.chunk_from(message.chunk)
-                    entry.digests[chunk.index] = chunk.verify(entry.header.publisher)
-                    entry.checks[chunk.index] = xxhash.xxh3_64_intdigest(frame)
-                    entry.held_bytes += len(chunk.payload)
-                    records.chunks[chunk.index] = (offset, len(frame))
-                case "seal" if entry is not None:
-                    entry.seal = wire.seal_from(message.seal)
-                    entry.seal.verify(entry.header.publisher)
-                    records.seal = frame
-                case kind:
-                    raise MalformedMessage(f"{path}: expected a header, then chunks and a seal, got {kind}")
-            records.end = offset + len(frame)
-        if entry is None or entry.header.run_id != self.run_id:
-            raise ProtocolError(f"{path}: expected an artifact of run {self.run_id}, got none")
+    def take_over(self, path: Path, entry: Entry, records: LeftRecords) -> None:
+        """An artifact whose file was read and checked (restoring); raises where it is none of this run and release."""
+        if entry.header.run_id != self.run_id:
+            raise ProtocolError(f"{path}: expected an artifact of run {self.run_id}, got one of {entry.header.run_id}")
         if entry.header.lineage != self.lineage:
             raise VersionMismatch(f"{path}: expected {self.lineage}, got {entry.header.lineage!r} of another release")
         key = entry.header.key
         self.store.fit(entry.header.full_snapshot_bytes)
         self.entries[key] = entry
         self.store.adopt(key, path, records)
-        return key
 
     # ---- taking in
 
@@ -233,7 +195,7 @@ class Library:
             return
         self._last_way = None
         assert entry.seal is not None
-        root = root_of(entry.digests[index] for index in sorted(entry.digests))
+        root = root_of(entry.digests.get(index, b"") for index in range(entry.seal.chunk_count))
         if root != entry.seal.root_sha256 or entry.held_bytes != entry.seal.total_bytes:
             raise IntegrityError(
                 f"{entry.header.artifact}: expected chunks with root {entry.seal.root_sha256.hex()[:16]} and "

@@ -38,6 +38,7 @@ from echo2.broadcast.events import (
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.room import expected_bytes
 from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.dialling import Dialling, Target
@@ -56,6 +57,7 @@ from echo2.broadcast.runtime.progress import (
     Published,
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
+from echo2.broadcast.runtime.restoring import restored
 from echo2.broadcast.runtime.shaper import NodeShaper
 from echo2.broadcast.runtime.stripes import Stripes
 from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
@@ -118,7 +120,7 @@ class BroadcastNode:
 
     async def start(self) -> None:
         """Takes over the chunks of an earlier run and begins to connect."""
-        for event in self._inbox.restored():
+        async for event in restored(self.library, self.peer_id):
             self._act(event)
         if self.library.unsound_files and self._inbox.publisher == self.peer_id:
             self.on_lost("a chunk file")
@@ -232,19 +234,14 @@ class BroadcastNode:
         entry = self.library.entries[known] if known is not None else None
         if entry is not None and entry.is_complete and entry.seal is not None:
             return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
-        header = Header(
-            artifact,
-            self.credentials.run_id,
-            self.options.lineage,
-            unix_now(),
-            full_snapshot_bytes,
-            is_pushed,
-            self.peer_id,
-        ).signed(self.credentials.identity)
+        run_id, lineage = self.credentials.run_id, self.options.lineage
+        header = Header(artifact, run_id, lineage, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
+        header = header.signed(self.credentials.identity)
         for dropped in self.library.add_header(header):
             self._act(Forgotten(dropped))
         self._act(HeaderSeen(None, header.key, is_wanted=False))
-        size = chunk_bytes_for(self.session.plan, self.options.chunk_bytes)
+        expected = expected_bytes(artifact, full_snapshot_bytes)
+        size = chunk_bytes_for(self.session.plan, self.options.chunk_bytes, expected)
         sign = functools.partial(signed_chunks, size, self.credentials.identity)
         index, total, digests = 0, 0, list[bytes]()
         try:
@@ -253,6 +250,7 @@ class BroadcastNode:
                     self._keep(chunk, digest, is_fresh=is_pushed)
                     digests.append(digest)
                     index, total = index + 1, total + len(chunk.payload)
+                    await asyncio.sleep(0)  # others have their turn: a block may be hundreds of chunks
         except EchoError:  # a part of it is of no use to anyone
             self._forget(header.key)
             raise

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 
 from echo2.base.errors import CorruptChunk
-from echo2.base.ids import RunId, Version
+from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.chunks import signed_chunks
+from echo2.broadcast.events import ChunksKept, Event
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Header, Seal, root_of
 from echo2.broadcast.room import STORE_BYTES_FLOOR, store_bytes_for, store_bytes_min
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.library import Library, LibraryLimits
+from echo2.broadcast.runtime.restoring import restored
 from echo2.trust.identity import Identity
 
 RUN = RunId("run")
@@ -93,6 +96,13 @@ def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: P
     assert library.store.used_bytes <= 14_000
 
 
+def taken_over(library: Library) -> list[ChunksKept]:
+    async def events() -> list[Event]:
+        return [event async for event in restored(library, PeerId("me"))]
+
+    return [event for event in asyncio.run(events()) if isinstance(event, ChunksKept)]
+
+
 def test_a_store_without_a_size_of_its_own_follows_the_weights_and_is_kept_after_a_restart(tmp_path: Path) -> None:
     identity = Identity.generate()
     library = Library(ChunkStore(tmp_path, 0), RUN, LibraryLimits(), "delta 1")
@@ -103,7 +113,9 @@ def test_a_store_without_a_size_of_its_own_follows_the_weights_and_is_kept_after
     assert library.store.bytes_max == store_bytes_for(weights_bytes) >= 2 * store_bytes_min(weights_bytes) > 16 << 30
     library.store.close()
     again = Library(ChunkStore(tmp_path, 0), RUN, LibraryLimits(), "delta 1")
-    assert list(again.restore()) == [header.key] and again.store.bytes_max == store_bytes_for(weights_bytes)
+    assert [kept.key for kept in taken_over(again)] == [header.key] and again.store.bytes_max == store_bytes_for(
+        weights_bytes
+    )
     asked = Library(ChunkStore(tmp_path / "asked", 1 << 20), RUN, LibraryLimits(memory_bytes_max=0), "delta 1")
     asked.add_header(header)
     assert asked.store.bytes_max == 1 << 20

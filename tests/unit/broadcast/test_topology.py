@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.manifest import CHUNK_BYTES_MAX
 from echo2.broadcast.topology import (
     DEGREE_MAX,
     NodeLink,
@@ -111,6 +112,13 @@ def test_large_fleets_get_shallow_trees_of_bounded_degree_near_the_bound(count: 
 
 def test_chunks_follow_the_slowest_uplink_that_forwards() -> None:
     assert chunk_bytes_for(None, 1 << 20) == 1 << 20
+    assert chunk_bytes_for(None, 256 << 10, 11e9) == 1 << 20, "10,500 chunks of a keyframe of 8 B parameters"
+    assert chunk_bytes_for(None, 256 << 10, 4e9) == 256 << 10
+    assert chunk_bytes_for(None, 256 << 10, 1e15) == CHUNK_BYTES_MAX
+    hundred = plan(fleet([100] * 8), 1)
+    assert chunk_bytes_for(hundred, 256 << 10, 11e9) == 1 << 20
+    assert chunk_bytes_for(hundred, 256 << 10, 1e15) == 4 << 20, "12.5 MB/s x 0.5 s = 6.25 MB"
+    assert chunk_bytes_for(plan(fleet([100] * 7 + [10]), 1), 256 << 10, 11e9) == 512 << 10, "1.25 MB/s x 0.5 s"
     assert chunk_bytes_for(plan(fleet([100] * 8), 1), 1 << 20) == 128 << 10  # 12.5 MB/s x 20 ms = 250 kB
     assert chunk_bytes_for(plan(fleet([100] * 7 + [10]), 1), 1 << 20) == 16 << 10
     assert chunk_bytes_for(plan(fleet([1] * 8, seed_up_mbit=2), 1), 1 << 20) == 16 << 10

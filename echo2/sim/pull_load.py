@@ -1,0 +1,126 @@
+"""One session that fetches a large artifact from many peers: what its calls cost. No network, no disk, no payloads.
+
+Guarantees: same load and seed, same calls. Time is the thread's own, so that what else the machine does counts little.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import (
+    ChunkSeen,
+    ChunksKept,
+    Event,
+    HaveSeen,
+    HeaderSeen,
+    PeerDown,
+    PeerUp,
+    SealSeen,
+    SendRequest,
+    Woken,
+)
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.session import Session
+
+KEY = ArtifactKey(b"a large artefact")
+LINK_BYTES_PER_S = 500e6
+IDLE_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PullLoad:
+    """`held_share`: of the chunks, held by each peer. `kept_share`: of the chunks, here from the start."""
+
+    chunk_count: int
+    chunk_bytes: int = 64 << 10
+    peer_count: int = 30
+    held_share: float = 0.9
+    kept_share: float = 0.0
+
+
+@dataclass(slots=True)
+class PullCost:
+    chunks: int = 0
+    bytes: int = 0
+    spent_s: float = 0.0
+    longest: dict[str, float] = field(default_factory=dict)  # by kind of event, in seconds
+
+    @property
+    def chunk_s(self) -> float:
+        return self.spent_s / max(1, self.chunks)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / max(1e-9, self.spent_s)
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.longest.values(), default=0.0)
+
+
+class Puller:
+    def __init__(self, load: PullLoad, seed: int = 0) -> None:
+        self.load = load
+        self.session = Session(SessionConfig(PeerId("me")), seed)
+        self.cost = PullCost()
+        self.now = 0.0
+        self._asked: deque[tuple[PeerId, int]] = deque()
+        self._peers = [PeerId(f"peer {number}") for number in range(load.peer_count)]
+        self._rng = random.Random(seed)
+
+    def begin(self) -> None:
+        """The header, what is kept, the peers and what each holds."""
+        self._tell(HeaderSeen(None, KEY, is_wanted=True))
+        if self.load.kept_share:
+            kept = self._some(self.load.kept_share)
+            sizes = {index: self.load.chunk_bytes for index in range(self.load.chunk_count) if kept >> index & 1}
+            self._tell(ChunksKept(KEY, kept, sizes))
+        self._tell(SealSeen(None, KEY, self.load.chunk_count))
+        self.now += 10.0
+        for peer in self._peers:
+            self._tell(PeerUp(peer))
+            self._tell(HaveSeen(peer, KEY, self._some(self.load.held_share), is_sealed=True))
+
+    def fetch(self, chunks_max: int) -> PullCost:
+        """Peers answer all requests in their order; returns what the calls cost, `begin` included."""
+        until, idle = self.cost.chunks + chunks_max, 0
+        while self.cost.chunks < until and not self.session.artifacts[KEY].is_complete and idle < IDLE_MAX:
+            if not self._asked:
+                idle += 1
+                self.now += 0.05
+                self._tell(Woken())
+                continue
+            peer, index = self._asked.popleft()
+            self.now += self.load.chunk_bytes / LINK_BYTES_PER_S
+            self._tell(ChunkSeen(peer, KEY, index, self.load.chunk_bytes, is_answer=True))
+            self.cost.chunks, self.cost.bytes, idle = self.cost.chunks + 1, self.cost.bytes + self.load.chunk_bytes, 0
+        return self.cost
+
+    def leave(self) -> None:
+        """The peers go, one after another."""
+        for peer in self._peers:
+            self._tell(PeerDown(peer))
+
+    def _some(self, share: float) -> int:
+        """A share of the chunks as a bitmap, in steps of a sixteenth."""
+        bitmap, wanted = 0, round(share * 16)
+        for bit in range(4):  # from the least binary digit of the share: OR gives half of the rest, AND half of it
+            drawn = self._rng.getrandbits(self.load.chunk_count)
+            bitmap = bitmap | drawn if wanted >> bit & 1 else bitmap & drawn
+        return bitmap
+
+    def _tell(self, event: Event) -> None:
+        begun_s = time.thread_time()
+        actions = self.session.handle(event, self.now)
+        spent_s = time.thread_time() - begun_s
+        kind = type(event).__name__
+        self.cost.spent_s += spent_s
+        self.cost.longest[kind] = max(self.cost.longest.get(kind, 0.0), spent_s)
+        for action in actions:
+            if isinstance(action, SendRequest):
+                self._asked.extend((action.peer, index) for index in action.indices)
