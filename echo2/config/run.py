@@ -171,7 +171,8 @@ class LearnerSection(Section):
 
 class BroadcastSection(Section):
     chunk_bytes: Annotated[
-        Bytes, Field(ge=4096, le=4 << 20, description="The largest chunk; less on slow uplinks.")
+        Bytes,
+        Field(ge=4096, le=4 << 20, description="The largest chunk; less on slow uplinks, more above 16384 chunks."),
     ] = 256 << 10
     delta_setting: Annotated[
         Literal["auto", "fast", "dense"], Field(description="Speed against size of deltas; auto: by link and cores.")

@@ -12,7 +12,8 @@ from echo2.weights.container import FORMAT_VERSION
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node takes part. A chunk has at most `chunk_bytes`. `store_bytes` 0: from the size of the weights (room).
+    """How one node takes part. A chunk has at most `chunk_bytes`, more in very large artifacts
+    (topology.chunk_bytes_for). `store_bytes` 0: from the size of the weights (room).
 
     `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for trials. `lineage`: the format of what is published
     and read; what another release left is no use.
