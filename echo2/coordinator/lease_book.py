@@ -4,8 +4,8 @@
 higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
 given a group that it is too old for (`staleness.may_begin`); a lease without progress for `lease_timeout_s` goes to
 another worker as a continuation, and so does one whose progress only its worker tells of (hearsay); how much a worker may
-hold follows from what it has delivered (worth); what the learner does not list is not leased; every change that must
-outlive the process is saved (Save*, Drop*) before what follows from it is sent, because the actions come in that order.
+hold follows from what it has delivered (worth) and given up (given_up); what the learner does not list is not leased; every
+change that must outlive the process is saved (Save*, Drop*) before what follows from it is sent, in the actions' order.
 Leaves to others: who is alive or active (membership, planner), signing, sending and keeping (runtime), exactly-once
 training (learner: attempts, and one result per rollout).
 
@@ -23,6 +23,7 @@ from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.coordinator.expected_length import ExpectedLength
+from echo2.coordinator.given_up import GivenUp, Way
 from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.lease_events import (
     Action,
@@ -92,6 +93,7 @@ class LeaseBook:
     allowed: set[PeerId] = field(default_factory=set)
     hearsay: Hearsay = field(init=False)
     worth: Worth = field(init=False)
+    given_up: GivenUp = field(default_factory=GivenUp)
     _now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -143,6 +145,7 @@ class LeaseBook:
                 self._rates[worker_id] = rollouts_per_s
                 return
             case Delivered(workers):
+                self.given_up.told(now)
                 for worker_id in self.worth.told(workers, now):
                     yield from self._fallen_silent(worker_id, now)
             case Progressed():
@@ -157,6 +160,7 @@ class LeaseBook:
                 return
             case Tick():
                 yield from self._expire(now)
+                yield from (Note("lease", text) for text in self.given_up.judged(now))
         yield from self._match(now)
 
     # ---- the learner's side
@@ -168,8 +172,9 @@ class LeaseBook:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
                 if known.phase is Phase.PRODUCED:  # the learner says that it is not whole after all
-                    if known.made_by is not None:
-                        known.avoid[known.made_by] = now + self.rules.lease_timeout_s
+                    if (maker := known.made_by) is not None:
+                        known.avoid[maker] = now + self.rules.lease_timeout_s
+                        self.given_up.gave_up(Way.UNFINISHED, maker, known, known.since, self.lease_count(maker), now)
                     yield from self._requeue(known, now)
                 continue
             if len(self.groups) >= self.rules.groups_max:
@@ -221,6 +226,7 @@ class LeaseBook:
         group = self.groups.pop(group_id, None)
         if group is None:
             return
+        self.given_up.closed(group, reason)
         if group.phase is Phase.QUEUED:
             self._queue.remove(self._key(group))
         lease = self.leases.get(group.lease_id) if group.lease_id else None
@@ -235,13 +241,10 @@ class LeaseBook:
 
     def _came(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
         self.seekers.pop(worker_id, None)
-        kept = {one.lease_id for one in held}
-        for lease_id in sorted(self._of_worker.get(worker_id, set()) - kept):
+        for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
-            yield Note(
-                "lease", f"{worker_id} came back without lease {lease_id}; group {lease.group_id} is queued again"
-            )
-            yield from self._take_back(lease, now, 0.0)
+            yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
+            yield from self._take_back(lease, now, 0.0, Way.MISSING)
         for one in held:
             known = self.leases.get(one.lease_id)
             if known is not None and known.worker_id == worker_id:
@@ -308,14 +311,14 @@ class LeaseBook:
                 self.counts.handed_back += 1
                 yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
                 pause_s = self.rules.lease_timeout_s if lease.is_recalled else 0.0
-                yield from self._take_back(lease, now, pause_s)
+                yield from self._take_back(lease, now, pause_s, Way.HANDED_BACK)
             case EndReason.REFUSED:
                 self.counts.refused += 1
                 group.refusals += 1
                 pause_s = min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(group.refusals, 20))
                 group.not_before = now + pause_s
                 yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
-                yield from self._take_back(lease, now, pause_s)
+                yield from self._take_back(lease, now, pause_s, Way.REFUSED)
 
     def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
         self.seekers.pop(worker_id, None)
@@ -323,13 +326,14 @@ class LeaseBook:
         self._rates.pop(worker_id, None)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
-            yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s, Way.LOST)
 
     def _fallen_silent(self, worker_id: PeerId, now: float) -> Iterator[Action]:
         """It holds leases, and nothing of them has reached the learner for long."""
         pause_s = self.worth.records[worker_id].paused_until - now
-        text = f"nothing of the leases of {worker_id} reached the learner: it is given none for {pause_s:.0f} s"
-        yield Note("lease", text)
+        yield Note(
+            "lease", f"nothing of {worker_id}'s leases reached the learner: it is given none for {pause_s:.0f} s"
+        )
         for lease in self.leases_of(worker_id):
             yield from self._take_back(lease, now, self.rules.lease_timeout_s)
             yield Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
@@ -356,7 +360,7 @@ class LeaseBook:
                 f"lease {lease.lease_id} of {lease.worker_id} expired: group {lease.group_id} has stood at "
                 f"{lease.tokens} tokens for {idle_s:.1f} s and goes to another worker",
             )
-            yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s, Way.EXPIRED)
             yield Revoke(lease.worker_id, lease.lease_id, f"no progress for {idle_s:.1f} s")
 
     # ---- matching
@@ -406,7 +410,9 @@ class LeaseBook:
 
     def _has_room(self, worker_id: PeerId) -> bool:
         is_full = self.lease_count(worker_id) >= self.rules.leases_per_worker_max
-        return not is_full and self.worth.has_room(worker_id, self.open_groups, self.allowed, self._now)
+        if is_full or self.given_up.is_held_back(worker_id, self.allowed, self._now):
+            return False
+        return self.worth.has_room(worker_id, self.open_groups, self.allowed, self._now)
 
     # ---- state changes
 
@@ -426,7 +432,8 @@ class LeaseBook:
         self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
         self._of_worker.setdefault(worker_id, set()).add(lease_id)
         group.phase, group.lease_id, group.attempts, group.since = Phase.LEASED, lease_id, attempt, now
-        group.preferred = None
+        group.preferred, group.last_worker = None, worker_id
+        self.given_up.granted(worker_id, self.seekers[worker_id].version if worker_id in self.seekers else None)
         self.counts.granted += 1
         self.counts.continued += is_continuation
         yield SaveGroup(group.spec.group_id)
@@ -450,10 +457,12 @@ class LeaseBook:
             del self._of_worker[lease.worker_id]
         yield DropLease(lease.lease_id)
 
-    def _take_back(self, lease: Lease, now: float, avoid_s: float) -> Iterator[Action]:
-        """The lease ends and its group waits for another worker; this one is avoided for `avoid_s`."""
+    def _take_back(self, lease: Lease, now: float, avoid_s: float, way: Way | None = None) -> Iterator[Action]:
+        """The lease ends and its group waits for another worker; this one is avoided for `avoid_s`. `way`: the worker's."""
         yield from self._drop_lease(lease)
-        group = self.groups[lease.group_id]
+        group, worker_id = self.groups[lease.group_id], lease.worker_id
+        if way is not None and not lease.is_recalled:
+            self.given_up.gave_up(way, worker_id, group, lease.progress_at, self.lease_count(worker_id), now)
         group.expected_tokens = self.lengths.rest(group.spec, lease.tokens, lease.finished_rollouts)
         if avoid_s > 0:
             group.avoid[lease.worker_id] = now + avoid_s
@@ -486,12 +495,6 @@ class LeaseBook:
     def open_seekers(self) -> dict[PeerId, Seeker]:
         """Workers that may be given more now."""
         return {w: s for w, s in self.seekers.items() if w in self.allowed and self._has_room(w)}
-
-    def has_work_for(self, workers: Iterable[PeerId]) -> bool:
-        """Whether a queued group waits that one of these might be given."""
-        newest = max((self.seekers[worker].version for worker in workers), default=Version(0))
-        first = self.first_queued
-        return first is not None and may_begin(newest, first.spec.consume_step, self.rules.staleness_bound)
 
     def lease_count(self, worker_id: PeerId) -> int:
         return len(self._of_worker.get(worker_id, ()))

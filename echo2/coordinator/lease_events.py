@@ -63,8 +63,9 @@ class Lease:
 @dataclass(slots=True)
 class OpenGroup:
     """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when. `preferred`: for
-    whom it was recalled, `moves`: how often; `made_by`: who says that it has made it; `confirmed`: under which lease, how
-    many tokens of it the learner had, and when it first said so. These do not outlive the process."""
+    whom it was recalled, `moves`: how often; `made_by`: who says that it has made it; `last_worker`: who had its newest
+    lease; `confirmed`: under which lease, how many tokens of it the learner had, and when it first said so. These do not
+    outlive the process."""
 
     spec: GroupSpec
     phase: Phase
@@ -78,6 +79,7 @@ class OpenGroup:
     preferred: PeerId | None = None
     moves: int = 0
     made_by: PeerId | None = None
+    last_worker: PeerId | None = None
     confirmed: tuple[LeaseId, int, float] | None = None
 
     @property

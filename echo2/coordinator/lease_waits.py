@@ -25,6 +25,9 @@ def waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -
             f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(one.tokens for one in leases)} tokens"
         )
         found.append((text, leases[0].progress_at))
+    for worker_id, record in book.given_up.held_back(now)[:8]:
+        text = f"{name_of(worker_id)} is given no leases for another {record.paused_until - now:.0f} s: {record.reason}"
+        found.append((text, record.paused_at))
     return found
 
 

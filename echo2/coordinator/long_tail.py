@@ -16,10 +16,10 @@ without them are stopped as soon as moving gains anything at all. Leaves to othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from echo2.base.ids import LeaseId, PeerId, Step
+from echo2.base.ids import LeaseId, PeerId, Step, Version
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_events import Lease
 from echo2.coordinator.membership import Member
@@ -66,7 +66,7 @@ def is_quiet(book: LeaseBook, now: float) -> bool:
     """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use it."""
     idle = book.open_seekers()
     is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
-    return is_over and not book.has_work_for(idle)
+    return is_over and not _has_work_for(book, idle)
 
 
 def moves(
@@ -74,7 +74,7 @@ def moves(
 ) -> list[Move]:
     """The moves that pay, the slowest stragglers first, each to the fastest worker that has room for it."""
     room = {worker: seeker.free_rollouts for worker, seeker in book.open_seekers().items() if speeds.get(worker, 0) > 0}
-    if not room or book.has_work_for(room):
+    if not room or _has_work_for(book, room):
         return []
     found: list[Move] = []
     waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
@@ -101,6 +101,13 @@ def moves(
         )
         found.append(Move(lease.lease_id, to, stay_s - move_s, reason))
     return found
+
+
+def _has_work_for(book: LeaseBook, workers: Iterable[PeerId]) -> bool:
+    """Whether a queued group waits that one of these might be given."""
+    newest = max((book.seekers[worker].version for worker in workers), default=Version(0))
+    first = book.first_queued
+    return first is not None and may_begin(newest, first.spec.consume_step, book.rules.staleness_bound)
 
 
 def _may_move(book: LeaseBook, lease: Lease) -> bool:

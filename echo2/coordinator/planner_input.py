@@ -19,6 +19,7 @@ from echo2.broadcast.topology import UNKNOWN_DOWNLINK_BYTES_PER_S, UNKNOWN_UPLIN
 from echo2.broadcast.weighting import Needs
 from echo2.coordinator.accounts import usd_spent
 from echo2.coordinator.board import LearnerBoard
+from echo2.coordinator.given_up import GivenUp
 from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.membership import Activation, Liveness, Member, Setting
 from echo2.coordinator.options import CoordinatorOptions
@@ -84,11 +85,13 @@ def _state(member: Member) -> WorkerState:
     return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
 
 
-def mark_shunned(members: Iterable[Member], hearsay: Hearsay, now: float) -> None:
+def mark_shunned(members: Iterable[Member], hearsay: Hearsay, given_up: GivenUp, now: float) -> None:
     """Whom the next plan of the pool is made without, as long as anybody else is alive."""
     members = list(members)
     alive = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
-    shunned = hearsay.shunned_of(alive, now)
+    shunned = hearsay.shunned_of(alive, now) | given_up.held_back_of(alive, now)
+    if len(shunned) == len(alive):
+        shunned = set()
     for member in members:
         member.is_shunned = member.peer_id in shunned
 

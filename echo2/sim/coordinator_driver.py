@@ -320,7 +320,7 @@ class CoordinatorDriver:
     def _plan_pool(self) -> None:
         members = list(self.membership.members.values())
         choosable = [member for member in members if member.last_liveness is Liveness.ALIVE]
-        mark_shunned(members, self.book.hearsay, self.now())
+        mark_shunned(members, self.book.hearsay, self.book.given_up, self.now())
         self._trials.appraise(members, self.book.worth, 0.0, self.now())
         for member in members:
             if member.is_on_trial and not member.is_wanted:

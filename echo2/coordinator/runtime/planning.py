@@ -84,7 +84,7 @@ class Planning:
         hub = self._hub
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
-        mark_shunned(members, hub.book.hearsay, hub.clock.now())
+        mark_shunned(members, hub.book.hearsay, hub.book.given_up, hub.clock.now())
         budget = hub.options.usd_budget
         is_spent = budget > 0 and hub.money.sums().usd_spent >= budget
         self._trials.appraise(members, hub.book.worth, hub.options.usd_per_hour_cap, hub.clock.now(), is_spent)

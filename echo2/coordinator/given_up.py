@@ -1,0 +1,225 @@
+"""Leases that workers give up, counted by worker and by prompt: who gives up more than honest workers do gets fewer.
+
+A worker gives a lease up when it hands it back, says that the learner refused it, lets it expire, comes back without it,
+says that it has finished what the learner lacks, or is lost. That gains it no new sample, since the seed is the group's;
+but it would choose the prompts that it works on. Two bounds, both in what honest workers do:
+
+- *One by one*, while it goes on with others: at most `PICKS_MAX` at once, and one more for each `FINISHED_PER_PICK` leases
+  that the learner closes as complete. An honest worker that gives up one in a hundred by chance exceeds this less than
+  once in a million leases; the test computes it.
+- *All at once* (preemption, drain, crash, a lost link): what a worker gives up within `SETTLE_S` until it holds nothing
+  counts as one stop, at most `STOPS_MAX` at once and one more every `STOP_EVERY_S`, since machines are taken by the clock.
+
+A worker beyond a bound is given nothing for a time that doubles, unless all others are held back too. A prompt that
+`PROMPT_WORKERS` workers gave up one by one is at fault itself, and held against none of them, until somebody finishes it.
+What ends while the learner is silent, and shortly after, counts against nobody.
+
+Guarantees: memory is bounded by the fleet and `PROMPTS_MAX`. Leaves to others: leases (lease_book), delivery (worth).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId, Version
+from echo2.coordinator.lease_events import OpenGroup, Phase
+from echo2.coordinator.worth import TELLING_S_MAX
+
+PICKS_MAX, FINISHED_PER_PICK = 4.0, 16
+STOPS_MAX, STOP_EVERY_S = 4.0, 900.0
+SETTLE_S = 5.0
+"""Longer than a drain and its last reports take."""
+PAUSE_S_MIN, PAUSE_S_MAX = 30.0, 1800.0
+FORGIVEN_AFTER = 64
+"""So many leases finished undo one doubling."""
+PROMPT_WORKERS, PROMPTS_MAX = 3, 1024
+COMPLETE = "complete"
+"""Why the learner closes a group that it has all of."""
+
+
+class Way(enum.Enum):
+    """How a lease was given up."""
+
+    HANDED_BACK = "handed back"
+    REFUSED = "said to be refused"
+    EXPIRED = "left to expire"
+    MISSING = "missing when it came back"
+    UNFINISHED = "said to be finished and not"
+    LOST = "lost with it"
+
+
+@dataclass(slots=True)
+class Record:
+    """Of one worker. `picks`, `stops`: what counts against it now; `episode`: the prompts given up since `began_at`."""
+
+    granted: int = 0
+    finished: int = 0
+    ways: Counter[Way] = field(default_factory=Counter)
+    version: Version | None = None
+    picks: float = 0.0
+    stops: float = 0.0
+    stopped_at: float = 0.0
+    episode: list[str] = field(default_factory=list)
+    began_at: float = 0.0
+    is_stop: bool = False
+    failures: int = 0
+    finished_since: int = 0
+    paused_at: float = 0.0
+    paused_until: float = 0.0
+    reason: str = ""
+
+    @property
+    def is_over_bound(self) -> bool:
+        return self.picks > PICKS_MAX or self.stops > STOPS_MAX
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Given up by whom how often, at which versions; `is_at_fault`: nobody is charged for it."""
+
+    charges: Counter[PeerId] = field(default_factory=Counter)
+    versions: Counter[Version | None] = field(default_factory=Counter)
+    is_at_fault: bool = False
+
+
+@dataclass(slots=True)
+class GivenUp:
+    """`told_at`, `heard_since`: when the learner last told what came, and since when it has done so without a gap."""
+
+    records: dict[PeerId, Record] = field(default_factory=dict)
+    prompts: OrderedDict[str, Prompt] = field(default_factory=OrderedDict)
+    told_at: float | None = None
+    heard_since: float = 0.0
+    _settling: set[PeerId] = field(default_factory=set)
+    _paused: set[PeerId] = field(default_factory=set)
+
+    # ---- what happens
+
+    def told(self, now: float) -> None:
+        """The learner is there."""
+        if self.told_at is None or now - self.told_at > TELLING_S_MAX:
+            self.heard_since = now
+        self.told_at = now
+
+    def granted(self, worker_id: PeerId, version: Version | None) -> None:
+        """`version`: which it had when it asked, where it asked."""
+        record = self.records.setdefault(worker_id, Record())
+        record.granted += 1
+        record.version = record.version if version is None else version
+
+    def gave_up(self, way: Way, worker_id: PeerId, group: OpenGroup, since: float, held: int, now: float) -> None:
+        """`since`: of its last progress; `held`: leases that the worker still holds."""
+        record = self.records.setdefault(worker_id, Record())
+        record.ways[way] += 1
+        is_heard = self.told_at is not None and now - self.told_at <= TELLING_S_MAX
+        if not is_heard or since < self.heard_since:
+            return
+        if not record.episode:
+            record.began_at, record.is_stop = now, False
+        record.episode.append(_digest(group))
+        record.is_stop |= held == 0
+        self._settling.add(worker_id)
+
+    def closed(self, group: OpenGroup, reason: str) -> None:
+        """Only what the learner says it has all of counts as finished."""
+        if reason != COMPLETE:
+            return
+        if self.prompts and (prompt := self.prompts.pop(_digest(group), None)) and prompt.is_at_fault:
+            for giver, count in prompt.charges.items():  # it can be done after all
+                self.records[giver].picks += count
+        record = self.records.get(group.last_worker) if group.last_worker is not None else None
+        if record is None:
+            return
+        if group.phase is Phase.QUEUED and record.episode and (digest := _digest(group)) in record.episode:
+            record.episode.remove(digest)  # what it handed back was whole
+        record.finished += 1
+        record.finished_since += 1
+        record.picks = max(0.0, record.picks - 1 / FINISHED_PER_PICK)
+        if record.finished_since >= FORGIVEN_AFTER:
+            record.failures, record.finished_since = max(0, record.failures - 1), 0
+
+    # ---- what follows
+
+    def judged(self, now: float) -> Iterator[str]:
+        """Counts what workers gave up in episodes that are over. Returns what the operator is to be told."""
+        self._paused = {worker_id for worker_id in self._paused if self.records[worker_id].paused_until > now}
+        for worker_id in sorted(self._settling):
+            record = self.records[worker_id]
+            if now - record.began_at < SETTLE_S:
+                continue
+            self._settling.discard(worker_id)
+            episode, record.episode = record.episode, []
+            if record.is_stop and len(episode) > 1:
+                record.stops = max(0.0, record.stops - (now - record.stopped_at) / STOP_EVERY_S) + 1
+                record.stopped_at = now
+            else:
+                for digest in episode:
+                    yield from self._charge(worker_id, record, digest)
+            if record.is_over_bound:
+                yield self._hold_back(worker_id, record, now)
+
+    def _charge(self, worker_id: PeerId, record: Record, digest: str) -> Iterator[str]:
+        prompt = self.prompts.setdefault(digest, Prompt())
+        self.prompts.move_to_end(digest)
+        while len(self.prompts) > PROMPTS_MAX:
+            self.prompts.popitem(last=False)
+        prompt.charges[worker_id] += 1
+        prompt.versions[record.version] += 1
+        if prompt.is_at_fault:
+            return
+        record.picks += 1
+        if len(prompt.charges) >= PROMPT_WORKERS:
+            prompt.is_at_fault = True
+            for giver, count in prompt.charges.items():
+                self.records[giver].picks = max(0.0, self.records[giver].picks - count)
+            versions = ", ".join(f"{count} at version {version}" for version, count in prompt.versions.items())
+            yield f"{len(prompt.charges)} workers gave up prompt {digest} ({versions}): held against none of them"
+
+    def _hold_back(self, worker_id: PeerId, record: Record, now: float) -> str:
+        pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(record.failures, 20))
+        record.failures += 1
+        record.paused_at, record.paused_until = now, now + pause_s
+        self._paused.add(worker_id)
+        if record.picks > PICKS_MAX:
+            how, bound = "one by one while it goes on with others", f"one in {FINISHED_PER_PICK}"
+        else:
+            how, bound = "all at once, again and again", f"all in {STOP_EVERY_S / 60:.0f} minutes"
+        record.picks, record.stops = min(record.picks, PICKS_MAX), min(record.stops, STOPS_MAX)
+        ways = ", ".join(f"{count} {way.value}" for way, count in record.ways.most_common())
+        record.reason = (
+            f"it gives up leases {how} ({ways}; {record.finished} finished of {record.granted} granted), "
+            f"more than {bound}"
+        )
+        return f"{worker_id} is given no leases for {pause_s:.0f} s: {record.reason}"
+
+    def is_held_back(self, worker_id: PeerId, others: Collection[PeerId], now: float) -> bool:
+        """Whether it is given nothing now. `others`: who else might be given its leases; where all are held back, nobody is."""
+        record = self.records.get(worker_id)
+        if record is None or not (now < record.paused_until or len(record.episode) > PICKS_MAX):
+            return False
+        return any(not self._is_paused(other, now) for other in others if other != worker_id)
+
+    def held_back_of(self, workers: Collection[PeerId], now: float) -> set[PeerId]:
+        """Whom a pool is not to be planned with."""
+        return {worker_id for worker_id in workers if self.is_held_back(worker_id, workers, now)}
+
+    def held_back(self, now: float) -> list[tuple[PeerId, Record]]:
+        """For the operator."""
+        return [
+            (worker_id, self.records[worker_id])
+            for worker_id in sorted(self._paused)
+            if self._is_paused(worker_id, now)
+        ]
+
+    def _is_paused(self, worker_id: PeerId, now: float) -> bool:
+        return worker_id in self._paused and now < self.records[worker_id].paused_until
+
+
+def _digest(group: OpenGroup) -> str:
+    """The prompt, whatever group it comes in."""
+    return hashlib.sha256(array("Q", group.spec.prompt_token_ids).tobytes()).hexdigest()[:12]
