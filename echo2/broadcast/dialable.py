@@ -1,4 +1,4 @@
-"""Which of the addresses that a worker names others are told to dial. A pure rule.
+"""Which of the addresses that a worker names others dial. Pure rules.
 
 An address in a plan makes every peer that is told of it open a connection there, from inside its own network. So what
 a worker names counts only where the coordinator has seen the worker itself: at the host that its control stream comes
@@ -29,6 +29,24 @@ def dialable(named: Access, seen_from: str) -> tuple[Access, tuple[str, ...]]:
     kept = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
     told = {*addresses, *lan}
     return kept, tuple(one for one in (*named.addresses, *named.lan_addresses) if one not in told)
+
+
+def is_punchable(host: str, port: int, own_host: str) -> bool:
+    """Whether a hole may be punched to what a hidden peer says of itself, by a node that relays see at `own_host`.
+
+    Never to a place closer than where we are seen ourselves: from the internet none in our network, from there none in
+    our machine.
+    """
+    there = _ip(host)
+    if there is None or there.is_link_local or there.is_unspecified or there.is_multicast or port < PORT_MIN:
+        return False
+    return _closeness(there) <= _closeness(_ip(own_host))
+
+
+def _closeness(host: _Ip | None) -> int:
+    if host is None or host.is_global:
+        return 0
+    return 2 if host.is_loopback else 1
 
 
 def _is_at(address: str, seen: _Ip | None) -> bool:

@@ -15,6 +15,7 @@ import trio
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from multiaddr import Multiaddr
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, RunId
@@ -137,10 +138,42 @@ def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.Monk
     asyncio.run(scene())
 
 
+def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identify and hole punching leave what a peer says of itself in the library's book of addresses."""
+
+    async def scene() -> None:
+        met = asyncio.Event()
+        async with lab(monkeypatch) as made, await asyncio.start_server(lambda *_: met.set(), "127.0.0.1", 0) as victim:
+            member = made.member(credentials(made.authority))
+            await until(lambda: member.facts.relays, "a place at the relay, which is dialled")
+            p2p = member._p2p
+            assert p2p is not None
+            port, peer = victim.sockets[0].getsockname()[1], Identity.generate().peer_id
+            await p2p._thread.call(partial(lead_astray, p2p._host, peer, port))
+            assert not met.is_set()
+
+    asyncio.run(scene())
+
+
+async def lead_astray(host: P2pHost, peer: PeerId, port: int) -> None:
+    """All that the library does with an address that `peer` named."""
+    named, target = Multiaddr(f"/ip4/127.0.0.1/tcp/{port}"), ID.from_base58(peer)
+    host._host.get_peerstore().add_addrs(target, [named], 600)
+    with contextlib.suppress(Exception), trio.move_on_after(3.0):
+        await host._host.new_stream(target, [TProtocol(PING)])
+    for is_responder in (False, True):
+        with trio.move_on_after(1.0):
+            host._host.get_peerstore().add_addrs(target, [named], 600)
+            await host._puncher._perform_hole_punch(target, [named], is_responder)
+            await host._puncher._dial_peer(target, named, None, is_responder)
+
+
 async def ask(caller: P2pHost, asked: tuple[PeerId, str], protocol: str, sent: bytes) -> bytes:
     """What the relay answers within a second to whoever speaks `protocol` to it, a member having shown its certificate."""
     peer, address = asked
-    await caller._host.connect(PeerInfo(ID.from_base58(peer), [await _multiaddr_of(address)]))
+    relay = await _multiaddr_of(address)
+    caller._gate.know_relay(relay)
+    await caller._host.connect(PeerInfo(ID.from_base58(peer), [relay]))
     with contextlib.suppress(Exception):  # a stranger is refused in many ways
         await caller._introduce(peer)
     with contextlib.suppress(Exception), trio.move_on_after(1.0):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialable import NAMED_MAX, dialable
+from echo2.broadcast.dialable import NAMED_MAX, dialable, is_punchable
 from echo2.broadcast.reachability import Access
 
 SEEN = "203.0.113.9"
@@ -79,3 +79,26 @@ def test_whatever_is_named_nothing_breaks_and_nothing_is_told_unseen(
     kept, left_out = dialable(Access(tuple(addresses), tuple(lan), public), seen)
     assert len(kept.addresses) <= NAMED_MAX
     assert not set(left_out) & {*kept.addresses, *kept.lan_addresses}
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "own_host", "expected"),
+    [
+        ("9.9.9.9", 4001, "8.8.8.8", True),
+        ("9.9.9.9", 4001, "10.0.0.1", True),
+        ("9.9.9.9", 4001, "", True),
+        ("10.0.0.9", 4001, "10.0.0.1", True),  # a run in one network
+        ("127.0.0.1", 4001, "127.0.0.1", True),
+        ("10.0.0.9", 4001, "8.8.8.8", False),
+        ("10.0.0.9", 4001, "", False),
+        ("127.0.0.1", 4001, "10.0.0.1", False),
+        ("::ffff:127.0.0.1", 4001, "8.8.8.8", False),
+        ("169.254.169.254", 4001, "127.0.0.1", False),
+        ("9.9.9.9", 22, "8.8.8.8", False),
+        ("metadata.internal", 4001, "8.8.8.8", False),
+    ],
+)
+def test_a_hole_is_punched_to_no_place_closer_than_where_we_are_seen(
+    host: str, port: int, own_host: str, expected: bool
+) -> None:
+    assert is_punchable(host, port, own_host) is expected

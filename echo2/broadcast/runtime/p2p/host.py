@@ -36,6 +36,7 @@ from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.p2p import membership
 from echo2.broadcast.runtime.p2p.autonat import ReachabilityService
+from echo2.broadcast.runtime.p2p.dial_gate import DialGate
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.punching import HolePuncher
 from echo2.broadcast.runtime.p2p.relay import MemberRelay, dial_circuit, peer_of_stream, reserve, reset
@@ -109,6 +110,7 @@ class P2pHost:
         self.facts = HostFacts()
         self.port = options.port or _free_port(options.listen_host)
         self._members = Members(credentials, options.is_barred)
+        self._gate = DialGate(lambda: self.facts.public_host)
         self._relays: dict[PeerId, trio.CancelScope] = {}
         self._seen_at: dict[PeerId, float] = {}
         self._judged_at = -JUDGE_S
@@ -127,7 +129,8 @@ class P2pHost:
         listen = Multiaddr(f"/{kind}/{self.options.listen_host}/tcp/{self.port}")
         self._autonat = ReachabilityService(host, self._members, is_serving=self.options.book is not None)
         relay = MemberRelay(host, self._members, self.options.book, self._circuit_came)
-        puncher = self._puncher = HolePuncher(host, self._members)
+        self._gate.stand_before(host)
+        puncher = self._puncher = HolePuncher(host, self._members, self._gate)
         host.set_stream_handler(membership.PROTOCOL, self._show_membership)
         host.set_stream_handler(EXCHANGE, self._accept)
         async with host.run([listen]), background_trio_service(relay), background_trio_service(puncher):
@@ -252,7 +255,8 @@ class P2pHost:
     async def _settle_at(self, peer: PeerId, address: str) -> None:
         """Connected, known as members to one another, a place taken, and our own port judged."""
         with trio.fail_after(CONNECT_S):
-            info = PeerInfo(ID.from_base58(peer), [await _multiaddr_of(address)])
+            info = PeerInfo(ID.from_base58(peer), [relay := await _multiaddr_of(address)])
+            self._gate.know_relay(relay)
             await self._host.connect(info)
             await self._introduce(peer)
             await reserve(self._host, peer)

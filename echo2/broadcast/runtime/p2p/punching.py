@@ -15,19 +15,23 @@ import trio
 from libp2p.host.basic_host import BasicHost
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2 import DCUtRProtocol
+from multiaddr import Multiaddr
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.runtime.p2p.dial_gate import DialGate
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.relay import peer_of_stream, reset
 
 PAUSES_S = (0.0, 10.0, 60.0)
 PEERS_MAX = 64
+ADDRESSES_MAX = 4
 _log = logging.getLogger("echo2.broadcast")
 
 
 class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
-    def __init__(self, host: BasicHost, members: Members) -> None:
+    def __init__(self, host: BasicHost, members: Members, gate: DialGate) -> None:
         super().__init__(host)
+        self._gate = gate
         self._members = members
         self._stories: dict[PeerId, str] = {}
         self._at_work: set[PeerId] = set()
@@ -66,6 +70,15 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
             await reset(stream)
             return
         await super()._handle_dcutr_stream(stream)
+
+    async def _perform_hole_punch(self, peer_id: ID, addrs: list[Multiaddr], as_responder: bool = False) -> bool:
+        """At few addresses of those that the peer named in this exchange, none that it named before."""
+        self.host.get_peerstore().clear_addrs(peer_id)
+        kept = [address for address in addrs if self._gate.lets_through(address)][:ADDRESSES_MAX]
+        return bool(await super()._perform_hole_punch(peer_id, kept, as_responder))
+
+    async def _spam_udp_for_hole_punch(self, *_: Any) -> None:
+        """TCP is what is punched."""
 
     async def _auto_drive_loop(self) -> None:
         """Attempts begin with `punch`, on one side only."""
