@@ -49,10 +49,11 @@ MUTANTS: tuple[Mutant, ...] = (
            "            await asyncio.to_thread(_synced, file, self.folder)", "            await asyncio.sleep(0)"),
     # disks
     Mutant("a checkpoint has its name before its bytes are synced", _FILES,
-           "            for path in (*partial.iterdir(), partial):\n                here().files.sync_path(path)\n", ""),
+           "            for path in (*partial.iterdir(), partial):\n                here().files.sync_path(path)\n", "",
+           (_UNIT + "outside/test_outside.py",)),
     Mutant("a checkpoint's name is not synced", _FILES,
            "            here().files.rename(partial, target)\n            here().files.sync_path(self.folder)\n",
-           "            here().files.rename(partial, target)\n", (_UNIT + "learner/test_checkpoint.py",)),
+           "            here().files.rename(partial, target)\n", (_UNIT + "outside/test_outside.py",)),
     Mutant("the newest checkpoint is let go instead of the oldest", _FILES,
            "kept = self.steps()[-self.options.kept :]", "kept = self.steps()[: self.options.kept]",
            (_UNIT + "learner/test_checkpoint.py",)),

@@ -7,9 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from echo2.base.errors import DiskFull
+from echo2.base.ids import Step, Version
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.runtime.options import CheckpointOptions
 from echo2.outside import MACHINE, Machine, entered, here, monotonic, unix_now
+from echo2.outside.files import MachineFiles
 from echo2.trust.identity import TLS_SECRET_BYTES, Identity, RunAuthority, TlsKey
 from echo2.trust.runtime.tls import load_or_create_identity, write_secret
 
@@ -99,3 +104,30 @@ def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path
     with entered(machine), pytest.raises(DiskFull):
         write_secret(tmp_path / "key", b"new")
     assert (tmp_path / "key").read_bytes() == b"old"
+
+
+def test_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Watched(MachineFiles):
+        __slots__ = ()
+
+        def sync_path(self, path: Path) -> None:
+            done.append(f"sync {path.name}")
+
+        def rename(self, old: Path, new: Path) -> None:
+            done.append(f"rename to {new.name}")
+            super().rename(old, new)
+
+    machine = Machine()
+    machine.files = Watched()
+    with entered(machine):
+        store = CheckpointStore(tmp_path / "checkpoints", CheckpointOptions(free_bytes_min=1))
+        weights = {"w": torch.ones(3)}
+        checkpoint = Checkpoint(Step(1), {}, weights, Version(1), state_of({"journal_from": 0}, Step(1), Version(1)))
+        store.begin(checkpoint)
+        store.save(checkpoint)
+    named = done.index("rename to step-00000001")
+    files = {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()}
+    assert {f"sync {name}" for name in files} <= set(done[:named]), "every file first"
+    assert "sync checkpoints" in done[named:]
