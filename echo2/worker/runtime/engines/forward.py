@@ -82,6 +82,11 @@ class Decoder:
         self._scratch = (np.zeros(padded, np.float32), np.zeros(padded, np.int32))
         self._products = Products()
 
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one block of the cache."""
+        return int(self._cache[:1].nbytes)
+
     def warm_up(self) -> None:
         """Compiles the kernels and chooses the matrix products, so that the first token does not wait for it."""
         layer = self._weights.layers[0]
