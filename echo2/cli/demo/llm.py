@@ -28,12 +28,12 @@ SETTINGS = {
     "learner.lr": "3e-5",
     "learner.token_budget": "2048",
     "learner.checkpoint_every_steps": "100",
-    "learner.threads": "1",
+    "learner.threads": "0",
     "worker.slots": "32",
     "coordinator.lease_timeout": "120s",
 }
 """What differs from the demo of a model made here. A checkpoint of this one is 1.6 GB: a demo's end is soon enough."""
-STEPS = 24
+STEPS = 18
 LINK_FACTOR = 4
 """How many times faster the emulated links are: a version of this model is megabytes, not kilobytes."""
 

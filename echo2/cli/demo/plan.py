@@ -78,6 +78,7 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
         "learner.rollouts_per_prompt": "8",
         "learner.lr": "5e-4",
         "learner.correction": "behaviour",
+        "learner.threads": "1",  # of so small a model, more would wait for each other
         "learner.checkpoint_every_steps": "10",
         "worker.engine": options.engine,
         "worker.slots": "64",

@@ -25,6 +25,7 @@ def test_its_run_is_of_short_chats_on_quick_links(tmp_path: Path) -> None:
     )
     assert [worker.uplink for worker in options.workers] == ["80mbit/s", "48mbit/s", "40mbit/s"]
     assert [worker.name for worker in options.workers] == [worker.name for worker in WORKERS]
+    assert config.learner.threads == 0, "as many as the machine gives"
     size, _ = model_of("HuggingFaceTB/SmolLM2-135M-Instruct")
     assert lengths_of(config).of(size) == 80
 
