@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, Version
-from echo2.base.rng import derived_seed
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.learner.episodes import Sent
 
@@ -24,9 +23,8 @@ class Draw:
     sampling: SamplingParams
 
     def again(self) -> Draw:
-        """The same prompt, to be sampled anew with other random numbers."""
-        seed = derived_seed(self.sampling.seed, "retry")
-        return replace(self, retry=self.retry + 1, sampling=replace(self.sampling, seed=seed))
+        """The same prompt by the same random numbers: who makes a group fail, or stale, does not draw another sample by it."""
+        return replace(self, retry=self.retry + 1)
 
 
 def group_id_of(cursor: int, retry: int) -> GroupId:

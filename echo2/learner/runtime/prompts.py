@@ -122,8 +122,8 @@ class Prompts:
         return self.seeded(Draw(cursor, 0, prompt, self.sampling))
 
     def seeded(self, draw: Draw) -> Draw:
-        """With the seed of this try of the prompt: the same after every restart, and not to be foreseen."""
-        digest = hmac.digest(self.secret, f"{self.seed}/{draw.cursor}/{draw.retry}".encode(), "sha256")
+        """With the prompt's seed: the same for every try and after every restart, and not to be foreseen."""
+        digest = hmac.digest(self.secret, f"{self.seed}/{draw.cursor}".encode(), "sha256")
         return replace(draw, sampling=replace(draw.sampling, seed=int.from_bytes(digest[:8], "big") >> 1))
 
     def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
