@@ -126,7 +126,7 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
         "learner/samples.jsonl, learner/model/",
     ]
     for sample in [s for s in samples if s.get("step") == 0][:SAMPLES_SHOWN]:
-        after = [s for s in samples if s.get("index") == sample.get("index")][-1]
+        after = [s for s in samples if s["prompt"] == sample["prompt"]][-1]
         lines.append(
             f"  {sample['prompt']!r}: before {sample['completion']!r} ({sample['reward']:.2f}), "
             f"after {after['completion']!r} ({after['reward']:.2f})"

