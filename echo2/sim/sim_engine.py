@@ -17,10 +17,10 @@ from torch import Tensor
 from echo2.base.errors import EngineError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import FinishReason
+from echo2.base.staged import StagedVersion
 from echo2.sim.host import Host
 from echo2.sim.tiny_model import SHAPES, VOCABULARY, Sampler, fingerprint_of
 from echo2.weights import apply_updates
-from echo2.weights.staged import StagedVersion
 from echo2.worker.engine import GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.slots import SlotSequence, SlotTable
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import EchoError, IntegrityError
 from echo2.base.ids import Version
+from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.broadcast.manifest import ArtifactId
 from echo2.sim.artifact_reader import Abandoned, Begun, Block, Sealed
 from echo2.sim.scene import Sabotage
 from echo2.sim.sim_engine import SimEngine
 from echo2.weights import Decoder, FrameReader, HostWeights, StagedDelta
-from echo2.weights.staged import StagedVersion, TensorUpdate
 from echo2.worker import swap
 from echo2.worker.engine import SwapMode
 from echo2.worker.swap import SwapMachine

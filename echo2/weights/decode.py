@@ -19,6 +19,7 @@ import numpy as np
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
+from echo2.base.staged import TensorUpdate
 from echo2.weights.bits import I64, U32
 from echo2.weights.block import decode_sparse, decode_whole, is_plain
 from echo2.weights.changes import Changes, read_plain
@@ -35,7 +36,6 @@ from echo2.weights.elements import Bits, TensorSpec
 from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
 from echo2.weights.host import HostWeights
 from echo2.weights.layout import Block, Segment, blocks_of
-from echo2.weights.staged import TensorUpdate
 from echo2.weights.staging import Kept, Spill, Staging
 
 

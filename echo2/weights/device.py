@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from echo2.base.errors import DeltaFormatError
+from echo2.base.staged import TensorUpdate
 from echo2.weights import classes
 from echo2.weights.bits import I64, U32, U64
 from echo2.weights.block import EncodedBlock, Run, coded_block, dense_payload, uses_classes
@@ -23,7 +24,6 @@ from echo2.weights.container import Setting
 from echo2.weights.elements import Bits, ElementType, flat_bits
 from echo2.weights.fingerprint import MODULUS, ROW_ELEMENTS, column_coefficients, row_coefficients
 from echo2.weights.layout import Block, Segment
-from echo2.weights.staged import TensorUpdate
 
 
 def _wide(bits: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Protocol
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.weights.staged import StagedVersion
+from echo2.base.staged import StagedVersion
 
 
 class SwapMode(enum.Enum):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.weights.staged import TensorUpdate
+from echo2.base.staged import TensorUpdate
 from echo2.worker.blocks import BLOCK_TOKENS, BlockPool
 from echo2.worker.engine import Engine, GenerateRequest, SwapMode
 

@@ -17,8 +17,8 @@ from echo2.base.errors import EchoError, EngineError
 from echo2.base.ids import Version
 from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.weights.staged import TensorUpdate
 from echo2.worker.engine import Engine, GenerateRequest, SwapMode
 from tests.contract.engine_rig import (
     CONTEXT_TOKENS,

@@ -12,7 +12,7 @@ import pytest
 
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.weights.staged import TensorUpdate
+from echo2.base.staged import TensorUpdate
 from echo2.worker.engine import SwapMode
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 from tests.contract.engine_rig import VOCAB_COUNT, Collected, Rig, Staged, tiny_config

@@ -15,8 +15,8 @@ import torch
 from echo2.base.errors import EngineError, VersionMismatch
 from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
+from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.weights.staged import TensorUpdate
 from echo2.worker.engine import Engine, SwapMode
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 from tests.contract.engine_rig import Rig, Staged, bits_of, make_versions, refused, tiny_config

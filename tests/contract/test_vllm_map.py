@@ -13,8 +13,8 @@ import torch
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.weights.staged import TensorUpdate
 from echo2.worker.engine import GenerateRequest, SwapMode
 from tests.contract.engine_rig import Staged, bits_of, refused, tiny_config
 

@@ -18,9 +18,9 @@ from typing import TypeVar
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, EngineError, IntegrityError
 from echo2.base.ids import Version
+from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.broadcast.runtime.spill import FileSpill
 from echo2.weights import Decoder, FrameReader, HostWeights, StagedDelta
-from echo2.weights.staged import StagedVersion, TensorUpdate
 from echo2.worker import swap
 from echo2.worker.engine import Engine
 from echo2.worker.swap import SwapMachine

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
+from echo2.base.staged import TensorUpdate
 from echo2.weights import HostWeights, Setting, apply_updates, encode_delta, fingerprint
 from echo2.weights.block import encode_block, finds_for
 from echo2.weights.device import encode_block_on_device
 from echo2.weights.elements import ELEMENT_TYPES, bits_of, flat_bits
 from echo2.weights.layout import blocks_of
-from echo2.weights.staged import TensorUpdate
 from tests.unit.weights.models import KEY, decoded, delta_header, gaussian_pair, random_tensor, with_changes
 
 SLOW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echo2.base.errors import EngineError
-from echo2.weights.staged import StagedVersion, TensorUpdate
+from echo2.base.staged import StagedVersion, TensorUpdate
 
 BITS_DTYPES = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.uint32)}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
-from echo2.weights.staged import StagedVersion
+from echo2.base.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.loop import StepLoop, Swap

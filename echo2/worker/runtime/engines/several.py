@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
-from echo2.weights.staged import StagedVersion
+from echo2.base.staged import StagedVersion
 from echo2.worker.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk
 
 NO_FINGERPRINT = -1

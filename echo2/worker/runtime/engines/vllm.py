@@ -24,7 +24,7 @@ from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
-from echo2.weights.staged import StagedVersion
+from echo2.base.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, load_base
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from echo2.base.errors import EngineError, ResourceError, VersionMismatch
+from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.base.units import format_bytes
 from echo2.cost_model.sizing import ROUND_BYTES
 from echo2.weights.elements import bits_of
-from echo2.weights.staged import StagedVersion, TensorUpdate
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.ranks import Ranks, joined

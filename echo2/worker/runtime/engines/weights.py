@@ -16,8 +16,8 @@ import torch
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
+from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.weights.fingerprint import MODULUS, fingerprint_tensor
-from echo2.weights.staged import StagedVersion, TensorUpdate
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.rounded import Matrix

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
+from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.weights.staged import TensorUpdate
 from echo2.worker.runtime.engines.adapter import Adapter, AdapterSpec
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 from echo2.worker.runtime.engines.forward import Decoder

@@ -10,7 +10,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.weights.staged import StagedVersion
+from echo2.base.staged import StagedVersion
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 from echo2.worker.runtime.engines.several import NO_FINGERPRINT, SeveralEngines

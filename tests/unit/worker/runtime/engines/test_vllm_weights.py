@@ -12,8 +12,8 @@ import torch
 
 from echo2.base.errors import EngineError, ResourceError
 from echo2.base.ids import Version
+from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.weights.staged import TensorUpdate
 from echo2.worker.runtime.engines import vllm_weights
 from echo2.worker.runtime.engines.vllm_weights import NO_FINGERPRINT, VllmWeights, read_patches
 from echo2.worker.runtime.engines.weight_map import record_map

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
-from echo2.weights.staged import TensorUpdate
+from echo2.base.staged import TensorUpdate
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
 from tests.contract.engine_rig import Staged, delta_of, keyframe_of, make_versions, tiny_config
