@@ -46,7 +46,7 @@ RUN_HERE = (
 )
 
 BY = (  # pattern; the test's file; the function or class in it that runs the command
-    (r"echo2 demo(?!.*--engine).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
+    (r"echo2 demo(?!.*--(engine|model)).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
     (r"echo2 export.*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
     (r"echo2 doctor --link.*", "tests/e2e/test_doctor.py", "findings"),
     (
@@ -62,6 +62,11 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
         "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
     ),
     (r"python -m examples\.own_trainer .*", "tests/e2e/test_own_trainer.py", "test_own_trainer_learns_and_goes_on_after_a_kill"),
+    (
+        r"python -m echo2\.sim\.world_run --seed .*",
+        "tests/unit/sim/test_world.py",
+        "test_the_same_seed_gives_the_same_trace_under_any_hash_seed",
+    ),
     (
         r"python -m echo2\.sim\.cluster_run --seed .*",
         "tests/unit/sim/test_cluster.py",
@@ -83,10 +88,13 @@ AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in test
 ONLY_READ = (
     (r"python -m pytest.*|pytest .*|ruff .*|python -m mypy", "they are what runs the tests and checks"),
     (
-        r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.(broadcast_scenarios|cluster_run) .*",
+        r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.(broadcast_scenarios|cluster_run)( .*)?",
         "minutes of measuring each",
     ),
     (r"python -m tests\.soak.*", "half an hour of storms"),
+    (r"python -m tests\.mutants\.run", "hours: each defect is looked for by tests and seeds"),
+    (r"python -m tests\.redteam\.run.*", "measures attackers one at a time; tests/redteam/test_messages.py runs the same ones"),
+    (r"echo2 demo --model smollm2.*", "a quarter of an hour with a model from a package; tests/unit/cli/test_demo_llm.py makes it"),
     (r"python docs/record\.py.*", "needs npm, Chromium and two minutes; makes pictures"),
     (r"echo2 demo .*--engine vllm.*", "needs vLLM's environment; make test-vllm runs the engine in it"),
     (r"python -m tests\.security\.dependency_audit", "asks an advisory service on the Internet; its verdicts have tests"),

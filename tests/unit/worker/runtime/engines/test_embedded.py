@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -73,9 +74,11 @@ def test_a_continuation_on_another_worker_goes_on_in_the_same_random_stream() ->
         assert run(generated(request("mine", done=whole[:cut])))["mine"] == whole[cut:]
 
 
-def test_seed_and_request_choose_the_stream() -> None:
-    tokens = run(generated(request("a"), request("b")))
-    assert tokens["a"] != tokens["b"]
+def test_the_seed_alone_chooses_the_stream() -> None:
+    other = request("c")
+    other = replace(other, sampling=replace(other.sampling, seed=5))
+    tokens = run(generated(request("a"), request("b"), other))
+    assert tokens["a"] == tokens["b"] != tokens["c"]
 
 
 def test_a_slowed_engine_takes_that_much_longer() -> None:
