@@ -6,96 +6,20 @@ machine that was taken stays away, and another takes its place. Leaves to others
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from echo2.base.rng import derived_rng
 from echo2.sim.cluster import Cluster
 from echo2.sim.disk import Disk
+from echo2.sim.fault_plan import STORM_S, Planned, long_outage, storm
 from echo2.sim.malice import CLAIMS, LATER_KINDS, Malice
 from echo2.sim.scene import Sabotage, Scene
 from echo2.sim.worker_driver import WorkerDriver
 
-STORM_S = 90.0
-FIRST_FAULT_S = 8.0
-LONG_SHARE = 0.2
-"""So many seeds have a long outage of the learner beside their storm."""
-CUT_OFF_AFTER_S = (2.0, 12.0)
-LONG_OUTAGE_S = (135.0, 165.0)
 LONG_STORM_S = 250.0
 """Longer than what has stopped coming counts as stalled before it is tried again, with the learner still away."""
 NOTICE_S = 2.0
-
-
-class Fault(enum.Enum):
-    KILL = "kill -9, restart with disk"
-    LOSE_DISK = "worker restarts without its disk"
-    POWER_CUT = "power cut, unsynced writes lost"
-    FREEZE = "freeze (SIGSTOP)"
-    PARTITION = "partition, both ways"
-    ONE_WAY = "partition, one way"
-    CUT = "connections cut"
-    CLOG = "link clogged"
-    LOSS = "packet loss"
-    DISK_FULL = "disk full"
-    BIT_ROT = "bit rot in a chunk store"
-    SLOW = "slow worker"
-    CLOCK_JUMP = "clock jump"
-    DRIFT = "clock drift"
-    PREEMPT_NOTICE = "preemption with notice"
-    PREEMPT = "preemption without notice"
-    SWAP_REFUSED = "engine refuses swaps"
-    SWAP_WRONG = "swaps leave wrong bits"
-    JOIN = "a worker joins"
-
-
-WEIGHTS = {Fault.KILL: 6, Fault.FREEZE: 3, Fault.PARTITION: 3, Fault.CUT: 3, Fault.POWER_CUT: 3}
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    at_s: float
-    fault: Fault
-    whom: str
-    for_s: float
-
-
-def storm(seed: int, workers: int) -> list[Planned]:
-    """The faults of a seed, in order. `whom` may name a worker that is gone by then: then another is taken."""
-    rng = derived_rng(seed, "faults")
-    kinds = rng.sample(list(Fault), rng.randint(3, len(Fault)))
-    weights = [WEIGHTS.get(kind, 1) for kind in kinds]
-    mean_gap_s = rng.choice((2.0, 5.0, 12.0))
-    planned, at_s = [], FIRST_FAULT_S
-    while at_s < STORM_S:
-        fault = rng.choices(kinds, weights)[0]
-        whom = rng.choice(
-            ("coordinator", "learner", *(f"w{i}" for i in range(workers)), *(f"w{i}" for i in range(workers)))
-        )
-        planned.append(Planned(at_s, fault, whom, rng.choice((0.5, 3.0, 8.0, 25.0)) * rng.uniform(0.5, 1.5)))
-        at_s += rng.expovariate(1.0 / mean_gap_s)
-    return planned
-
-
-def long_outage(seed: int, workers: int) -> list[Planned]:
-    """In some seeds: the learner falls while its link is clogged, that is in the midst of what it sends, and stays away.
-
-    Workers then hold pieces that nobody can make whole; one of them has lost its disk, and chunks of the learner's may rot.
-    """
-    rng = derived_rng(seed, "long outage of the learner")
-    if rng.random() >= LONG_SHARE:
-        return []
-    at_s = rng.uniform(FIRST_FAULT_S, STORM_S - 20.0)
-    falls_at_s = at_s + rng.uniform(*CUT_OFF_AFTER_S)
-    rot = [Planned(falls_at_s - 0.1, Fault.BIT_ROT, "learner", 1.0) for _ in range(rng.choice((0, 0, 5)))]
-    return [
-        Planned(at_s, Fault.CLOG, "learner", 30.0),
-        Planned(at_s, Fault.LOSE_DISK, f"w{rng.randrange(workers)}", rng.uniform(0.5, 3.0)),
-        *rot,
-        Planned(falls_at_s, Fault.KILL, "learner", rng.uniform(*LONG_OUTAGE_S)),
-    ]
 
 
 class Storm:

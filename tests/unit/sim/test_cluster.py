@@ -12,7 +12,8 @@ import pytest
 
 from echo2.sim.cluster import Cluster
 from echo2.sim.cluster_run import outcome_of
-from echo2.sim.faults import STORM_S, Fault, Planned, Storm
+from echo2.sim.fault_plan import STORM_S, Fault, Planned
+from echo2.sim.faults import Storm
 from echo2.sim.malice import CLAIMS, LATER_KINDS, Malice
 from echo2.sim.scene import Sabotage, Scene
 from echo2.sim.stall_watch import AGAIN_CAME, AGAIN_TRIED

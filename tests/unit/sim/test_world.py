@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from echo2.sim.fault_plan import Fault, storm
 from echo2.sim.scene import Scene
-from echo2.sim.storm import Fault, storm
 from echo2.sim.world import World
 from echo2.sim.world_run import outcome_of
 
