@@ -96,6 +96,7 @@ def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen
         await short.rent(FIRST, LINK)
         while await short.observe():
             await asyncio.sleep(0.02)
+        await short.release(FIRST)
         busy = local(tmp_path / "busy")
         await busy.rent(FIRST, LINK)
         await busy.rent(SECOND, LINK)
@@ -109,7 +110,8 @@ def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen
 
 def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path: Path) -> None:
     async def scene() -> None:
-        await local(tmp_path).rent(FIRST, LINK)
+        before = local(tmp_path)
+        await before.rent(FIRST, LINK)
         after = local(tmp_path)
         assert set(await after.observe()) == {FIRST}
         pid_file = tmp_path / "one" / FIRST / "process"
@@ -119,6 +121,7 @@ def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path
         pid_file.write_text(f"{pid} {started}")
         await after.release(FIRST)
         assert await after.observe() == {}
+        await before.release(FIRST)  # it still waits for its child
 
     play(scene())
 

@@ -16,7 +16,7 @@ from echo2.base.errors import ConfigError, EchoError, Unreachable
 from echo2.worker.runtime.control import DEEP_SOCKET_NAME, SOCKET_NAME, ask_at
 
 TABLE = Path("/proc/net/unix")
-WHO_S = 3.0
+WHO_S = 10.0
 WORKERS_MAX = 256
 _LISTENS = 0x10000  # __SO_ACCEPTCON in the table's column of flags
 

@@ -55,7 +55,7 @@ class LocalProvider:
         offer.allow("arguments")
         self._offer, self._folder, self._arguments = offer, folder / offer.name, arguments
         self._more = offer.setting("arguments", "").split()
-        self._reaping: set[asyncio.Task[int]] = set()
+        self._reaping: dict[str, asyncio.Task[int]] = {}
 
     async def rent(self, machine_id: str, join_link: str) -> str:
         folder = self._folder / machine_id
@@ -72,22 +72,22 @@ class LocalProvider:
                 start_new_session=True,
             )  # fmt: skip
         (folder / PID_FILE).write_text(f"{process.pid} {_started_at(process.pid)}")
-        task = asyncio.create_task(process.wait())  # or it would stay a zombie
-        self._reaping.add(task)
-        task.add_done_callback(self._reaping.discard)
+        self._reaping[machine_id] = asyncio.create_task(process.wait())  # or it would stay a zombie
         return ""
 
     async def release(self, machine_id: str) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             pid = self._running().get(machine_id)
             if pid is None:
-                return
+                break
             with suppress(ProcessLookupError):
                 os.killpg(pid, number)
             for _ in range(round(RELEASE_GRACE_S / LOOK_S)):
                 if machine_id not in self._running():
-                    return
+                    break
                 await asyncio.sleep(LOOK_S)
+        if machine_id in self._reaping and machine_id not in self._running():
+            await self._reaping.pop(machine_id)
 
     async def observe(self) -> dict[str, Sighting]:
         return {machine_id: Sighting(MachineState.RUNNING) for machine_id in self._running()}
