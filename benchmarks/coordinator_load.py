@@ -19,11 +19,11 @@ import grpc.aio
 
 from benchmarks.coordinator_history import History
 from echo2.base.ids import PeerId, RunId
+from echo2.control.backoff import Backoff
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
-from echo2.worker.backoff import Backoff
 
 GROUP_SIZE = 8
 OPENING_MAX = 48

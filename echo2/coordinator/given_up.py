@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId, Version
+from echo2.control.backoff import ceiling_s
 from echo2.coordinator.lease_events import OpenGroup, Phase
 from echo2.coordinator.worth import TELLING_S_MAX
 
@@ -181,7 +182,7 @@ class GivenUp:
             yield f"{len(prompt.charges)} workers gave up prompt {digest} ({versions}): held against none of them"
 
     def _hold_back(self, worker_id: PeerId, record: Record, now: float) -> str:
-        pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(record.failures, 20))
+        pause_s = ceiling_s(record.failures, PAUSE_S_MIN, PAUSE_S_MAX)
         record.failures += 1
         record.paused_at, record.paused_until = now, now + pause_s
         self._paused.add(worker_id)

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import LeaseId, PeerId
+from echo2.control.backoff import ceiling_s
 from echo2.coordinator.lease_events import Action, DropLease, Grant, WorkerDelivered
 
 CLAIM_MARGIN = 2.0
@@ -167,7 +168,7 @@ class Worth:
     def failed(self, worker_id: PeerId, now: float) -> float:
         """It held leases and delivered nothing: for how many seconds it is given none. What it was worth it must show anew."""
         record = self.records.setdefault(worker_id, Record())
-        pause_s = min(PAUSE_S_MAX, self.first_word_s * 2.0 ** min(record.failures, 20))
+        pause_s = ceiling_s(record.failures, self.first_word_s, PAUSE_S_MAX)
         record.failures += 1
         record.paused_until = now + pause_s
         record.peak_rollouts, record.unconfirmed, record.quiet_s = 0.0, 0, 0.0

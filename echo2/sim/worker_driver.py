@@ -16,6 +16,7 @@ from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import RolloutSegment
 from echo2.broadcast.topology import BroadcastPlan
+from echo2.control.backoff import Backoff
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.sim import broadcast_driver as bd
@@ -31,7 +32,6 @@ from echo2.sim.weight_driver import WeightKeeper
 from echo2.trust.identity import Identity
 from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
-from echo2.worker.backoff import Backoff
 from echo2.worker.engine import TokenChunk
 from echo2.worker.options import WorkerLimits
 from echo2.worker.telemetry import RateWindow

@@ -104,11 +104,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a barred worker's rollouts are taken", _LEARNER, "            ingest.barred[peer_id] = order.reason\n",
            "            pass\n", (_UNIT + "learner/test_daemon.py",)),
     # lost awaits and calls
-    Mutant("a worker does not say good-bye", _WORKER, "        self.session.leave(reason)\n", "", _WF),
+    Mutant("a worker does not say good-bye", _WORKER, "        await self.session.leave(reason, LEAVE_S)\n", "", _WF),
     Mutant("a step is reported to nobody", _LEARNER, "        loop.on_step = self._send_report\n", "", _WF),
-    Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._send_offer\n", ""),
-    Mutant("closed groups stay open at the coordinator", _LEARNER, "        loop.intake.on_close = self._send_close\n", "", _WF),
-    Mutant("versions are published in silence", _LEARNER, "        publisher.on_published = self._send_published\n", "", _WF),
+    Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._said.offer\n", ""),
+    Mutant("closed groups stay open at the coordinator", _LEARNER, "        loop.intake.on_close = self._said.close\n", "", _WF),
+    Mutant("versions are published in silence", _LEARNER, "        publisher.on_published = lambda artifact: self._said.published(published_message(artifact))\n", "", _WF),
     Mutant("a restart does not score what it holds", _LEARNER, "        loop.intake.score_what_is_held()\n", ""),
     # dropped fields
     Mutant("the coordinator drops a heartbeat's memory", _WIRE, '    "memory_used_bytes", "memory_total_bytes",\n', "", _W),

@@ -6,17 +6,17 @@ import asyncio
 import random
 from pathlib import Path
 
+from echo2.control.backoff import Backoff
+from echo2.control.waits import Waits
 from echo2.coordinator.membership import Setting
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.worker.assignments import Assignments
-from echo2.worker.backoff import Backoff
 from echo2.worker.options import WorkerLimits
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.orders import Orders
 from echo2.worker.runtime.reporting import Reporting
-from echo2.worker.runtime.waits import Waits
 from echo2.worker.telemetry import RateWindow
 from tests.contract.fleet import Member, fleet, until
 from tests.unit.coordinator.test_daemon import Node, options, play, running

@@ -15,10 +15,10 @@ PARAMETERS_MAX = 8
 
 # What each room may import of echo2. The order of design: base < {outside, config} < {cost_model, staleness, trust, weights,
 # contain} < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < {trust, contain}.runtime < broadcast.runtime
-# < {role}.runtime < cli.
+# < control.runtime < {role}.runtime < cli.
 _BASE = {"base"}
 _OUTSIDE = {"base", "outside"}  # what only shells are handed
-_PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "broadcast"}
+_PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "control", "broadcast"}
 _ROLES = {"coordinator", "learner", "worker", "tasks"}
 ALLOWED: dict[str, set[str]] = {
     "base": _BASE,
@@ -28,6 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "staleness": _BASE | {"config", "staleness"},
     "trust": _BASE | {"trust"},
     "weights": _BASE | {"weights"},
+    "control": _BASE | {"control"},
+    "control.runtime": _OUTSIDE | {"control", "control.runtime", "trust", "trust.runtime", "wire"},
     "contain": _BASE | {"contain"},
     "contain.runtime": _BASE | {"contain", "contain.runtime"},
     "broadcast": _PURE,
@@ -40,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     | _ROLES
     | _OUTSIDE
     | {"sim", "wire"}
-    | {f"{role}.runtime" for role in ("trust", "broadcast", *_ROLES)},
+    | {f"{role}.runtime" for role in ("trust", "control", "broadcast", *_ROLES)},
     "trust.runtime": _OUTSIDE | {"trust", "wire", "trust.runtime"},
     "broadcast.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime"},
     "coordinator.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "coordinator", "coordinator.runtime"},
@@ -51,6 +53,8 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["learner.runtime"] |= {"tasks.runtime"}
 for _room in ("broadcast.runtime", "coordinator.runtime", "learner.runtime", "worker.runtime"):
     ALLOWED[_room] |= _OUTSIDE
+for _room in ("learner.runtime", "worker.runtime"):
+    ALLOWED[_room] |= {"control.runtime"}
 
 IO_MODULES = {"socket", "asyncio", "threading", "subprocess", "grpc", "trio", "sqlalchemy", "sqlite3", "requests"}
 TORCH_ALLOWED_IN_CORE = {

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import Access, meeting
 from echo2.broadcast.topology import BroadcastPlan
+from echo2.control.backoff import ceiling_s
 
 GRACE_S = 3.0
-BACKOFF_MAX_S = 8.0
+PAUSE_FIRST_S, PAUSE_MAX_S = 0.25, 8.0
 STANDBY_NEIGHBOURS = 4
 
 
@@ -93,7 +94,7 @@ class Dialling:
     def failed(self, target: Target, error: str, now: float) -> None:
         target.failures += 1
         target.last_error = error
-        target.next_try = now + min(BACKOFF_MAX_S, 0.25 * 2 ** min(target.failures, 10))
+        target.next_try = now + ceiling_s(target.failures, PAUSE_FIRST_S, PAUSE_MAX_S)
 
     def replaces(self, peer: PeerId, new_is_outgoing: bool, old_is_outgoing: bool) -> bool:
         """Whether a new connection to `peer` takes the place of the old one."""

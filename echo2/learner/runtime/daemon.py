@@ -13,18 +13,21 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.base.ids import GroupId, PeerId, RunId, Version
-from echo2.base.rollout import GroupSpec
+from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.joining import enrolled, unless
+from echo2.control.runtime.session import ControlSession
+from echo2.control.waits import Waits
 from echo2.learner.deliveries import NEWS_S
 from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.lingering import Lingering
@@ -35,17 +38,17 @@ from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.metrics import Sink, open_sinks
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.prometheus import PrometheusEndpoint
-from echo2.learner.runtime.publisher import Broadcaster, PublishedArtifact, Publisher
+from echo2.learner.runtime.publisher import Broadcaster, Publisher
 from echo2.learner.runtime.ranks import world_size
 from echo2.learner.runtime.record import peak_flops_of
 from echo2.learner.runtime.reports import delivered_message, hello_of, published_message, report_of
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
-from echo2.learner.runtime.session import CoordinatorSession
+from echo2.learner.runtime.session import LearnerSession
 from echo2.learner.runtime.startup import Prepared, export, prepare_here
-from echo2.outside import monotonic
+from echo2.outside import SteadyClock, here, monotonic
 from echo2.trust.identity import JoinLink, Role
-from echo2.trust.runtime.enrolling import enrol, find_coordinator, keep_renewed
+from echo2.trust.runtime.enrolling import find_coordinator, keep_renewed
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.port_limits import LEARNER
 from echo2.trust.runtime.tls import (
@@ -58,9 +61,8 @@ from echo2.trust.runtime.tls import (
     server_credentials,
 )
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
-from echo2.wire.rollout import group_to_message
 
-ENROL_RETRY_S = 2.0
+ENROL_PAUSE_S_MAX = 4.0
 STOP_GRACE_S = 0.5
 REMIND_LOOK_S = 1.0
 LINGER_LOOK_S = 0.25
@@ -130,7 +132,8 @@ class LearnerDaemon:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._encoders: ThreadPoolExecutor | None = None
         self.loop: TrainingLoop | None = None
-        self.session: CoordinatorSession | None = None
+        self.session: LearnerSession | None = None
+        self.waits = Waits(SteadyClock())
         self.address = self.relay_address = ""
         self.starting = "its run folder"
         self._ending: tuple[str, float] | None = None
@@ -183,17 +186,13 @@ class LearnerDaemon:
             raise ConfigError(f"run {self.options.run_id}: expected a join link on the learner's first start, got none")
         link = JoinLink.parse(self.options.join_link)
         self.starting = f"the coordinator at {link.address}"
-        while not self._stop.is_set():
-            try:
-                credentials = await enrol(link, identity, Role.LEARNER)
-            except Unreachable as error:
-                _log.info("waiting for the coordinator: %s", error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), ENROL_RETRY_S)
-                continue
-            self._keep(credentials)
-            return credentials
-        raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+        backoff = Backoff(here().rng, longest_s=ENROL_PAUSE_S_MAX)
+        joining = asyncio.create_task(enrolled(link, identity, Role.LEARNER, self.waits, backoff))
+        credentials = await unless(self._stop, joining)
+        if credentials is None:
+            raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+        self._keep(credentials)
+        return credentials
 
     def _keep(self, credentials: Credentials) -> None:
         save_credentials(self.options.folder / "node", credentials)
@@ -222,12 +221,13 @@ class LearnerDaemon:
         if options.metrics_port:
             sinks.append(PrometheusEndpoint(options.metrics_port, lambda: self._numbers_now(loop)))
         loop.facts.peak_flops = _peak_flops(prepared)
-        self.session = CoordinatorSession(
-            credentials,
-            lambda: hello_of(options, prepared, publisher, self.address, self.relay_address),
-            self._report,
-            lambda order: self._take_order(order, ingest, broadcaster),
-            functools.partial(self._find_coordinator, credentials),
+        self.session = LearnerSession(ControlSession(credentials, self.waits, Backoff(here().rng)))
+        talk = functools.partial(
+            self.session.run,
+            hello=lambda: hello_of(options, prepared, publisher, self.address, self.relay_address),
+            report=self._report,
+            ordered=lambda order: self._take_order(order, ingest, broadcaster),
+            find=lambda: self._find_coordinator(credentials),
         )
         self._connect(loop, ingest, publisher)
         await server.start()
@@ -237,7 +237,7 @@ class LearnerDaemon:
             self.relay_address = f"{self.address.rpartition(':')[0]}:{relay_port}"
         _log.info("learner of run %s listens on %s", options.run_id, self.address)
         try:
-            return await self._train(loop, publisher, broadcaster)
+            return await self._train(loop, publisher, broadcaster, talk, credentials)
         finally:
             await self._close(loop, server, broadcaster, sinks)
 
@@ -254,9 +254,9 @@ class LearnerDaemon:
         """Who tells whom."""
         self.loop = loop
         loop.on_step = self._send_report
-        loop.intake.on_offer = self._send_offer
-        loop.intake.on_close = self._send_close
-        publisher.on_published = self._send_published
+        loop.intake.on_offer = self._said.offer
+        loop.intake.on_close = self._said.close
+        publisher.on_published = lambda artifact: self._said.published(published_message(artifact))
         loop.auditor.on_accused = lambda peer_id, accusation: self._accuse(
             peer_id, f"audit: {accusation.text}", accusation.is_certain, ingest
         )
@@ -268,16 +268,23 @@ class LearnerDaemon:
         if self._stop.is_set():
             loop.stop()
 
-    async def _train(self, loop: TrainingLoop, publisher: Publisher, broadcaster: FleetBroadcaster) -> RunSummary:
+    async def _train(
+        self,
+        loop: TrainingLoop,
+        publisher: Publisher,
+        broadcaster: FleetBroadcaster,
+        talk: Callable[[], Coroutine[Any, Any, None]],
+        credentials: Credentials,
+    ) -> RunSummary:
         assert self.session is not None and self._failure is not None
         await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off)
         loop.intake.score_what_is_held()
         loop.intake.settle()
-        session = asyncio.get_running_loop().create_task(self.session.run())
+        session = asyncio.get_running_loop().create_task(talk())
         training = asyncio.get_running_loop().create_task(loop.run())
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
         telling = asyncio.get_running_loop().create_task(self._tell_deliveries(loop))
-        renewing = asyncio.get_running_loop().create_task(keep_renewed(self.session.credentials, self._keep))
+        renewing = asyncio.get_running_loop().create_task(keep_renewed(credentials, self._keep))
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             for done in (self._failure, session, training):
@@ -309,7 +316,7 @@ class LearnerDaemon:
             if reminders.is_due(self.waits_for[1]):
                 _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
                 lacking = loop.p.batcher.incomplete_specs()
-                self._send_offer(lacking, [loop.p.batcher.held_tokens(spec.group_id) for spec in lacking])
+                self._said.offer(lacking, [loop.p.batcher.held_tokens(spec.group_id) for spec in lacking])
 
     async def _tell_deliveries(self, loop: TrainingLoop) -> None:
         """What workers have delivered, for as long as the coordinator is there to hear it."""
@@ -317,7 +324,7 @@ class LearnerDaemon:
             if self.session is not None and self.session.is_connected:
                 told = loop.p.batcher.deliveries.take(monotonic())
                 if told is not None:
-                    self._send(coordinator_pb2.LearnerMessage(delivered=delivered_message(told)))
+                    self.session.delivered(delivered_message(told))
             await asyncio.sleep(NEWS_S)
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
@@ -414,31 +421,19 @@ class LearnerDaemon:
         ingest.barred[peer_id] = reason
         self.loop.p.batcher.drop_sent_by(peer_id)
         self.loop.intake.settle()
-        accused = coordinator_pb2.WorkerAccused(peer_id=peer_id, reason=reason, is_certain=is_certain)
-        self._send(coordinator_pb2.LearnerMessage(accused=accused))
+        self._said.accuse(peer_id, reason, is_certain=is_certain)
 
-    def _send(self, message: coordinator_pb2.LearnerMessage) -> None:
-        if self.session is not None:
-            self.session.send(message)
+    @property
+    def _said(self) -> LearnerSession:
+        assert self.session is not None, "parts talk while they run"
+        return self.session
 
     def _report(self) -> coordinator_pb2.LearnerReport:
         assert self.loop is not None, "reports are sent while the loop runs"
         return report_of(self.loop, self.waits_for)
 
     def _send_report(self) -> None:
-        self._send(coordinator_pb2.LearnerMessage(report=self._report()))
-
-    def _send_offer(self, specs: Sequence[GroupSpec], held_tokens: Sequence[int] = ()) -> None:
-        groups = [group_to_message(spec) for spec in specs]
-        offer = coordinator_pb2.OfferGroups(groups=groups, held_tokens=held_tokens)
-        self._send(coordinator_pb2.LearnerMessage(offer=offer))
-
-    def _send_close(self, group_ids: Sequence[GroupId], reason: str) -> None:
-        close = coordinator_pb2.CloseGroups(group_ids=group_ids, reason=reason)
-        self._send(coordinator_pb2.LearnerMessage(close=close))
-
-    def _send_published(self, artifact: PublishedArtifact) -> None:
-        self._send(coordinator_pb2.LearnerMessage(published=published_message(artifact)))
+        self._said.report(self._report())
 
 
 def _peak_flops(prepared: Prepared) -> float:

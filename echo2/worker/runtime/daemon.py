@@ -24,6 +24,10 @@ from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.joining import unless
+from echo2.control.runtime.session import ControlSession
+from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import JoinLink
 from echo2.trust.runtime.enrolling import find_coordinator, keep_renewed
@@ -32,7 +36,6 @@ from echo2.trust.runtime.tls import Credentials, bind_server, new_server, save_c
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker import duties, swap
 from echo2.worker.assignments import Assignments
-from echo2.worker.backoff import Backoff
 from echo2.worker.engine import Engine, SwapMode, TokenChunk
 from echo2.worker.findings import clock_finding, rate_finding
 from echo2.worker.model_digest import check_model
@@ -53,9 +56,8 @@ from echo2.worker.runtime.provider import tagged_price
 from echo2.worker.runtime.rate import RateProbe
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
-from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
+from echo2.worker.runtime.session import SessionHooks, WorkerSession
 from echo2.worker.runtime.telling import Telling, Whereabouts
-from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper, WeightsHooks
 from echo2.worker.swap import SwapMachine
 from echo2.worker.telemetry import RateWindow
@@ -115,7 +117,7 @@ class WorkerDaemon:
             self._price = await asyncio.to_thread(self._priced)
             self._warm_up = asyncio.create_task(asyncio.to_thread(self._engines.warm_up, self._choice))
             joining = asyncio.create_task(join(self._link, self.options.folder, self.waits, self._backoff("enrol")))
-            credentials = await self._unless_stopped(joining)
+            credentials = await unless(self._ending, joining)
             if credentials is not None:
                 await self._work(credentials)
         finally:
@@ -135,8 +137,8 @@ class WorkerDaemon:
         await server.start()
         try:
             await node.start()
-            self._assemble(credentials, node, transport, port)
-            self._start(self.session.run(), "session")
+            orders = self._assemble(credentials, node, transport, port)
+            self._start(self.session.run(self._hooks(credentials, orders)), "session")
             self._start(self.reporting.run(), "reporting")
             self._start(self._generate(node), "generation")
             self._start(keep_renewed(credentials, self._keep), "certificate")
@@ -165,8 +167,7 @@ class WorkerDaemon:
             _log.info(
                 "handed back %d leases in %.2f s; %d tokens were not delivered", held, took_s, self.desk.unheld_tokens
             )
-        self.session.leave(reason)
-        await self.session.flush(LEAVE_S)
+        await self.session.leave(reason, LEAVE_S)
 
     async def _close(self, node: BroadcastNode, server: GatedServer) -> None:
         for task in self._tasks:
@@ -216,7 +217,7 @@ class WorkerDaemon:
     def _keep(self, credentials: Credentials) -> None:
         save_credentials(self.options.folder, credentials)
 
-    def _assemble(self, credentials: Credentials, node: BroadcastNode, transport: MixedTransport, port: int) -> None:
+    def _assemble(self, credentials: Credentials, node: BroadcastNode, transport: MixedTransport, port: int) -> Orders:
         connect_s = self.options.limits.connect_s
         self.reporting = Reporting(credentials, self.desk, self.waits, self._backoff("learner"), connect_s)
         self.telling = Telling(
@@ -228,13 +229,24 @@ class WorkerDaemon:
         )  # fmt: skip
         for finding in machine_check.findings(self._machine, self.options.folder, self.options.store_bytes):
             self.telling.found(finding)
+        control = ControlSession[coordinator_pb2.WorkerMessage](
+            credentials, self.waits, self._backoff("coordinator"), connect_s
+        )
+        self.session = WorkerSession(control)
         orders = Orders(
             self.desk, self.reporting, node, self._learner_is_at, credentials.peer_id, self._clock,
-            lambda skew_s: self.telling.found(clock_finding(skew_s)),
+            lambda skew_s: self.telling.found(clock_finding(skew_s)), self.session.end_lease,
         )  # fmt: skip
         orders.use_relay = transport.use_relay
         orders.coordinator = credentials.coordinator_peer_id
-        hooks = SessionHooks(
+        transport.changed = lambda _: self._tell_heartbeat()
+        self.desk.learner = self.reporting
+        self.desk.coordinator = self.session
+        self.waits.begin("learner", "the learner to join the run")
+        return orders
+
+    def _hooks(self, credentials: Credentials, orders: Orders) -> SessionHooks:
+        return SessionHooks(
             hello=self.telling.hello,
             heartbeat=lambda: self.telling.heartbeat(self._engine, self._keeper),
             welcomed=orders.welcomed,
@@ -242,12 +254,9 @@ class WorkerDaemon:
             ordered=orders.ordered,
             find=lambda: find_coordinator(self._link, self.options.link_file, credentials, self._keep),
         )
-        self.session = CoordinatorSession(credentials, hooks, self.waits, self._backoff("coordinator"), connect_s)
-        transport.changed = lambda _: self.session.heartbeat()
-        orders.refuse = self.session.end_lease
-        self.desk.learner = self.reporting
-        self.desk.coordinator = self.session
-        self.waits.begin("learner", "the learner to join the run")
+
+    def _tell_heartbeat(self) -> None:
+        self.session.tell_heartbeat(self.telling.heartbeat(self._engine, self._keeper))
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -259,16 +268,6 @@ class WorkerDaemon:
         if not task.cancelled() and not self._ending.is_set():
             self._failure = task.exception() or AssertionError(f"{task.get_name()} ended without a reason")
             self._ending.set()
-
-    async def _unless_stopped(self, task: asyncio.Task[Credentials]) -> Credentials | None:
-        stopped = asyncio.create_task(self._ending.wait())
-        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return None
 
     # -- the learner and its model
 
@@ -360,7 +359,7 @@ class WorkerDaemon:
         assert self._engine is not None and self._keeper is not None, "weights are live on an engine"
         live = self._keeper.machine.live
         assert live is not None, "a version is live"
-        self.session.heartbeat()
+        self._tell_heartbeat()
         self.desk.send(duties.Live(live, self._engine.slot_count))
 
     # -- the owner's commands

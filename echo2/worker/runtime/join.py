@@ -7,22 +7,21 @@ protocol version ends the join at once. Waits for the coordinator to answer.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 
-from echo2.base.errors import ResourceError, StateError, TrustError, Unreachable
+from echo2.base.errors import ResourceError, StateError, TrustError
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.joining import enrolled
+from echo2.control.waits import Waits
 from echo2.outside import unix_now
 from echo2.trust.identity import JoinLink, Role
-from echo2.trust.runtime.enrolling import enrol
 from echo2.trust.runtime.tls import (
     Credentials,
     load_credentials,
     load_or_create_identity,
     save_credentials,
 )
-from echo2.worker.backoff import Backoff
-from echo2.worker.runtime.waits import Waits
 
 RENEW_BEFORE_S = 3 * 86400.0
 _log = logging.getLogger("echo2.worker")
@@ -37,18 +36,10 @@ async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> 
     kept = _kept(folder, link)
     if kept is not None:
         return kept
-    while True:
-        try:
-            credentials = await enrol(link, identity, Role.WORKER)
-        except Unreachable as error:
-            waits.begin("coordinator", f"the coordinator at {link.address} to enrol ({error})")
-            await asyncio.sleep(backoff.next_pause_s())
-            continue
-        backoff.succeeded()
-        waits.end("coordinator")
-        save_credentials(folder, credentials)
-        _log.info("enrolled in run %s as %s", credentials.run_id, credentials.peer_id)
-        return credentials
+    credentials = await enrolled(link, identity, Role.WORKER, waits, backoff)
+    save_credentials(folder, credentials)
+    _log.info("enrolled in run %s as %s", credentials.run_id, credentials.peer_id)
+    return credentials
 
 
 def _kept(folder: Path, link: JoinLink) -> Credentials | None:

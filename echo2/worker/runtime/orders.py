@@ -14,6 +14,7 @@ from echo2.base.clock import Clock
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import LeaseId, PeerId
 from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.control.runtime.session import check_interval
 from echo2.outside import unix_now
 from echo2.wire import broadcast as broadcast_wire
 from echo2.wire import rollout as wire
@@ -38,6 +39,7 @@ class Orders:
         me: PeerId,
         clock: Clock,
         skew_is: Callable[[float], None],
+        refuse: Callable[[LeaseId, duties.EndReason, str], None],
     ) -> None:
         self._desk = desk
         self._reporting = reporting
@@ -47,11 +49,12 @@ class Orders:
         self._clock = clock
         self._skew_is = skew_is
         self._skew_s = 0.0
-        self.refuse: Callable[[LeaseId, duties.EndReason, str], None] | None = None
+        self._refuse = refuse
         self.use_relay: Callable[[PeerId, str], None] = lambda peer, address: None
         self.coordinator: PeerId | None = None
 
     def welcomed(self, welcome: coordinator_pb2.WorkerWelcome) -> None:
+        check_interval("report_interval_s", welcome.report_interval_s)
         _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
         if welcome.unix_s:
             self._skew_s = welcome.unix_s - unix_now()
@@ -104,8 +107,7 @@ class Orders:
                 )
         except MalformedMessage as error:
             _log.warning("refusing lease %s: %s", lease_id, error)
-            assert self.refuse is not None, "orders come by the session"
-            self.refuse(lease_id, duties.EndReason.REFUSED, str(error))
+            self._refuse(lease_id, duties.EndReason.REFUSED, str(error))
             return
         if grant.is_renewal and self._desk.machine.group_of(lease_id) is None:
             return  # it has ended here meanwhile: its ticket is needed no longer

@@ -13,9 +13,9 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
+from echo2.control.waits import Waits
 from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
 from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
-from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
 
 _log = logging.getLogger("echo2.worker")

@@ -20,15 +20,15 @@ import grpc.aio
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rollout import RolloutSegment
+from echo2.control.backoff import Backoff
+from echo2.control.waits import Waits
 from echo2.outside.guard import handling
 from echo2.trust.runtime.tls import Credentials, open_channel
 from echo2.wire import rollout as wire
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
 from echo2.worker import duties
-from echo2.worker.backoff import Backoff
 from echo2.worker.runtime.desk import Desk
-from echo2.worker.runtime.waits import Waits
 
 VERDICT_S = 30.0
 PARTIALS_S = 20.0

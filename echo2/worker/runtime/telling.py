@@ -14,6 +14,7 @@ from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
+from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
@@ -25,7 +26,6 @@ from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import Answer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.reporting import Reporting
-from echo2.worker.runtime.waits import Waits
 from echo2.worker.runtime.weights import WeightKeeper
 
 _log = logging.getLogger("echo2.worker")

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.learner.runtime.session import CoordinatorSession
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.session import ControlSession
+from echo2.control.waits import Waits
+from echo2.learner.runtime.session import LearnerSession
+from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role
-from echo2.trust.runtime.enrolling import FAILURES_BEFORE_SEARCH
+from echo2.trust.runtime.tls import Credentials
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
-from echo2.wire.rollout import group_to_message
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
 
 
-def offer_of(name: str) -> coordinator_pb2.LearnerMessage:
-    group = GroupSpec(GroupId(name), (1, 2), 2, SamplingParams(max_new_tokens=4, seed=1), 0)
-    return coordinator_pb2.LearnerMessage(offer=coordinator_pb2.OfferGroups(groups=[group_to_message(group)]))
+def group_of(name: str) -> GroupSpec:
+    return GroupSpec(GroupId(name), (1, 2), 2, SamplingParams(max_new_tokens=4, seed=1), 0)
+
+
+def session_of(credentials: Credentials) -> LearnerSession:
+    backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
+    return LearnerSession(ControlSession(credentials, Waits(SteadyClock()), backoff))
 
 
 def test_what_is_offered_while_the_stream_still_opens_reaches_the_coordinator_behind_the_hello() -> None:
@@ -29,12 +37,12 @@ def test_what_is_offered_while_the_stream_still_opens_reaches_the_coordinator_be
         loop = asyncio.get_running_loop()
 
         def hello() -> coordinator_pb2.LearnerHello:
-            loop.call_soon(lambda: session.send(offer_of("g-offered-while-it-opens")))
+            loop.call_soon(lambda: session.offer([group_of("g-offered-while-it-opens")]))
             return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
 
         credentials = issue(authority, Identity.generate(), Role.LEARNER, coordinator.address)
-        session = CoordinatorSession(credentials, hello, coordinator_pb2.LearnerReport, lambda order: None)
-        task = asyncio.create_task(session.run())
+        session = session_of(credentials)
+        task = asyncio.create_task(session.run(hello, coordinator_pb2.LearnerReport, lambda order: None))
         try:
             offered = await asyncio.wait_for(coordinator.waiting.get(), 20)
             assert offered.group_id == "g-offered-while-it-opens"
@@ -54,19 +62,23 @@ def test_a_coordinator_that_moved_is_looked_for() -> None:
         await coordinator.start()
         credentials = issue(authority, Identity.generate(), Role.LEARNER, "127.0.0.1:1")
 
+        searches = 0
+
         async def find() -> None:
+            nonlocal searches
+            searches += 1
             credentials.coordinator_address = coordinator.address
 
         def hello() -> coordinator_pb2.LearnerHello:
             return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
 
-        session = CoordinatorSession(credentials, hello, coordinator_pb2.LearnerReport, lambda order: None, find)
-        task = asyncio.create_task(session.run())
+        session = session_of(credentials)
+        task = asyncio.create_task(session.run(hello, coordinator_pb2.LearnerReport, lambda order: None, find))
         try:
             async with asyncio.timeout(30):
                 while not session.is_connected:
                     await asyncio.sleep(0.02)
-            assert session.reconnects == FAILURES_BEFORE_SEARCH and len(coordinator.hellos) == 1
+            assert searches == 1 and len(coordinator.hellos) == 1
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

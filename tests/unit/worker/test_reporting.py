@@ -11,18 +11,18 @@ import pytest
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, SamplingParams
+from echo2.control.backoff import Backoff
+from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import ingest_pb2
 from echo2.wire.ticket import Ticket, sign_ticket
 from echo2.worker import duties as d
 from echo2.worker.assignments import Assignments
-from echo2.worker.backoff import Backoff
 from echo2.worker.engine import TokenChunk
 from echo2.worker.options import WorkerLimits
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.reporting import LearnerAddress, Reporting
-from echo2.worker.runtime.waits import Waits
 from echo2.worker.telemetry import RateWindow
 from tests.unit.worker.peers import RUN, SmallRun, issued
 

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 
 from echo2.base.errors import NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.base.ids import LeaseId, Version
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.session import ControlSession
+from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
-from echo2.worker.backoff import Backoff
 from echo2.worker.duties import EndReason
-from echo2.worker.runtime.session import CoordinatorSession, SessionHooks
-from echo2.worker.runtime.waits import Waits
+from echo2.worker.runtime.session import SessionHooks, WorkerSession
 from tests.unit.worker.peers import SmallRun, issued
 
 
 class Bench:
-    def __init__(self, run: SmallRun) -> None:
+    def __init__(self, run: SmallRun, at_hello: Callable[[], None] = lambda: None) -> None:
         self.orders: asyncio.Queue[coordinator_pb2.WorkerOrder] = asyncio.Queue()
         self.welcomes: asyncio.Queue[coordinator_pb2.WorkerWelcome] = asyncio.Queue()
         self.lost = asyncio.Event()
         self.waits = Waits(SteadyClock())
+
+        def hello() -> coordinator_pb2.WorkerHello:
+            at_hello()
+            return coordinator_pb2.WorkerHello(name="w")
+
         hooks = SessionHooks(
-            hello=lambda: coordinator_pb2.WorkerHello(name="w"),
+            hello=hello,
             heartbeat=lambda: coordinator_pb2.Heartbeat(version=7, has_version=True),
             welcomed=self.welcomes.put_nowait,
             lost=self.lost.set,
@@ -35,8 +41,8 @@ class Bench:
         )
         credentials = issued(run.authority, Role.WORKER, run.coordinator_address)
         backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
-        self.session = CoordinatorSession(credentials, hooks, self.waits, backoff, connect_s=5.0)
-        self.task = asyncio.create_task(self.session.run())
+        self.session = WorkerSession(ControlSession(credentials, self.waits, backoff, connect_s=5.0))
+        self.task = asyncio.create_task(self.session.run(hooks))
 
     async def close(self) -> None:
         self.task.cancel()
@@ -114,14 +120,11 @@ def test_a_lease_that_ends_before_the_welcome_is_told_behind_the_hello_that_stil
     async def scene() -> None:
         async with SmallRun() as run:
             loop = asyncio.get_running_loop()
-            bench = Bench(run)
-            hello = bench.session._hooks.hello
 
-            def hello_then_end() -> coordinator_pb2.WorkerHello:
+            def end_soon() -> None:
                 loop.call_soon(lambda: bench.session.end_lease(LeaseId("l"), EndReason.HANDED_BACK, "why"))
-                return hello()
 
-            bench.session._hooks = replace(bench.session._hooks, hello=hello_then_end)
+            bench = Bench(run, at_hello=end_soon)
             await run.coordinator.until(lambda it: it.ended)
             assert run.coordinator.ended[0].lease_id == "l"
             await bench.close()

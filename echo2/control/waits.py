@@ -1,4 +1,4 @@
-"""What the worker waits for, since when and on whom: for the log, the heartbeat and `echo-worker status`.
+"""What a node waits for, since when and on whom: for the log, the heartbeat and `echo-worker status`.
 
 Guarantees: a wait is logged when it begins and again every `REMINDER_S`, so none is silent. Leaves to others: bounding
 it (each waiter has its own limit or says that it waits for ever).
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from echo2.base.clock import Clock
 
 REMINDER_S = 30.0
-_log = logging.getLogger("echo2.worker")
+_log = logging.getLogger("echo2.control")
 
 
 @dataclass(slots=True)

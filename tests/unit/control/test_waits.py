@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from echo2.worker.runtime.waits import Waits
+from echo2.control.waits import Waits
 
 
 class _Clock:

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.worker.backoff import FLOOR_SHARE, Backoff
+from echo2.control.backoff import FLOOR_SHARE, Backoff
 
 
 @given(seed=st.integers(), failures=st.integers(0, 200))

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 FLOOR_SHARE = 0.25
 
 
+def ceiling_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The pause after so many failures in a row, before chance shortens it: it doubles with each."""
+    return min(longest_s, first_s * 2.0 ** min(failures, 30))
+
+
 @dataclass(slots=True)
 class Backoff:
     """`first_s` doubles with each failure up to `longest_s`; `succeeded` starts over."""
@@ -23,9 +28,9 @@ class Backoff:
 
     def next_pause_s(self) -> float:
         """Notes one more failure and returns how long to wait before the next attempt."""
-        ceiling = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 30))
+        pause_s = ceiling_s(self.failures, self.first_s, self.longest_s)
         self.failures += 1
-        return self.rng.uniform(FLOOR_SHARE * ceiling, ceiling)
+        return self.rng.uniform(FLOOR_SHARE * pause_s, pause_s)
 
     def succeeded(self) -> None:
         self.failures = 0

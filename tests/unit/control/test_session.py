@@ -1,0 +1,150 @@
+"""One control session, whoever holds it: against a real gRPC coordinator on loopback that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from echo2.base.errors import LimitExceeded, StateError
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.session import OUTBOX_MESSAGES_MAX, ControlSession, Party
+from echo2.control.waits import Waits
+from echo2.outside import SteadyClock
+from echo2.trust.identity import Identity, Role
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
+
+Message = coordinator_pb2.LearnerMessage
+
+
+class Moody(Coordinator):
+    """Answers the hello of each stream by the next of `answers`; afterwards it listens, or ends the stream."""
+
+    def __init__(self, answers: list[coordinator_pb2.LearnerOrder]) -> None:
+        super().__init__(new_authority())
+        self.answers, self.ends = answers, False
+
+    async def LearnerSession(
+        self, request_iterator: AsyncIterator[Message], context: Any
+    ) -> AsyncIterator[coordinator_pb2.LearnerOrder]:
+        async for message in request_iterator:
+            self._take(message)
+            if message.HasField("hello"):
+                yield self.answers.pop(0)
+                if self.ends and self.answers:
+                    return
+
+
+def welcome(run_id: str = RUN, interval_s: float = 0.05) -> coordinator_pb2.LearnerOrder:
+    return coordinator_pb2.LearnerOrder(
+        welcome=coordinator_pb2.LearnerWelcome(run_id=run_id, heartbeat_interval_s=interval_s)
+    )
+
+
+def refusal(error: type[Exception]) -> coordinator_pb2.LearnerOrder:
+    return coordinator_pb2.LearnerOrder(refusal=coordinator_pb2.Refusal(code=error.__name__, message="why"))
+
+
+class Bench:
+    def __init__(self, *answers: coordinator_pb2.LearnerOrder) -> None:
+        self.coordinator = Moody(list(answers))
+        self.waits = Waits(SteadyClock())
+        self.backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
+        self.lost = 0
+
+    async def __aenter__(self) -> Bench:
+        await self.coordinator.start()
+        credentials = issue(self.coordinator.authority, Identity.generate(), Role.LEARNER, self.coordinator.address)
+        self.session = ControlSession[Message](credentials, self.waits, self.backoff)
+        self.task = asyncio.create_task(self.session.run(self._party()))
+        return self
+
+    def _party(self) -> Party[Message]:
+        return Party(
+            dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(),
+            hello=lambda: Message(hello=coordinator_pb2.LearnerHello(run_id=RUN)),
+            beat=lambda: Message(report=coordinator_pb2.LearnerReport(step=3)),
+            welcomed=lambda welcome: None,
+            ordered=lambda order: None,
+            lost=self._lost,
+        )
+
+    def _lost(self) -> None:
+        self.lost += 1
+
+    async def until(self, holds: Any) -> None:
+        async with asyncio.timeout(20):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.coordinator.stop()
+
+
+def test_beats_follow_the_welcome_however_much_else_is_said() -> None:
+    """A learner that says something every interval still reports."""
+
+    async def scene() -> None:
+        async with Bench(welcome()) as bench:
+            await bench.until(lambda: bench.session.is_connected)
+            assert bench.waits.longest() == ("", 0.0)
+
+            def says_and_has_heard_three() -> bool:
+                bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=["g"])))
+                return len(bench.coordinator.reports) >= 3
+
+            await bench.until(says_and_has_heard_three)
+
+    asyncio.run(scene())
+
+
+def test_a_refusal_that_passes_is_tried_again_and_one_that_does_not_ends_the_session() -> None:
+    async def scene() -> None:
+        async with Bench(refusal(LimitExceeded), welcome(interval_s=1e9), welcome(), refusal(StateError)) as bench:
+            bench.coordinator.ends = True
+            with pytest.raises(StateError, match="why"):
+                await asyncio.wait_for(bench.task, 20)
+            assert len(bench.coordinator.hellos) == 4
+            assert bench.lost == 1, "of the streams only one was welcome, by an interval within its bounds"
+
+    asyncio.run(scene())
+
+
+def test_streams_that_end_right_after_their_welcome_are_opened_ever_more_seldom() -> None:
+    async def scene() -> None:
+        async with Bench(*[welcome() for _ in range(40)]) as bench:
+            bench.coordinator.ends, bench.backoff.longest_s = True, 60.0
+            await bench.until(lambda: bench.backoff.failures >= 4)
+            assert bench.lost >= 4 and bench.waits.longest()[0].startswith("a connection to the coordinator")
+
+    asyncio.run(scene())
+
+
+def test_a_stream_that_takes_nothing_is_given_up() -> None:
+    async def scene() -> None:
+        async with Bench(welcome(), welcome()) as bench:
+            await bench.until(lambda: bench.session.is_connected)
+            for _ in range(OUTBOX_MESSAGES_MAX + 1):
+                bench.session.send(Message())
+            await bench.until(lambda: bench.lost == 1)
+            await bench.until(lambda: bench.session.is_connected)
+
+    asyncio.run(scene())
+
+
+def test_a_good_bye_is_said_behind_all_else() -> None:
+    async def scene() -> None:
+        async with Bench(welcome()) as bench:
+            await bench.until(lambda: bench.session.is_connected)
+            for index in range(100):
+                bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
+            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 5.0)
+            await bench.until(lambda: len(bench.coordinator.closed) == 100)
+
+    asyncio.run(scene())
