@@ -17,7 +17,7 @@ from echo2.base.noise import rollout_seed, uniforms
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
 from echo2.learner.audit import Habits, copies, examined, passage_of
-from echo2.learner.batcher import TrainGroup
+from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Sent
 from echo2.learner.plausible import problem_of_end, problem_of_segment
 from echo2.learner.runtime.model import PolicyModel

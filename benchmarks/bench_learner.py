@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echo2.learner.batcher import Batch
+    from echo2.learner.batch import Batch
     from echo2.learner.runtime.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "learner.json"
@@ -115,7 +115,7 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
 
     from echo2.base.ids import GroupId, Step, Version
     from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-    from echo2.learner.batcher import Batch, TrainGroup
+    from echo2.learner.batch import Batch, TrainGroup
     from echo2.learner.runtime.model import PolicyModel
     from echo2.learner.runtime.options import TrainerOptions
     from echo2.learner.runtime.trainer import Trainer

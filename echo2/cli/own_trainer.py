@@ -32,7 +32,7 @@ from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
 from echo2.config.load import load_config
 from echo2.config.run import RunConfig
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.learner.runtime.lent_trainer import DeclaredModel, LentTrainer, TrainerLeft

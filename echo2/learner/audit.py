@@ -23,7 +23,7 @@ import numpy.typing as npt
 from echo2.base.ids import PeerId, Version
 from echo2.base.noise import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Rollout, SamplingParams
-from echo2.learner.batcher import TrainGroup
+from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion
 
 FLOOR_NATS = -12.0

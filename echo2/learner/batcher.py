@@ -1,469 +1,381 @@
-"""The learner's groups, from the offer to the batch: what is held, what is admitted, what is trained next.
+"""The learner's groups behind one door: `handle` takes an event and returns all that follows from it.
 
-Guarantees: no batch holds a token over the staleness bound (the one rule, asked on arrival and again when a batch is
-drawn); a group enters one batch at most (ledger); a batch is R/n complete groups, those that grow stale first going
-first. A group whose tokens can no longer be trained is closed, counted, and its prompt is offered again under
-another id. Leaves to others: drawing prompts and tokenising (runtime/prompts), rewards (tasks), durability
-(runtime/journal), when to draw (runtime/daemon), how many to offer (offers).
+    opened --Reported--> sampled --Rewarded--> ready --BatchWanted--> trained
+       |                    |   ^                 |
+       |                  Said: the next turn     |
+       '----------- stale, quarantined, ... ------'--> closed, maybe drawn again
+
+Guarantees: after each event whatever was closed is told, whatever is due earlier is offered anew, and as many prompts are
+asked for as the cap allows; there is nothing that a caller must ask for besides. What is held can be read (`held`), and
+changed by `handle` alone. Leaves to others: which tokens may be trained on (shelf), drawing prompts and tokenising
+(runtime/prompts), rewards (tasks), carrying the actions out in their order (runtime/intake).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.noise import turn_seed
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.learner.batch import Batch
 from echo2.learner.deliveries import Deliveries
-from echo2.learner.episodes import (
-    NOBODY,
-    Insertion,
-    Sent,
-    Turn,
-    TurnOf,
-    extended_senders,
-    is_later_turn,
-    joined,
-    root_of,
-    turn_of,
-)
-from echo2.learner.group import Draw, Group, group_id_of
-from echo2.learner.plausible import problem_of_end, problem_of_segment
-from echo2.learner.segment import empty_rollout, extended
-from echo2.learner.selection import DynamicSampling, GroupVerdict, PruningRule
-from echo2.learner.untruths import Untruths
+from echo2.learner.episodes import NOBODY, Turn, TurnOf, is_later_turn
+from echo2.learner.group import Draw, Group
+from echo2.learner.history import Dropped, Finished, Opened, Record, drawn_of
+from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
+from echo2.learner.shelf import Closure, Counts, Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
-from echo2.staleness.rule import is_admissible
 
-LEDGER_STEPS_KEPT = 256
-"""For how many steps a trained group is remembered by name. A late copy of one is answered DUPLICATE while it is, and
-CLOSED after: it is not open either way, so it cannot be trained again."""
+# ---- events
 
 
 @dataclass(frozen=True, slots=True)
-class BatcherConfig:
-    """R, n, S and the limits of what is held."""
-
-    staleness_bound: int
-    rollouts_per_step: int
-    rollouts_per_group: int
-    vocabulary_size: int
-    retries_max: int = 2  # how often a prompt is offered again after its group went stale
-    drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it, within a bound
-    pruning: PruningRule | None = None  # gives up on hopeless rollouts while they are sampled
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.rollouts_per_step // self.rollouts_per_group
-
-    @property
-    def dynamic_sampling(self) -> DynamicSampling:
-        """Bounded at twice the groups of a step; 0 when off: then every group is trained on."""
-        return DynamicSampling(self.groups_per_step, 2.0 if self.drops_equal_rewards else 0.0)
+class Resumed:
+    """The run begins, or goes on after a restart with what the journal gave back."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrainGroup:
-    """A complete group as it is trained on. Rollouts whose reward failed are left out, so it may be ragged.
+class Reported:
+    """The segments of one report of the lease's `attempt`, which the worker `sender` holds."""
 
-    `rollouts` hold the sampled tokens alone. `insertions` holds, for each of them, what the world said in between,
-    which is read and not trained on; empty for a group of one turn. `senders` says who reported which tokens.
-    """
-
-    spec: GroupSpec
-    cursor: int
-    rollouts: tuple[Rollout, ...]
-    rewards: tuple[float, ...]
-    insertions: tuple[tuple[Insertion, ...], ...] = ()
-    senders: tuple[tuple[Sent, ...], ...] = ()
-
-    def text_of(self, index: int) -> tuple[list[int], list[int]]:
-        """All tokens behind the prompt of its rollout `index`, the world's among them, and the places of the sampled ones."""
-        token_ids = self.rollouts[index].token_ids
-        text: list[int] = []
-        sampled_at: list[int] = []
-        begin = 0
-        for insertion in self.insertions[index] if self.insertions else ():
-            sampled_at += range(len(text), len(text) + insertion.position - begin)
-            text += [*token_ids[begin : insertion.position], *insertion.token_ids]
-            begin = insertion.position
-        sampled_at += range(len(text), len(text) + len(token_ids) - begin)
-        text += token_ids[begin:]
-        return text, sampled_at
-
-    def tokens_of(self, index: int) -> int:
-        """All tokens behind the prompt of its rollout `index`, the world's included."""
-        said = self.insertions[index] if self.insertions else ()
-        return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in said)
+    segments: tuple[RolloutSegment, ...]
+    attempt: int
+    sender: PeerId = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What step `step` trains on: `step` optimiser steps are complete before it."""
-
-    step: Step
-    groups: tuple[TrainGroup, ...]
-
-    @property
-    def rollout_count(self) -> int:
-        return sum(len(group.rollouts) for group in self.groups)
-
-
-@dataclass(frozen=True, slots=True)
-class Closure:
-    """A group that is not open any longer. `retry` is the draw that takes its place, if its prompt gets another try."""
+class TakenOver:
+    """A worker goes on with a group as `attempt` and asks what is held of it."""
 
     group_id: GroupId
-    reason: str  # complete | stale | quarantined | no contrast | reward failed
-    retry: Draw | None = None
+    attempt: int
 
 
-@dataclass(slots=True)
-class BatcherCounts:
-    """Rollouts by fate, since the run began."""
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """Of a finished rollout, to the last of its turns; None when scoring it failed."""
 
-    admitted: int = 0
-    duplicate: int = 0
-    refused: int = 0
-    dropped_stale: int = 0
-    dropped_quarantined: int = 0
-    dropped_equal_rewards: int = 0
-    dropped_reward_failed: int = 0
-    pruned: int = 0
-    trained: int = 0
-    trained_tokens: int = 0
+    group_id: GroupId
+    index: int
+    reward: float | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The world answered a finished turn with words: another turn follows."""
+
+    before: TurnOf
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Prompts that were asked for. Fewer than were asked for: there are no more."""
+
+    draws: tuple[Draw, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapPlanned:
+    """The plan's bound on rollouts in flight; None while there is no plan."""
+
+    rollouts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLeft:
+    """From now on workers may name this version."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBarred:
+    """Nothing that this worker reported is to be trained on."""
+
+    peer_id: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReleased:
+    peer_id: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWanted:
+    """The trainer is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No groups are offered any more."""
+
+
+Event = (
+    Resumed
+    | Reported
+    | TakenOver
+    | Rewarded
+    | Said
+    | Drawn
+    | CapPlanned
+    | VersionLeft
+    | WorkerBarred
+    | WorkerReleased
+    | BatchWanted
+    | Ended
+)
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`is_synced_first`: the journal must be on the disk before the worker reads it."""
+
+    verdicts: tuple[SegmentVerdict, ...]
+    is_synced_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """What is held of a group, to the worker that takes it over; None: it is closed, or taken over by a later attempt."""
+
+    rollouts: tuple[Rollout, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """In the journal."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Ask the world what it says to this finished turn."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrompts:
+    """Draw these `again`, then up to `fresh` new ones, and come back with `Drawn`, even with none."""
+
+    again: tuple[Draw, ...]
+    fresh: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    specs: tuple[GroupSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    group_ids: tuple[GroupId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    peer_id: PeerId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fared:
+    """How the group on prompt `cursor` fared, for the curriculum."""
+
+    cursor: int
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """On this batch, once its record is on the disk."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Whoever waits for a batch: there is one, or there will be none."""
+
+
+Action = Answer | Hand | Keep | Score | AskPrompts | Offer | Close | Accuse | Fared | Train | Wake
+
+
+class Held(Protocol):
+    """A shelf, to be read."""
+
+    @property
+    def config(self) -> ShelfConfig: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def counts(self) -> Counts: ...
+    @property
+    def next_step(self) -> Step: ...
+    @property
+    def published(self) -> Sequence[Version]: ...
+    @property
+    def groups(self) -> Mapping[GroupId, Group]: ...
+    @property
+    def in_flight_groups(self) -> int: ...
+    @property
+    def open_rollouts(self) -> int: ...
+    @property
+    def buffered_rollouts(self) -> int: ...
+    @property
+    def is_batch_ready(self) -> bool: ...
+    def incomplete_specs(self) -> list[GroupSpec]: ...
+    def held_tokens(self, group_id: GroupId) -> int: ...
+    def turns(self, root: GroupId, index: int) -> list[Turn]: ...
+
+
 class Batcher:
-    """`next_step` is the step of the batch that is drawn next; `published` the versions that workers may name."""
+    """`shelf` is the batcher's from now on. Offers nothing before `Resumed`."""
 
-    config: BatcherConfig
-    ledger: Ledger
-    next_step: Step = field(default_factory=lambda: Step(0))
-    published: list[Version] = field(default_factory=lambda: [Version(0)])
-    groups: dict[GroupId, Group] = field(default_factory=dict)
-    closures: list[Closure] = field(default_factory=list)
-    counts: BatcherCounts = field(default_factory=BatcherCounts)
-    drops_for_step: int = 0
-    untruths: Untruths = field(default_factory=Untruths)
-    deliveries: Deliveries = field(default_factory=Deliveries)
-
-    # ---- offering
-
-    def open_group(self, draw: Draw, consume_step: int) -> GroupSpec:
-        """Opens the group of one draw. The same draw always gives the same id, prompt and seed."""
-        group_id = group_id_of(draw.cursor, draw.retry)
-        assert group_id not in self.groups, f"group {group_id} is open already"
-        sampling = draw.sampling
-        spec = GroupSpec(group_id, draw.prompt_token_ids, self.config.rollouts_per_group, sampling, consume_step)
-        rollouts = [empty_rollout(group_id, index) for index in range(spec.rollout_count)]
-        self.groups[group_id] = Group(spec, draw, rollouts)
-        return spec
-
-    def move_up(self) -> list[GroupSpec]:
-        """Groups that are due earlier than was told, because others before them were closed; they are to be offered anew.
-
-        A group that waits for a version newer than its turn needs would wait for ever once the groups before it are
-        gone: the version comes only with a step, and the step needs the group.
-        """
-        moved: list[GroupSpec] = []
-        families = [self._members(group_id) for group_id in self.groups if not is_later_turn(group_id)]
-        families.sort(key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step))
-        for place, members in enumerate(families):
-            step = self.next_step + place // self.config.groups_per_step
-            for group in members:
-                if step < group.spec.consume_step and not group.is_sampled:
-                    group.spec = replace(group.spec, consume_step=step)
-                    moved.append(group.spec)
-        return moved
-
-    def open_turn(self, before: TurnOf, said: tuple[int, ...]) -> GroupSpec | None:
-        """Opens the turn that follows a finished one, behind what the world `said`; None if the group is gone."""
-        asked = self.groups.get(before.group_id)
-        root = self.groups.get(before.root)
-        if asked is None or root is None:
-            return None
-        rollout = asked.rollouts[before.index if before.turn == 0 else 0]
-        following = replace(before, turn=before.turn + 1)
-        seed = turn_seed(root.spec.sampling.seed, before.index, following.turn)
-        sampling = replace(root.spec.sampling, seed=seed)
-        prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
-        spec = GroupSpec(following.group_id, prompt, 1, sampling, root.spec.consume_step)
-        draw = replace(root.draw, prompt_token_ids=prompt, sampling=sampling)
-        self.groups[spec.group_id] = Group(spec, draw, [empty_rollout(spec.group_id, 0)])
-        return spec
-
-    def turns(self, root: GroupId, index: int) -> list[Turn]:
-        """The turns so far of one rollout, the one being sampled included."""
-        found: list[Turn] = []
-        at = TurnOf(root, index, 0)
-        while (group := self.groups.get(at.group_id)) is not None:
-            place = index if at.turn == 0 else 0
-            senders = group.senders.get(place, ())
-            found.append(Turn(group.spec.prompt_token_ids, group.rollouts[place], senders))
-            at = replace(at, turn=at.turn + 1)
-        return found
-
-    def incomplete_specs(self) -> list[GroupSpec]:
-        """Groups that still need a worker, oldest first."""
-        return [group.spec for group in self.groups.values() if not group.is_sampled]
-
-    def held_tokens(self, group_id: GroupId) -> int:
-        """How much of a group has come."""
-        return sum(len(rollout.token_ids) for rollout in self.groups[group_id].rollouts)
+    def __init__(self, shelf: Shelf, offers: OfferConfig) -> None:
+        self._shelf = shelf
+        self.offers = offers
+        self._cap_rollouts: int | None = None
+        self._retries: deque[Draw] = deque()
+        self._asked = 0
+        self._is_offering = self._is_exhausted = False
 
     @property
-    def in_flight_groups(self) -> int:
-        """Offered or buffered; a batch that was drawn no longer counts, nor do a rollout's later turns of their own."""
-        return sum(not is_later_turn(group_id) for group_id in self.groups)
+    def held(self) -> Held:
+        return self._shelf
 
     @property
-    def open_rollouts(self) -> int:
-        return sum(not rollout.is_finished for group in self.groups.values() for rollout in group.rollouts)
+    def deliveries(self) -> Deliveries:
+        """What each worker delivered, on its way to the coordinator."""
+        return self._shelf.deliveries
 
     @property
-    def buffered_rollouts(self) -> int:
-        """Finished to the last of their turns."""
-        turns = (1 if is_later_turn(group_id) else 0 for group_id, g in self.groups.items() if not g.is_sampled)
-        firsts = (group for group_id, group in self.groups.items() if not is_later_turn(group_id))
-        return sum(rollout.is_finished for group in firsts for rollout in group.rollouts) - sum(turns)
+    def is_short(self) -> bool:
+        """Whether the prompts ended and what is in flight does not make another batch."""
+        return self._is_exhausted and self._shelf.in_flight_groups < self.offers.groups_per_step
 
-    # ---- receiving
+    def handle(self, event: Event) -> list[Action]:
+        """All that follows from the event, in the order in which it is to be done."""
+        return [*self._handled(event), *self._settled()]
 
-    def receive(self, segment: RolloutSegment, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
-        """Takes one segment of the lease's `attempt`. ADMITTED must be answered only once the rollout is durable."""
-        group = self.groups.get(segment.group_id)
-        if group is None:
-            return self._verdict_on_closed(segment)
-        if attempt < group.lease_attempt:
-            text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
-            return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
-        problem = problem_of_segment(segment, group.spec, self.config.vocabulary_size, self.published)
-        if problem is not None:
-            self.untruths.told(sender, problem)
-            return self._refused(segment, problem, group)
-        group.lease_attempt = attempt
-        held = group.rollouts[segment.index]
-        if held.is_finished:
-            self.counts.duplicate += segment.is_final
-            return self._answer(segment, Verdict.DUPLICATE, group)
-        if segment.offset > len(held.token_ids):
-            return self._answer(segment, Verdict.RESEND, group)
-        return self._grow(segment, group, held, sender)
+    def _handled(self, event: Event) -> list[Action]:
+        match event:
+            case Resumed():
+                return self._resumed()
+            case Reported():
+                return self._reported(event)
+            case TakenOver(group_id, attempt):
+                held = self._shelf.held_rollouts(group_id, attempt)
+                return [Hand(None if held is None else tuple(held))]
+            case Rewarded():
+                return self._rewarded(event)
+            case Said(before, token_ids):
+                spec = self._shelf.open_turn(before, token_ids)
+                return [] if spec is None else self._opened([spec])
+            case Drawn(draws):
+                return self._drawn(draws)
+            case CapPlanned(rollouts):
+                self._cap_rollouts = rollouts
+            case VersionLeft(version):
+                self._shelf.publish(version)
+            case WorkerBarred(peer_id):
+                self._shelf.drop_sent_by(peer_id)
+            case WorkerReleased(peer_id):
+                self._shelf.untruths.forget(peer_id)
+            case BatchWanted():
+                return self._drawn_batch()
+            case Ended():
+                self._is_offering = False
+        return []
 
-    def held_rollouts(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
-        """What is held of a group, for the worker that goes on as `attempt`; None if it is closed or taken over."""
-        group = self.groups.get(group_id)
-        if group is None or attempt < group.lease_attempt:
-            return None
-        group.lease_attempt = attempt
-        return list(group.rollouts)
+    # ---- events
 
-    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
-        senders, held_tokens = group.senders.get(segment.index, ()), len(held.token_ids)
-        grown = extended(held, segment)
-        if grown is None:  # a worker that lost its state may begin the rollout anew, at its first token
-            if segment.offset != 0:
-                return self._refused(segment, "its tokens differ from those held of the same positions", group)
-            senders, held_tokens = (), 0
-            grown = extended(empty_rollout(segment.group_id, segment.index), segment)
-            assert grown is not None, "a segment at offset 0 always fits an empty rollout"
-        problem = problem_of_end(grown, held_tokens, group.spec)
-        if problem is not None:
-            self.untruths.told(sender, problem)
-            return self._refused(segment, problem, group)
-        if not self._is_fresh(grown, self.next_step):
-            self._drop(group, "stale")
-            return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, self._stale_text(grown))
-        if not grown.is_finished and self._is_hopeless(grown, group):
-            grown = replace(grown, finish_reason=FinishReason.LENGTH)
-            group.pruned += 1
-            self.counts.pruned += 1
-        group.rollouts[segment.index] = grown
-        group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
-        if len(grown.token_ids) > held_tokens:
-            self.deliveries.heard(sender, segment.group_id, segment.index)
-        if not grown.is_finished:
-            return self._answer(segment, Verdict.HELD, group)
-        self.deliveries.admitted(group.senders[segment.index])
-        self.counts.admitted += 1
-        self.untruths.admitted(sender)
-        return self._answer(segment, Verdict.ADMITTED, group)
+    def _resumed(self) -> list[Action]:
+        """Finished rollouts that the journal gave back have no reward, and no next turn, yet."""
+        shelf = self._shelf
+        self._is_offering = True
+        shelf.drop_stale()
+        shelf.move_up()  # the journal has the steps that groups were first offered for; the hello tells today's
+        actions: list[Action] = []
+        for group_id, group in shelf.groups.items():
+            for index in range(0 if is_later_turn(group_id) else len(group.rollouts)):
+                last = shelf.turns(group_id, index)[-1].rollout
+                if last.is_finished and index not in group.scored:
+                    actions.append(Score(last))
+        return actions
 
-    def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:
-        """Whether to give up on a rollout in progress: it is admitted as it stands, which tells its worker to stop."""
-        rule = self.config.pruning
-        if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
-            return False
-        numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
-        return rule.reason(rollout.token_ids, numbers) is not None
+    def _reported(self, event: Reported) -> list[Action]:
+        shelf = self._shelf
+        verdicts = tuple(shelf.receive(segment, event.attempt, event.sender) for segment in event.segments)
+        actions: list[Action] = []
+        for verdict in verdicts:
+            group = shelf.groups.get(verdict.group_id)  # gone if a later segment showed it to be stale
+            if verdict.verdict is Verdict.ADMITTED and group is not None:
+                rollout = group.rollouts[verdict.index]
+                actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), Score(rollout)]
+        # A copy of a rollout whose first acknowledgement was lost is durable only once that one is.
+        is_final = any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts)
+        accused = [Accuse(peer_id, text) for peer_id, text in shelf.untruths.take()]
+        return [*actions, Answer(verdicts, is_final), *accused]
 
-    def _verdict_on_closed(self, segment: RolloutSegment) -> SegmentVerdict:
-        was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
-        self.counts.duplicate += was_trained
-        verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
-        return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
+    def _rewarded(self, event: Rewarded) -> list[Action]:
+        group = self._shelf.groups.get(event.group_id)
+        self._shelf.reward(event.group_id, event.index, event.reward)
+        if group is None or not group.is_ready:
+            return []
+        return [Fared(group.draw.cursor, tuple(value for value in group.rewards.values() if value is not None))]
 
-    def _refused(self, segment: RolloutSegment, problem: str, group: Group) -> SegmentVerdict:
-        self.counts.refused += 1
-        index = segment.index
-        held = len(group.rollouts[index].token_ids) if 0 <= index < len(group.rollouts) else 0
-        text = f"rollout {index} of group {segment.group_id}: {problem}"
-        return SegmentVerdict(segment.group_id, index, Verdict.REFUSED, held, text)
+    def _drawn(self, draws: tuple[Draw, ...]) -> list[Action]:
+        self._is_exhausted = self._is_exhausted or len(draws) < self._asked
+        self._asked = 0
+        specs = []
+        for draw in draws:
+            step = consume_step(self.offers, self._shelf.next_step, self._shelf.in_flight_groups)
+            specs.append(self._shelf.open_group(draw, step))
+        return self._opened(specs)
 
-    def _answer(self, segment: RolloutSegment, verdict: Verdict, group: Group) -> SegmentVerdict:
-        held = len(group.rollouts[segment.index].token_ids)
-        return SegmentVerdict(segment.group_id, segment.index, verdict, held)
+    def _drawn_batch(self) -> list[Action]:
+        batch = self._shelf.draw_batch()
+        return [] if batch is None else [Keep(drawn_of(batch)), Train(batch)]
 
-    # ---- rewards
+    # ---- what follows from any of them
 
-    def reward(self, group_id: GroupId, index: int, reward: float | None) -> None:
-        """The reward of a finished rollout; None when scoring it failed. Ignored if the group is gone by now."""
-        group = self.groups.get(group_id)
-        if group is None or not group.rollouts[index].is_finished:
-            return
-        group.rewards[index] = reward
-        group.scored.add(index)
-        self.counts.dropped_reward_failed += reward is None
-        if not group.is_ready:
-            return
-        known = [value for value in group.rewards.values() if value is not None]
-        if not known:
-            self._drop(group, "reward failed")
-        elif self.config.dynamic_sampling.verdict(known, self.drops_for_step) is GroupVerdict.DROP:
-            self.counts.dropped_equal_rewards += len(known)
-            self.drops_for_step += 1
-            self._drop(group, "no contrast")
+    def _opened(self, specs: Sequence[GroupSpec]) -> list[Action]:
+        kept: list[Action] = [Keep(Opened(self._shelf.groups[spec.group_id].draw, spec)) for spec in specs]
+        return [*kept, Offer(tuple(specs))] if specs and self._is_offering else kept
 
-    # ---- drawing
+    def _settled(self) -> list[Action]:
+        """Closures told, groups behind them moved up, prompts asked for, the trainer woken."""
+        closures = self._shelf.take_closures()
+        early = [closure for closure in closures if closure.reason != "complete"]
+        self._retries += [closure.retry for closure in early if closure.retry is not None]
+        actions: list[Action] = [Keep(Dropped(closure.group_id)) for closure in early]
+        for reason in dict.fromkeys(closure.reason for closure in closures):
+            actions.append(Close(_ids_of(closures, reason), reason))
+        if early and (moved := self._shelf.move_up()):
+            actions.append(Offer(tuple(moved)))
+        actions += self._asks()
+        if self._shelf.is_batch_ready or self.is_short:
+            actions.append(Wake())
+        return actions
 
-    @property
-    def is_batch_ready(self) -> bool:
-        return len(self._ready()) >= self.config.groups_per_step
+    def _asks(self) -> list[Action]:
+        if self._asked or not self._is_offering:
+            return []
+        wanted = groups_wanted(self.offers, self._cap_rollouts, self._shelf.in_flight_groups)
+        again = tuple(self._retries.popleft() for _ in range(min(wanted, len(self._retries))))
+        fresh = 0 if self._is_exhausted else wanted - len(again)
+        self._asked = len(again) + fresh
+        return [AskPrompts(again, fresh)] if self._asked else []
 
-    def draw_batch(self) -> Batch | None:
-        """The next batch, or None while complete groups are short. Its groups leave the batcher for the ledger."""
-        self.drop_stale()
-        ready = self._ready()[: self.config.groups_per_step]
-        if len(ready) < self.config.groups_per_step:
-            return None
-        return self._consume(ready)
 
-    def draw_recorded(self, group_ids: Sequence[GroupId], rewards: Sequence[Sequence[float | None]]) -> Batch:
-        """The batch that a journal recorded: the same groups, order and rewards as then."""
-        for group_id, values in zip(group_ids, rewards, strict=True):
-            group = self.groups[group_id]
-            group.rewards = dict(enumerate(values))
-            group.scored = set(range(len(values)))
-        return self._consume([self.groups[group_id] for group_id in group_ids])
-
-    def _consume(self, chosen: Iterable[Group]) -> Batch:
-        step = self.next_step
-        trained: list[TrainGroup] = []
-        for group in chosen:
-            made = self._train_group(group)
-            spans = [span for rollout in made.rollouts for span in rollout.version_spans]
-            self.ledger.record(group.spec.group_id, step, spans)
-            trained.append(made)
-            self.counts.trained += len(made.rollouts)
-            self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in made.rollouts)
-            for group_id in self._family(group.spec.group_id):
-                del self.groups[group_id]
-                self.closures.append(Closure(group_id, "complete"))
-        self.next_step = Step(step + 1)
-        self.drops_for_step = 0
-        self.ledger.forget_before(Step(self.next_step - LEDGER_STEPS_KEPT))
-        return Batch(step, tuple(trained))
-
-    def _train_group(self, group: Group) -> TrainGroup:
-        kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
-        rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
-        whole = [joined(self.turns(group.spec.group_id, i), i) for i in kept]
-        has_turns = any(one.insertions for one in whole)
-        return TrainGroup(
-            group.spec,
-            group.draw.cursor,
-            tuple(one.rollout for one in whole),
-            rewards,
-            tuple(one.insertions for one in whole) if has_turns else (),
-            tuple(one.senders for one in whole),
-        )
-
-    def _family(self, root: GroupId) -> list[GroupId]:
-        """A group and the later turns of its rollouts."""
-        group = self.groups[root]
-        found = [root]
-        for index in range(len(group.rollouts)):
-            at = TurnOf(root, index, 1)
-            while at.group_id in self.groups:
-                found.append(at.group_id)
-                at = replace(at, turn=at.turn + 1)
-        return found
-
-    def _members(self, root: GroupId) -> list[Group]:
-        return [self.groups[group_id] for group_id in self._family(root)]
-
-    def _ready(self) -> list[Group]:
-        """Complete, scored groups; those that will be stale first, then those offered first."""
-        ready = [group for group in self.groups.values() if group.is_ready]
-        return sorted(ready, key=self._oldest_version)
-
-    def _oldest_version(self, group: Group) -> Version:
-        return min(member.oldest_version for member in self._members(group.spec.group_id))
-
-    # ---- staleness
-
-    def drop_stale(self) -> None:
-        """Closes every group that holds a token which the next step may not train on."""
-        for group_id, group in list(self.groups.items()):
-            if group_id in self.groups and not all(
-                self._is_fresh(rollout, self.next_step) for rollout in group.rollouts
-            ):
-                self._drop(group, "stale")
-
-    def drop_sent_by(self, peer_id: PeerId) -> None:
-        """Closes every group that holds a token which this worker reported; its prompt gets another try."""
-        for group_id, group in list(self.groups.items()):
-            if group_id in self.groups and any(
-                sent.peer_id == peer_id for senders in group.senders.values() for sent in senders
-            ):
-                self._drop(group, "quarantined")
-
-    def publish(self, version: Version) -> None:
-        """From now on workers may name `version`."""
-        assert version > self.published[-1], f"version {version} after {self.published[-1]}"
-        self.published.append(version)
-        # The oldest admissible version stays known, and one before it, so that late tokens are called stale, not false.
-        floor = self.next_step - self.config.staleness_bound - 256
-        self.published = [known for known in self.published if known >= floor]
-
-    def _is_fresh(self, rollout: Rollout, step: Step) -> bool:
-        oldest = rollout.oldest_version
-        return oldest is None or is_admissible(step, oldest, self.config.staleness_bound)
-
-    def _stale_text(self, rollout: Rollout) -> str:
-        return (
-            f"its oldest token is of version {rollout.oldest_version}; step {self.next_step} takes "
-            f"{self.next_step - self.config.staleness_bound} or newer"
-        )
-
-    def _drop(self, member: Group, reason: str) -> None:
-        """Closes a group with all turns of its rollouts; `member` may be one of those."""
-        group = self.groups[turn_of(member.spec.group_id, 0).root]
-        retry = None
-        if reason == "stale":
-            self.counts.dropped_stale += group.begun_rollouts
-        if reason == "quarantined":
-            self.counts.dropped_quarantined += group.begun_rollouts
-        if reason in ("stale", "quarantined") and group.draw.retry < self.config.retries_max:
-            retry = group.draw.again()
-        for group_id in self._family(group.spec.group_id):
-            del self.groups[group_id]
-            self.closures.append(Closure(group_id, reason, retry if group_id == group.spec.group_id else None))
-
-    def take_closures(self) -> list[Closure]:
-        """Groups closed since the last call."""
-        taken, self.closures = self.closures, []
-        return taken
+def _ids_of(closures: Sequence[Closure], reason: str) -> tuple[GroupId, ...]:
+    return tuple(closure.group_id for closure in closures if closure.reason == reason)

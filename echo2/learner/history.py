@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout
-from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.batch import Batch
 from echo2.learner.episodes import Sent, root_of
 from echo2.learner.group import Draw, Group
 from echo2.learner.segment import empty_rollout
+from echo2.learner.shelf import Shelf
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +109,28 @@ class History:
             self.groups[spec.group_id] = Group(spec, record.draw, rollouts)
             self.opened_in[spec.group_id] = segment
 
-    def restore(self, batcher: Batcher) -> None:
-        """Puts every group that a later batch may need into `batcher`, which stands at the checkpoint's step."""
-        batcher.published = sorted({*batcher.published, *self.published})
-        trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < batcher.next_step)
+    def restore(self, shelf: Shelf) -> None:
+        """Puts every group that a later batch may need into `shelf`, which stands at the checkpoint's step."""
+        shelf.published = sorted({*shelf.published, *self.published})
+        trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < shelf.next_step)
         gone = self.dropped.union(*trained_before)
         for group_id, group in self.groups.items():
             root = root_of(group_id)
-            if not {group_id, root} & gone and not batcher.ledger.is_trained(root):
-                batcher.groups[group_id] = group
+            if not {group_id, root} & gone and not shelf.ledger.is_trained(root):
+                shelf.groups[group_id] = group
 
-    def next_batch(self, batcher: Batcher) -> Batch | None:
-        """The batch that was drawn at the batcher's step, drawn again; None when there is no record of one."""
-        record = self.drawn.get(batcher.next_step)
+    def next_batch(self, shelf: Shelf) -> Batch | None:
+        """The batch that was drawn at the shelf's step, drawn again; None when there is no record of one."""
+        record = self.drawn.get(shelf.next_step)
         if record is None:
             return None
-        missing = [group_id for group_id in record.group_ids if group_id not in batcher.groups]
+        missing = [group_id for group_id in record.group_ids if group_id not in shelf.groups]
         if missing:
             raise StateError(
                 f"journal: expected the rollouts of group {missing[0]} before step {record.step} trained on it, "
                 "found none"
             )
-        return batcher.draw_recorded(record.group_ids, record.rewards)
+        return shelf.draw_recorded(record.group_ids, record.rewards)
 
 
 def drawn_of(batch: Batch) -> Drawn:

@@ -23,8 +23,9 @@ from itertools import pairwise
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Rollout, RolloutSegment, VersionSpan
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.batch import Batch
 from echo2.learner.episodes import Insertion, TurnOf, root_of
+from echo2.learner.shelf import Shelf
 from echo2.sim.messages import Ticket
 from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
 from echo2.weights import HostWeights
@@ -188,18 +189,18 @@ class Truth:
                         self._check_tokens("the learner", turn.group_id, turn.index, 0, turn)
         self.step = max(self.step, Step(batch.step + 1))
 
-    def learner_restored(self, batcher: Batcher, step: Step) -> None:
+    def learner_restored(self, shelf: Shelf, step: Step) -> None:
         """A learner has come back: everything that it acknowledged is trained, dropped for a reason, or there."""
         self._check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
-        self.nothing_is_lost(batcher)
+        self.nothing_is_lost(shelf)
 
-    def nothing_is_lost(self, batcher: Batcher, drawn: Collection[GroupId] = ()) -> None:
+    def nothing_is_lost(self, shelf: Shelf, drawn: Collection[GroupId] = ()) -> None:
         """`drawn`: groups of the batch that is being trained on now."""
         for group_id, index in sorted(self._acknowledged):
             root = root_of(group_id)
             if root in self._trained_at or root in drawn or group_id in self._dropped or root in self._dropped:
                 continue
-            group = batcher.groups.get(group_id)
+            group = shelf.groups.get(group_id)
             is_there = group is not None and group.rollouts[index].is_finished
             self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is not there any more")
 

@@ -1,6 +1,6 @@
 """Drives the real cores of the learner on the virtual clock, as learner/runtime does on a real machine.
 
-Batcher, ledger, offers, publication schedule, history and segments decide; the real codec encodes; this keeps the
+Shelf, ledger, offers, publication schedule, history and segments decide; the real codec encodes; this keeps the
 journal and checkpoints on a simulated disk and carries the rest over the simulated network. Guarantees, as the
 runtime's: ADMITTED is answered only once the rollout is synced, a batch is trained only once its composition is.
 Leaves to others: faults, what must hold.
@@ -20,12 +20,13 @@ from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, SegmentVerdic
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, LinkReport
-from echo2.learner.batcher import Batch, Batcher, BatcherConfig
+from echo2.learner.batch import Batch
 from echo2.learner.deliveries import NEWS_S
 from echo2.learner.group import Draw
 from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, drawn_of
 from echo2.learner.offers import OfferConfig, Reminders, consume_step, groups_wanted
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
+from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.sim import messages as m
 from echo2.sim.broadcast_driver import RUN, WIRE_SCALE, BroadcastDriver
 from echo2.sim.checkers import Truth
@@ -77,10 +78,10 @@ class LearnerDriver:
         self.disk = machine.disk
         bound = scene.learner_bound
         rollouts = scene.groups_per_step * scene.rollouts_per_group
-        config = BatcherConfig(
+        config = ShelfConfig(
             bound, rollouts, scene.rollouts_per_group, VOCABULARY, drops_equal_rewards=scene.drops_equal_rewards
         )
-        self.batcher = Batcher(config, Ledger(bound))
+        self.batcher = Shelf(config, Ledger(bound))
         self.offers = OfferConfig(rollouts, scene.rollouts_per_group, bound)
         self.schedule = PublicationSchedule(PublicationConfig(bound, chain_max=4))
         self.history = History()

@@ -13,9 +13,9 @@ from torch import Tensor
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId
 from echo2.coordinator.telemetry import PublishedVersion
-from echo2.learner.batcher import Batcher
 from echo2.learner.history import Published
 from echo2.learner.publication import PublicationSchedule
+from echo2.learner.shelf import Shelf
 from echo2.sim.broadcast_driver import WIRE_SCALE, BroadcastDriver
 from echo2.sim.checkers import Truth
 from echo2.sim.disk import LearnerDisk
@@ -34,7 +34,7 @@ class PublishDriver:
         truth: Truth,
         host: Host,
         disk: LearnerDisk,
-        batcher: Batcher,
+        batcher: Shelf,
         schedule: PublicationSchedule,
         broadcast: BroadcastDriver,
         weights: dict[str, Tensor],

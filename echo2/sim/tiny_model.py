@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echo2.base.ids import GroupId, Version
 from echo2.base.rng import derived_rng, derived_seed
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.sim.lengths import Lengths
 from echo2.weights import HostWeights
 

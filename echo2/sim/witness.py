@@ -15,8 +15,9 @@ from google.protobuf.message import Message
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import Verdict
 from echo2.coordinator.saved import Changes
-from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.batch import Batch
 from echo2.learner.history import Dropped, Record
+from echo2.learner.shelf import Shelf
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.process import Process
 from echo2.sim.wires import End
@@ -43,7 +44,7 @@ class Witness:
         self.said: set[str] = set()  # fields that were set in some message, by message and name
         self.kept_leases: set[tuple[LeaseId, int]] = set()  # ever, with their attempt
         self.run_fingerprints: dict[Version, str] = {}
-        self.batcher: Batcher | None = None
+        self.shelf: Shelf | None = None
         self._methods: dict[tuple[int, int], str] = {}
 
     def _judge(self, check: Callable[[], None]) -> None:
@@ -130,14 +131,14 @@ class Witness:
         if not process.has_ended:
             self._judge(lambda: self.truth.trained(batch, fingerprint))
 
-    def learner_prepared(self, process: Process, batcher: Batcher) -> None:
+    def learner_prepared(self, process: Process, shelf: Shelf) -> None:
         """A learner stands where it stood."""
         if process.has_ended:
             return
-        self.batcher = batcher
-        for closure in batcher.closures:  # grown stale meanwhile; told and noted at the first settling
+        self.shelf = shelf
+        for closure in shelf.closures:  # grown stale meanwhile; told and noted at the first settling
             self.truth.dropped(closure.group_id, closure.reason)
-        self._judge(lambda: self.truth.learner_restored(batcher, batcher.next_step))
+        self._judge(lambda: self.truth.learner_restored(shelf, shelf.next_step))
 
     def noted(self, process: Process, record: Record) -> None:
         """The learner's journal was given it."""

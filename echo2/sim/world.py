@@ -215,7 +215,7 @@ class World:
                 self.witness.noted(process, record)
 
             prepared.journal.append = watched  # type: ignore[method-assign]
-            self.witness.learner_prepared(process, prepared.batcher)
+            self.witness.learner_prepared(process, prepared.shelf)
             return prepared
 
         return make
@@ -328,8 +328,8 @@ class World:
         self.train_s = 10_000.0
         is_there = await self._until(lambda: not self._behind(), CATCH_UP_S)
         self._check(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
-        if self.witness.batcher is not None:
-            self._judged(lambda: self.truth.nothing_is_lost(self.witness.batcher))  # type: ignore[arg-type]
+        if self.witness.shelf is not None:
+            self._judged(lambda: self.truth.nothing_is_lost(self.witness.shelf))  # type: ignore[arg-type]
 
     def _check(self, holds: bool, text: str) -> None:
         self._judged(lambda: self.truth.progress(holds, text))

@@ -19,7 +19,8 @@ class Mutant:
 
 
 _HUB, _INTAKE, _JOURNAL = "coordinator/runtime/hub.py", "learner/runtime/intake.py", "learner/runtime/journal.py"
-_FILES, _TLS, _BATCHER = "learner/runtime/checkpoint.py", "trust/runtime/tls.py", "learner/batcher.py"
+_FILES, _TLS, _BATCHER = "learner/runtime/checkpoint.py", "trust/runtime/tls.py", "learner/shelf.py"
+_DOOR = "learner/batcher.py"
 _SWAP, _GATE, _WIRE, _TOKENS = "worker/swap.py", "worker/token_gate.py", "wire/coordinator.py", "coordinator/tokens.py"
 _LEARNER, _WORKER = "learner/runtime/daemon.py", "worker/runtime/daemon.py"
 _UNIT = "tests/unit/"
@@ -29,18 +30,19 @@ _WF = (_UNIT + "sim/test_said.py",)
 MUTANTS: tuple[Mutant, ...] = (
     # what is told before it is kept
     Mutant("intake answers ADMITTED before the journal is synced", _INTAKE,
-           "is durable only once that one is.\n            await self.journal.commit()",
-           "is durable only once that one is.\n            await asyncio.sleep(0)"),
+           "        if outcome.is_synced_first:\n            await self.journal.commit()",
+           "        if outcome.is_synced_first:\n            await asyncio.sleep(0)"),
     Mutant("hub sends before it keeps", _HUB,
            "        try:\n            self.keeper.flush()\n        except EchoError as error:\n            self._failed(error)\n            return\n        outgoing, self._outgoing = self._outgoing, []\n        for peer_id, order in outgoing:\n            session = self.workers.get(peer_id)\n            if session is not None:\n                session.send(order)\n",
            "        outgoing, self._outgoing = self._outgoing, []\n        for peer_id, order in outgoing:\n            session = self.workers.get(peer_id)\n            if session is not None:\n                session.send(order)\n        asyncio.get_running_loop().call_later(0.3, self.keeper.flush)\n"),
     Mutant("a batch leaves before its composition is synced", _INTAKE,
-           "                self.journal.append(drawn_of(batch))\n                await self.journal.commit()",
-           "                self.journal.append(drawn_of(batch))"),
-    Mutant("a finished rollout is not journalled", _INTAKE,
-           "                self.journal.append(Finished(group.rollouts[verdict.index], group.senders.get(verdict.index, ())))\n", ""),
-    Mutant("a drawn batch is not journalled", _INTAKE,
-           "                self.journal.append(drawn_of(batch))\n", ""),
+           "            if batch is not None:\n                await self.journal.commit()\n", "            if batch is not None:\n"),
+    Mutant("a finished rollout is not journalled", _DOOR,
+           "actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), Score(rollout)]",
+           "actions += [Score(rollout)]"),
+    Mutant("a drawn batch is not journalled", _DOOR, "[Keep(drawn_of(batch)), Train(batch)]", "[Train(batch)]"),
+    Mutant("a closed group is told to nobody", _DOOR,
+           "            actions.append(Close(_ids_of(closures, reason), reason))\n", "            pass\n", (_UNIT + "learner/test_batcher.py",)),
     Mutant("commit believes what was appended meanwhile", _JOURNAL,
            "        self._synced = max(self._synced, reached)", "        self._synced = self._appended + 1"),
     Mutant("commit does not wait for its sync", _JOURNAL, "            await asyncio.shield(self._sync)",
@@ -68,13 +70,13 @@ MUTANTS: tuple[Mutant, ...] = (
            "Step(oldest_version + staleness_bound)", "Step(oldest_version + staleness_bound + 1)",
            (_UNIT + "staleness/test_rule.py",)),
     Mutant("the ledger does not note what was trained", "staleness/ledger.py", "        self.trained[group_id] = step\n",
-           "", (_UNIT + "staleness/test_rule.py", _UNIT + "learner/test_batcher.py")),
+           "", (_UNIT + "staleness/test_rule.py", _UNIT + "learner/test_shelf.py")),
     Mutant("a superseded attempt is taken", _BATCHER, "        if attempt < group.lease_attempt:\n            text",
-           "        if attempt < 0:\n            text", (_UNIT + "learner/test_batcher.py",)),
+           "        if attempt < 0:\n            text", (_UNIT + "learner/test_shelf.py",)),
     Mutant("a finished rollout may be sent again", _BATCHER, "        if held.is_finished:\n            self.counts",
-           "        if False:\n            self.counts", (_UNIT + "learner/test_batcher.py",)),
+           "        if False:\n            self.counts", (_UNIT + "learner/test_shelf.py",)),
     Mutant("a gap in a rollout is taken", _BATCHER, "if segment.offset > len(held.token_ids):",
-           "if segment.offset > len(held.token_ids) + 1:", (_UNIT + "learner/test_batcher.py",)),
+           "if segment.offset > len(held.token_ids) + 1:", (_UNIT + "learner/test_shelf.py",)),
     # weights
     Mutant("a swap is not checked", _SWAP, "        if is_equal:\n", "        if True:\n",
            (_UNIT + "worker/test_swap.py",)),
@@ -109,7 +111,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._said.offer\n", ""),
     Mutant("closed groups stay open at the coordinator", _LEARNER, "        loop.intake.on_close = self._said.close\n", "", _WF),
     Mutant("versions are published in silence", _LEARNER, "        publisher.on_published = lambda artifact: self._said.published(published_message(artifact))\n", "", _WF),
-    Mutant("a restart does not score what it holds", _LEARNER, "        loop.intake.score_what_is_held()\n", ""),
+    Mutant("a restart does not score what it holds", _DOOR,
+           "                    actions.append(Score(last))\n", "                    pass\n"),
     # dropped fields
     Mutant("the coordinator drops a heartbeat's memory", _WIRE, '    "memory_used_bytes", "memory_total_bytes",\n', "", _W),
     Mutant("the coordinator drops a heartbeat's waits", _WIRE, '"tokens_per_s", "waits_for", "waits_since_s", ', '"tokens_per_s", ', _W),

@@ -24,7 +24,7 @@ from torch import Tensor
 from echo2.base.ids import PeerId, Version
 from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of
 from echo2.learner.audit_draw import AuditDraw, Drawn, kind_of
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.episodes import NOBODY
 from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import Step
-from echo2.learner.batcher import Batch, TrainGroup
+from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.episodes import Insertion
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message

@@ -32,12 +32,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
-from echo2.learner.batcher import Batcher, BatcherCounts
+from echo2.learner.batcher import Held
 from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
 from echo2.learner.runtime.sums import SUMS_FILE, CheckedFile, damaged, gather_sums, read_sums, written_with_sums
 from echo2.learner.runtime.tensor_files import CheckedReader, SummingWriter
 from echo2.learner.runtime.trainer import Trainer
+from echo2.learner.shelf import Counts, Shelf
 from echo2.outside import here
 
 FORMAT = 3
@@ -133,22 +134,22 @@ def put_back(checkpoint: Checkpoint, trainer: Trainer) -> None:
             own_part(state[kept]).copy_(own_part(value))
 
 
-def batcher_state(batcher: Batcher) -> dict[str, Any]:
+def shelf_state(shelf: Held) -> dict[str, Any]:
     return {
-        "trained": dict(batcher.ledger.trained),
-        "tokens_by_lag": {str(lag): count for lag, count in batcher.ledger.tokens_by_lag.items()},
-        "counts": asdict(batcher.counts),
-        "published": list(batcher.published),
+        "trained": dict(shelf.ledger.trained),
+        "tokens_by_lag": {str(lag): count for lag, count in shelf.ledger.tokens_by_lag.items()},
+        "counts": asdict(shelf.counts),
+        "published": list(shelf.published),
     }
 
 
-def put_back_batcher(state: Mapping[str, Any], step: Step, batcher: Batcher) -> None:
+def put_back_shelf(state: Mapping[str, Any], step: Step, shelf: Shelf) -> None:
     """Ledger, counts and published versions as they were at `step`."""
-    batcher.next_step = step
-    batcher.ledger.trained = {GroupId(name): Step(int(at)) for name, at in state["trained"].items()}
-    batcher.ledger.tokens_by_lag = Counter({int(lag): int(n) for lag, n in state["tokens_by_lag"].items()})
-    batcher.counts = BatcherCounts(**state["counts"])
-    batcher.published = [Version(int(version)) for version in state["published"]]
+    shelf.next_step = step
+    shelf.ledger.trained = {GroupId(name): Step(int(at)) for name, at in state["trained"].items()}
+    shelf.ledger.tokens_by_lag = Counter({int(lag): int(n) for lag, n in state["tokens_by_lag"].items()})
+    shelf.counts = Counts(**state["counts"])
+    shelf.published = [Version(int(version)) for version in state["published"]]
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echo2.learner.batcher import TrainGroup
+from echo2.learner.batch import TrainGroup
 from echo2.learner.packing import Lengths, MicroBatch
 
 

@@ -28,6 +28,7 @@ from echo2.control.backoff import Backoff
 from echo2.control.runtime.joining import enrolled, unless
 from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
+from echo2.learner import batcher
 from echo2.learner.deliveries import NEWS_S
 from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.lingering import Lingering
@@ -208,12 +209,12 @@ class LearnerDaemon:
         options = self.options
         server = new_server(LEARNER)
         offers = OfferConfig(options.rollouts_per_step, options.rollouts_per_group, options.staleness_bound)
-        intake = Intake(prepared.batcher, prepared.journal, prepared.prompts, offers, prepared.history.cursor)
+        intake = Intake(prepared.shelf, prepared.journal, prepared.prompts, offers, prepared.history.cursor)
         intake.restore(prepared.history)
         ingest = IngestService(intake, RunId(options.run_id), credentials.coordinator_peer_id)
         ingest_pb2_grpc.add_IngestServicer_to_server(ingest, server)
         broadcaster = self._make_broadcaster(server, credentials, options)
-        publisher = self._publisher(prepared, broadcaster)
+        publisher = self._publisher(prepared, broadcaster, intake)
         port = bind_server(server, f"{options.host}:{options.port}", server_credentials(credentials))
         self.address = options.advertise or joined(outward_host(options.host, credentials.coordinator_address), port)
         sinks = open_sinks(options.folder, options.run_id, options.sinks)
@@ -224,7 +225,7 @@ class LearnerDaemon:
         self.session = LearnerSession(ControlSession(credentials, self.waits, Backoff(here().rng)))
         talk = functools.partial(
             self.session.run,
-            hello=lambda: hello_of(options, prepared, publisher, self.address, self.relay_address),
+            hello=lambda: hello_of(options, loop, self.address, self.relay_address),
             report=self._report,
             ordered=lambda order: self._take_order(order, ingest, broadcaster),
             find=lambda: self._find_coordinator(credentials),
@@ -241,12 +242,12 @@ class LearnerDaemon:
         finally:
             await self._close(loop, server, broadcaster, sinks)
 
-    def _publisher(self, prepared: Prepared, broadcaster: Broadcaster) -> Publisher:
+    def _publisher(self, prepared: Prepared, broadcaster: Broadcaster, intake: Intake) -> Publisher:
         cores = encode_cores(prepared.model.device.type, os.cpu_count() or 1)
         if cores > 1:
             self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder")
         return Publisher(
-            broadcaster, prepared.journal, prepared.schedule, prepared.batcher, prepared.fingerprint_key,
+            broadcaster, prepared.journal, prepared.schedule, intake.published, prepared.fingerprint_key,
             SettingChoice(self.options.delta_setting, cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
 
@@ -278,8 +279,7 @@ class LearnerDaemon:
     ) -> RunSummary:
         assert self.session is not None and self._failure is not None
         await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off)
-        loop.intake.score_what_is_held()
-        loop.intake.settle()
+        loop.intake.tell(batcher.Resumed())
         session = asyncio.get_running_loop().create_task(talk())
         training = asyncio.get_running_loop().create_task(loop.run())
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
@@ -315,14 +315,15 @@ class LearnerDaemon:
             await asyncio.sleep(REMIND_LOOK_S)
             if reminders.is_due(self.waits_for[1]):
                 _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
-                lacking = loop.p.batcher.incomplete_specs()
-                self._said.offer(lacking, [loop.p.batcher.held_tokens(spec.group_id) for spec in lacking])
+                held = loop.intake.held
+                lacking = held.incomplete_specs()
+                self._said.offer(lacking, [held.held_tokens(spec.group_id) for spec in lacking])
 
     async def _tell_deliveries(self, loop: TrainingLoop) -> None:
         """What workers have delivered, for as long as the coordinator is there to hear it."""
         while True:
             if self.session is not None and self.session.is_connected:
-                told = loop.p.batcher.deliveries.take(monotonic())
+                told = loop.intake.deliveries.take(monotonic())
                 if told is not None:
                     self.session.delivered(delivered_message(told))
             await asyncio.sleep(NEWS_S)
@@ -338,11 +339,11 @@ class LearnerDaemon:
             )
             await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
         self._send_report()
-        counts, sent = loop.p.batcher.counts, publisher.bytes
+        counts, sent = loop.intake.held.counts, publisher.bytes
         return RunSummary(
             loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
             loop.evaluations, loop.utilisation.overall, counts.trained, counts.trained_tokens, counts.dropped_stale,
-            loop.p.batcher.ledger.over_stale_tokens(), sent.deltas, sent.keyframes, sent.full_snapshots, folder,
+            loop.intake.held.ledger.over_stale_tokens(), sent.deltas, sent.keyframes, sent.full_snapshots, folder,
         )  # fmt: skip
 
     async def _linger(self, loop: TrainingLoop, broadcaster: FleetBroadcaster) -> None:
@@ -389,10 +390,9 @@ class LearnerDaemon:
         match order.WhichOneof("kind"):
             case "plan":
                 plan = order.plan
-                self.loop.intake.planned_cap_rollouts = plan.in_flight_cap_rollouts or None
                 self.loop.p.schedule.planned_kappa = plan.kappa or None
                 self.loop.facts.predicted_utilisation = plan.predicted_utilisation
-                self.loop.intake.settle()
+                self.loop.intake.tell(batcher.CapPlanned(plan.in_flight_cap_rollouts or None))
             case "broadcast_plan":
                 broadcaster.apply_plan(order.broadcast_plan)
             case "banned":
@@ -411,7 +411,7 @@ class LearnerDaemon:
             return
         ingest.barred.pop(peer_id, None)
         self.loop.auditor.release(peer_id)
-        self.loop.p.batcher.untruths.forget(peer_id)
+        self.loop.intake.tell(batcher.WorkerReleased(peer_id))
         self.loop.intake.holding.forget(peer_id)
         _log.info("worker %s is taken back", peer_id)
 
@@ -419,8 +419,7 @@ class LearnerDaemon:
         """Nothing more is taken from the worker, what it sent and was not trained on is dropped, the operator is told."""
         assert self.loop is not None, "audits run while the loop does"
         ingest.barred[peer_id] = reason
-        self.loop.p.batcher.drop_sent_by(peer_id)
-        self.loop.intake.settle()
+        self.loop.intake.tell(batcher.WorkerBarred(peer_id))
         self._said.accuse(peer_id, reason, is_certain=is_certain)
 
     @property

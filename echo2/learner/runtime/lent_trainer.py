@@ -20,7 +20,7 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions

@@ -23,9 +23,9 @@ from torch import Tensor
 from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.auditor import Auditor
-from echo2.learner.runtime.checkpoint import batcher_state
+from echo2.learner.runtime.checkpoint import shelf_state
 from echo2.learner.runtime.evaluate import HeldOut
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink, past_evaluations
@@ -226,9 +226,9 @@ class TrainingLoop:
         began = monotonic()
         await self._checkpoint_written()
         await self.publisher.settled()
-        assert self.intake.batcher.next_step == self.step, "checkpoints are taken between two steps"
+        assert self.intake.held.next_step == self.step, "checkpoints are taken between two steps"
         journal_from = self.intake.begin_segment(self.options.run_id)
-        state = {"journal_from": journal_from, "batcher": batcher_state(self.intake.batcher)}
+        state = {"journal_from": journal_from, "batcher": shelf_state(self.intake.held)}
         state["curriculum"] = dict(self.p.prompts.curriculum.state())
         tensors, version = self.publisher.newest_tensors, self.publisher.newest_version
         checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, tensors, version, state))
@@ -256,7 +256,7 @@ class TrainingLoop:
                 "step %d: %d tokens of worker %s are left out: their log-probabilities are too far from the learner's own",
                 result.step, tokens, peer_id,
             )  # fmt: skip
-        row |= state_fields(self.intake.batcher, self.publisher, self.p.schedule, self.utilisation)
+        row |= state_fields(self.intake.held, self.publisher, self.p.schedule, self.utilisation)
         rewards = self.intake.rewards
         row |= audit_fields(self.auditor)
         row |= {"rewards/failed": rewards.failed, "rewards/score_s": rewards.seconds}

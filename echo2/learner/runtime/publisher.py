@@ -20,7 +20,6 @@ from torch import Tensor
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import Version
-from echo2.learner.batcher import Batcher
 from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import Published
 from echo2.learner.publication import Merge, MergeSchedule, PublicationSchedule
@@ -100,7 +99,7 @@ class Publisher:
         broadcaster: Broadcaster,
         journal: Journal,
         schedule: PublicationSchedule,
-        batcher: Batcher,
+        on_version: Callable[[Version], None],
         key: int,
         choice: SettingChoice | None = None,
         executor: Executor | None = None,
@@ -109,7 +108,7 @@ class Publisher:
         self.broadcaster = broadcaster
         self.journal = journal
         self.schedule = schedule
-        self.batcher = batcher
+        self._on_version = on_version
         self.key = key
         self.choice = choice or SettingChoice()
         self.merges = MergeSchedule()
@@ -175,7 +174,7 @@ class Publisher:
         began = monotonic()
         await self.settled()
         waited_s = monotonic() - began
-        self.batcher.publish(version)
+        self._on_version(version)
         self.schedule.begin(version)
         self._task = asyncio.get_running_loop().create_task(self._publish(version, tensors))
         self._task.add_done_callback(self._done)

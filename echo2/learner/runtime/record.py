@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.learner.batcher import Batch, Batcher
+from echo2.learner.batch import Batch
+from echo2.learner.batcher import Held
 from echo2.learner.loss import LossMetrics
 from echo2.learner.publication import PublicationSchedule
 from echo2.learner.runtime.auditor import Auditor
@@ -121,9 +122,9 @@ def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[s
 
 
 def state_fields(
-    batcher: Batcher, publisher: Publisher, schedule: PublicationSchedule, utilisation: Utilisation
+    held: Held, publisher: Publisher, schedule: PublicationSchedule, utilisation: Utilisation
 ) -> dict[str, object]:
-    counts, sent = batcher.counts, publisher.bytes
+    counts, sent = held.counts, publisher.bytes
     return {
         "utilisation": utilisation.window,
         "utilisation/overall": utilisation.overall,
@@ -136,8 +137,8 @@ def state_fields(
         "bytes/keyframes": sent.keyframes,
         "bytes/merged": sent.merged,
         "bytes/full_snapshots": sent.full_snapshots,
-        "rollouts/buffered": batcher.buffered_rollouts,
-        "rollouts/open": batcher.open_rollouts,
+        "rollouts/buffered": held.buffered_rollouts,
+        "rollouts/open": held.open_rollouts,
         "rollouts/trained": counts.trained,
         "rollouts/admitted": counts.admitted,
         "rollouts/dropped_stale": counts.dropped_stale,
@@ -148,7 +149,7 @@ def state_fields(
         "rollouts/dropped_reward_failed": counts.dropped_reward_failed,
         "rollouts/pruned": counts.pruned,
         "tokens/trained": counts.trained_tokens,
-        "tokens/over_stale": batcher.ledger.over_stale_tokens(),
+        "tokens/over_stale": held.ledger.over_stale_tokens(),
     }
 
 

@@ -7,18 +7,17 @@ from collections.abc import Iterable, Mapping
 from echo2.learner.deliveries import Delivered
 from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.publisher import PublishedArtifact, Publisher
-from echo2.learner.runtime.startup import Prepared
+from echo2.learner.runtime.publisher import PublishedArtifact
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.wire.rollout import group_to_message
 
 
 def hello_of(
-    options: LearnerOptions, prepared: Prepared, publisher: Publisher, address: str, relay_address: str
+    options: LearnerOptions, loop: TrainingLoop, address: str, relay_address: str
 ) -> coordinator_pb2.LearnerHello:
     """The first message of a stream: who the learner is, where it stands, every group that still needs a worker."""
-    model, batcher = prepared.model, prepared.batcher
+    model, held = loop.p.model, loop.intake.held
     return coordinator_pb2.LearnerHello(
         protocol_version=PROTOCOL_VERSION,
         run_id=options.run_id,
@@ -30,9 +29,9 @@ def hello_of(
         staleness_bound=options.staleness_bound,
         rollouts_per_step=options.rollouts_per_step,
         rollouts_per_group=options.rollouts_per_group,
-        step=batcher.next_step,
-        newest_version=publisher.newest_version,
-        open_groups=[group_to_message(spec) for spec in batcher.incomplete_specs()],
+        step=held.next_step,
+        newest_version=loop.publisher.newest_version,
+        open_groups=[group_to_message(spec) for spec in held.incomplete_specs()],
         full_snapshot_bytes=model.snapshot_bytes,
         link=coordinator_pb2.Link(
             uplink_bytes_per_s=options.link.uplink_bytes_per_s or options.uplink_limit_bytes_per_s,
@@ -42,14 +41,14 @@ def hello_of(
         step_limit=options.steps,
         kappa_is_fixed=options.kappa is not None,
         kappa=options.kappa or 0,
-        longest_sequence_tokens=prepared.prompts.context_tokens,
+        longest_sequence_tokens=loop.p.prompts.context_tokens,
     )
 
 
 def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_pb2.LearnerReport:
     """Where the run stands after its last step."""
-    batcher, publisher, row = loop.p.batcher, loop.publisher, loop.last_row
-    counts, ledger = batcher.counts, batcher.ledger
+    held, publisher, row = loop.intake.held, loop.publisher, loop.last_row
+    counts, ledger = held.counts, held.ledger
     histogram = ledger.histogram()
     return coordinator_pb2.LearnerReport(
         step=loop.step,
@@ -57,8 +56,8 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
         train_s=_number(row, "step_s"),
         wait_s=_number(row, "phase/wait_s"),
         reward_mean=_number(row, "reward/mean"),
-        buffered_rollouts=batcher.buffered_rollouts,
-        open_rollouts=batcher.open_rollouts,
+        buffered_rollouts=held.buffered_rollouts,
+        open_rollouts=held.open_rollouts,
         trained_rollouts=counts.trained,
         trained_tokens=counts.trained_tokens,
         dropped_stale_rollouts=counts.dropped_stale,

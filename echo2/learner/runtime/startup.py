@@ -21,11 +21,10 @@ from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.broadcast.room import store_bytes_min
-from echo2.learner.batcher import Batcher, BatcherConfig
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_batcher
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions
@@ -36,6 +35,7 @@ from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
 from echo2.learner.runtime.training_side import PublishedModel, StepCounter, TrainingSide
 from echo2.learner.selection import PruningRule
+from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
 from echo2.weights.fingerprint import key_of_run
 
@@ -55,7 +55,7 @@ class Prepared:
     trainer: StepCounter
     team: TrainingSide
     prompts: Prompts
-    batcher: Batcher
+    shelf: Shelf
     journal: Journal
     history: History
     store: CheckpointStore
@@ -106,7 +106,7 @@ def prepare_with(
     base = team.snapshot()
     folder.check_identity(_identity_of(options, team, base), {"model_path": options.trainer.model_path})
     bound = options.staleness_bound
-    config = BatcherConfig(
+    config = ShelfConfig(
         bound,
         options.rollouts_per_step,
         options.rollouts_per_group,
@@ -123,7 +123,7 @@ def prepare_with(
         trainer=trainer,
         team=team,
         prompts=prompts,
-        batcher=Batcher(config, Ledger(bound)),
+        shelf=Shelf(config, Ledger(bound)),
         journal=Journal(folder.path / "journal"),
         history=History(),
         store=store,
@@ -168,7 +168,7 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
 def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint | None) -> None:
     journal_from = Step(0)
     if checkpoint is not None:
-        put_back_batcher(checkpoint.state["batcher"], checkpoint.step, prepared.batcher)
+        put_back_shelf(checkpoint.state["batcher"], checkpoint.step, prepared.shelf)
         prepared.prompts.take_back(checkpoint.state.get("curriculum", {}))
         prepared.published = checkpoint.published
         prepared.schedule.newest = checkpoint.published_version
@@ -182,7 +182,7 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         if isinstance(record, Began) and record.run_id != options.run_id:
             raise StateError(f"journal {prepared.journal.folder}: expected run {options.run_id}, got {record.run_id}")
         prepared.history.apply(record, segment)
-    prepared.history.restore(prepared.batcher)
+    prepared.history.restore(prepared.shelf)
     prepared.journal.go_on(newest_segment)
     _train_again(prepared)
     _log.info(
@@ -190,13 +190,13 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         prepared.trainer.step_count,
         "none" if checkpoint is None else checkpoint.step,
         prepared.trained_again,
-        prepared.batcher.buffered_rollouts,
+        prepared.shelf.buffered_rollouts,
     )
 
 
 def _train_again(prepared: Prepared) -> None:
     trainer, history = prepared.trainer, prepared.history
-    while (batch := history.next_batch(prepared.batcher)) is not None:
+    while (batch := history.next_batch(prepared.shelf)) is not None:
         version = Version(trainer.step_count + 1)
         prepared.team.step(batch, version in history.published)
         prepared.trained_again += 1
@@ -215,8 +215,8 @@ def _train_again(prepared: Prepared) -> None:
                 f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} "
                 "after training on the recorded batches again (another machine, thread count, option or library version?)"
             )
-    prepared.batcher.take_closures()  # the coordinator learns what is open from the hello
-    prepared.batcher.drop_stale()
+    prepared.shelf.take_closures()  # the coordinator learns what is open from the hello
+    prepared.shelf.drop_stale()
 
 
 def follow(options: LearnerOptions, ranks: Ranks) -> None:

@@ -22,7 +22,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import (
     Checkpoint,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echo2.base.errors import TrainingError
 from echo2.learner.advantage import Advantages, Baseline, group_advantages, minimum_variance_weights
-from echo2.learner.batcher import Batch, TrainGroup
+from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.correction import Segments, believed, learning_rate_scale, score_norm_sq_proxy
 from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens, PolicyLoss, loss_metrics, policy_loss
 from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.runtime.coding import VersionCoder
 from echo2.learner.runtime.evaluate import Completions

@@ -14,7 +14,7 @@ from echo2.base.noise import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import Habits, Passage, Piece, TokenScores, copies, examined, passage_of
 from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, Drawn, kind_of
-from echo2.learner.batcher import TrainGroup
+from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion, Sent
 
 A, B = PeerId("a"), PeerId("b")

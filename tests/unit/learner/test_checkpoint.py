@@ -9,7 +9,7 @@ import torch
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import Step, Version
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime import sums
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.runtime.options import CheckpointOptions

@@ -224,8 +224,8 @@ def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, tmp_path: 
     assert all(moved), "there was something to lose"
     for ours, theirs in zip(again.team.model.masters, image["masters"], strict=True):  # type: ignore[attr-defined]
         assert torch.equal(ours, theirs)
-    trained = again.batcher.ledger.trained
-    assert len(trained) == 2 * at and not set(trained) & set(again.batcher.groups)
+    trained = again.shelf.ledger.trained
+    assert len(trained) == 2 * at and not set(trained) & set(again.shelf.groups)
 
 
 def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path) -> None:

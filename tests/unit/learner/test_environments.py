@@ -12,13 +12,14 @@ import torch
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
-from echo2.learner.batcher import Batch, Batcher, BatcherConfig, TrainGroup
+from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.episodes import Insertion, Sent, TurnOf, root_of, turn_of
 from echo2.learner.group import Draw
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.options import TaskOptions
 from echo2.learner.runtime.prompts import Prompts
 from echo2.learner.runtime.world import tokens_between
+from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
 from echo2.tasks.task import ChatMessage
 from tests.unit.learner.fleet import options_for
@@ -36,8 +37,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def new_batcher(bound: int = 2) -> Batcher:
-    return Batcher(BatcherConfig(bound, 2, 2, 100), Ledger(bound))
+def new_shelf(bound: int = 2) -> Shelf:
+    return Shelf(ShelfConfig(bound, 2, 2, 100), Ledger(bound))
 
 
 def finished(group_id: GroupId, index: int, tokens: tuple[int, ...], version: int = 0) -> RolloutSegment:
@@ -46,46 +47,46 @@ def finished(group_id: GroupId, index: int, tokens: tuple[int, ...], version: in
     return RolloutSegment(group_id, index, 0, tokens, logprobs, logprobs, spans, FinishReason.STOP)
 
 
-def opened(batcher: Batcher) -> GroupId:
-    return batcher.open_group(Draw(0, 0, (5, 6), SamplingParams(max_new_tokens=8)), 0).group_id
+def opened(shelf: Shelf) -> GroupId:
+    return shelf.open_group(Draw(0, 0, (5, 6), SamplingParams(max_new_tokens=8)), 0).group_id
 
 
 def test_turns_become_one_rollout_with_what_the_world_said_in_between() -> None:
-    batcher = new_batcher()
-    root = opened(batcher)
-    batcher.receive(finished(root, 0, (10, 11)), 1, ALICE)
-    batcher.receive(finished(root, 1, (20,)), 1, ALICE)
-    spec = batcher.open_turn(TurnOf(root, 1, 0), (30, 31))
+    shelf = new_shelf()
+    root = opened(shelf)
+    shelf.receive(finished(root, 0, (10, 11)), 1, ALICE)
+    shelf.receive(finished(root, 1, (20,)), 1, ALICE)
+    spec = shelf.open_turn(TurnOf(root, 1, 0), (30, 31))
     assert spec is not None and spec.prompt_token_ids == (5, 6, 20, 30, 31) and spec.rollout_count == 1
     assert (root_of(spec.group_id), turn_of(spec.group_id, 0)) == (root, TurnOf(root, 1, 1))
-    assert batcher.in_flight_groups == 1 and batcher.open_rollouts == 1 and batcher.buffered_rollouts == 1
-    assert [s.group_id for s in batcher.incomplete_specs()] == [spec.group_id]
-    assert batcher.receive(finished(spec.group_id, 0, (21, 22)), 1, BOB).verdict is Verdict.ADMITTED
-    batcher.reward(root, 0, 1.0)
-    assert not batcher.is_batch_ready
-    batcher.reward(root, 1, 0.0)
-    batch = batcher.draw_batch()
-    assert batch is not None and not batcher.groups
+    assert shelf.in_flight_groups == 1 and shelf.open_rollouts == 1 and shelf.buffered_rollouts == 1
+    assert [s.group_id for s in shelf.incomplete_specs()] == [spec.group_id]
+    assert shelf.receive(finished(spec.group_id, 0, (21, 22)), 1, BOB).verdict is Verdict.ADMITTED
+    shelf.reward(root, 0, 1.0)
+    assert not shelf.is_batch_ready
+    shelf.reward(root, 1, 0.0)
+    batch = shelf.draw_batch()
+    assert batch is not None and not shelf.groups
     (group,) = batch.groups
     assert [r.token_ids for r in group.rollouts] == [(10, 11), (20, 21, 22)]
     assert group.insertions == ((), (Insertion(1, (30, 31)),)) and group.tokens_of(1) == 5
     assert group.senders == ((Sent(ALICE, 2),), (Sent(ALICE, 1), Sent(BOB, 2)))
-    assert batcher.counts.trained == 2 and batcher.counts.trained_tokens == 5
-    assert batcher.receive(finished(spec.group_id, 0, (21, 22)), 1).verdict is Verdict.DUPLICATE
+    assert shelf.counts.trained == 2 and shelf.counts.trained_tokens == 5
+    assert shelf.receive(finished(spec.group_id, 0, (21, 22)), 1).verdict is Verdict.DUPLICATE
 
 
 def test_a_stale_turn_closes_the_whole_group() -> None:
-    batcher = new_batcher(bound=1)
-    root = opened(batcher)
+    shelf = new_shelf(bound=1)
+    root = opened(shelf)
     for index in range(2):
-        batcher.receive(finished(root, index, (10,)), 1)
-    spec = batcher.open_turn(TurnOf(root, 0, 0), (30,))
+        shelf.receive(finished(root, index, (10,)), 1)
+    spec = shelf.open_turn(TurnOf(root, 0, 0), (30,))
     assert spec is not None
-    batcher.next_step = Step(2)
-    batcher.publish(Version(1))
-    assert batcher.receive(finished(spec.group_id, 0, (9,), version=0), 1).verdict is Verdict.STALE
-    assert not batcher.groups and batcher.open_turn(TurnOf(root, 1, 0), (30,)) is None
-    closures = {c.group_id: c for c in batcher.take_closures()}
+    shelf.next_step = Step(2)
+    shelf.publish(Version(1))
+    assert shelf.receive(finished(spec.group_id, 0, (9,), version=0), 1).verdict is Verdict.STALE
+    assert not shelf.groups and shelf.open_turn(TurnOf(root, 1, 0), (30,)) is None
+    closures = {c.group_id: c for c in shelf.take_closures()}
     assert set(closures) == {root, spec.group_id} and closures[root].retry is not None
     assert closures[spec.group_id].retry is None
 

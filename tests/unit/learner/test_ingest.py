@@ -10,13 +10,14 @@ import torch
 
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import Verdict
-from echo2.learner.batcher import Batcher, BatcherConfig
+from echo2.learner.batcher import Resumed
 from echo2.learner.history import Began
 from echo2.learner.offers import OfferConfig
 from echo2.learner.runtime.ingest import STREAMS_PER_PEER_MAX, IngestService
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.journal import Journal, read_journal
 from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
 from echo2.trust.identity import Identity, Role
 from echo2.trust.runtime.tls import bind_server, new_server, open_channel, server_credentials
@@ -35,13 +36,13 @@ class Stage:
         self.learner = Identity.generate()
         options = options_for(folder, model)
         prompts = Prompts(options, 79, (1,))
-        self.batcher = Batcher(BatcherConfig(2, 8, 4, 79), Ledger(2))
+        shelf = Shelf(ShelfConfig(2, 8, 4, 79), Ledger(2))
         self.journal = Journal(folder / "journal")
         self.journal.begin(Began(RUN, Step(0), 0, (Version(0),)))
-        self.intake = Intake(self.batcher, self.journal, prompts, OfferConfig(8, 4, 2), 0)
-        self.intake.settle()
+        self.intake = Intake(shelf, self.journal, prompts, OfferConfig(8, 4, 2), 0)
+        self.intake.tell(Resumed())
         self.service = IngestService(self.intake, RunId(RUN), self.authority.identity.peer_id)
-        self.group_id = next(iter(self.batcher.groups))
+        self.group_id = next(iter(self.intake.held.groups))
 
     async def play(self, scene: Callable[[RandomWorker, ingest_pb2_grpc.IngestStub], Awaitable[None]]) -> None:
         server = new_server()
@@ -71,7 +72,7 @@ def stage(tmp_path: Path, model_path: Path) -> Stage:
 
 
 def report_of(stage: Stage, worker: RandomWorker, **changes: object) -> ingest_pb2.RolloutReport:
-    segments = worker.segments(stage.batcher.groups[stage.group_id].spec, Version(0))
+    segments = worker.segments(stage.intake.held.groups[stage.group_id].spec, Version(0))
     given = {
         "sequence": 1,
         "ticket": worker.ticket(stage.group_id),
@@ -127,14 +128,14 @@ def test_another_workers_ticket_a_forged_one_and_another_runs_are_refused(stage:
         await refused(stub, report_of(stage, worker, ticket=worker.ticket(stage.group_id, run_id=RunId("x"))), denied)
         stage.service.barred[PeerId(worker.identity.peer_id)] = "its log-probabilities are made up"
         await refused(stub, report_of(stage, worker), denied)
-        assert stage.batcher.counts.admitted == 0 and stage.service.refused_reports == 4
+        assert stage.intake.held.counts.admitted == 0 and stage.service.refused_reports == 4
 
     asyncio.run(stage.play(scene))
 
 
 def test_segments_of_another_group_than_the_leases_are_refused(stage: Stage) -> None:
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
-        other = list(stage.batcher.groups)[1]
+        other = list(stage.intake.held.groups)[1]
         stream = stub.Report()
         await stream.write(report_of(stage, worker, ticket=worker.ticket(other)))
         verdicts = verdicts_from_message(await stream.read())
@@ -186,7 +187,7 @@ def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_name
     monkeypatch.setattr(stage.intake.prompts, "answer", broken)
 
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
-        group = stage.batcher.groups[stage.group_id]
+        group = stage.intake.held.groups[stage.group_id]
         call = stub.Report()
         await call.write(report_of(stage, worker))
         verdicts_from_message(await call.read())

@@ -10,7 +10,7 @@ import torch
 
 from echo2.base.errors import StateError
 from echo2.base.ids import Step
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.lent_trainer import DeclaredModel, LentTrainer, TrainerLeft
 from echo2.learner.runtime.model import PolicyModel
 from tests.unit.learner.tiny import make_tiny_model

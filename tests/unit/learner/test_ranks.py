@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.options import CheckpointOptions

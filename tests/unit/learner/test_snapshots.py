@@ -15,7 +15,7 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.noise import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import Habits, Passage, examined, passage_of
-from echo2.learner.batcher import TrainGroup
+from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Sent
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel

@@ -10,7 +10,7 @@ import torch
 from echo2.base.errors import ConfigError, TrainingError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.batcher import Batch, TrainGroup
+from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.loss import PolicyLossConfig
 from echo2.learner.runtime.model import PolicyModel, check_dtypes
 from echo2.learner.runtime.options import TrainerOptions

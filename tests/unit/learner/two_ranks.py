@@ -16,7 +16,7 @@ from echo2.base.errors import EchoError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime import sharded
-from echo2.learner.batcher import Batch
+from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 from echo2.learner.runtime.ranks import own_part, own_rank, ranks_of_environment

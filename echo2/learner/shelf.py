@@ -1,0 +1,420 @@
+"""The groups that the batcher holds, from the offer to the batch: what is admitted, what is trained next.
+
+Guarantees: no batch holds a token over the staleness bound (the one rule, asked on arrival and again when a batch is
+drawn); a group enters one batch at most (ledger); a batch is R/n complete groups, those that grow stale first going
+first. A group whose tokens can no longer be trained is closed, counted, and its prompt is offered again under
+another id. Leaves to others: telling anyone about it (batcher, the only one who changes a shelf once the run has begun).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.noise import turn_seed
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.learner.batch import Batch, TrainGroup
+from echo2.learner.deliveries import Deliveries
+from echo2.learner.episodes import (
+    NOBODY,
+    Turn,
+    TurnOf,
+    extended_senders,
+    is_later_turn,
+    joined,
+    root_of,
+    turn_of,
+)
+from echo2.learner.group import Draw, Group, group_id_of
+from echo2.learner.plausible import problem_of_end, problem_of_segment
+from echo2.learner.segment import empty_rollout, extended
+from echo2.learner.selection import DynamicSampling, GroupVerdict, PruningRule
+from echo2.learner.untruths import Untruths
+from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import is_admissible
+
+LEDGER_STEPS_KEPT = 256
+"""For how many steps a trained group is remembered by name. A late copy of one is answered DUPLICATE while it is, and
+CLOSED after: it is not open either way, so it cannot be trained again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfConfig:
+    """R, n, S and the limits of what is held."""
+
+    staleness_bound: int
+    rollouts_per_step: int
+    rollouts_per_group: int
+    vocabulary_size: int
+    retries_max: int = 2  # how often a prompt is offered again after its group went stale
+    drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it, within a bound
+    pruning: PruningRule | None = None  # gives up on hopeless rollouts while they are sampled
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.rollouts_per_step // self.rollouts_per_group
+
+    @property
+    def dynamic_sampling(self) -> DynamicSampling:
+        """Bounded at twice the groups of a step; 0 when off: then every group is trained on."""
+        return DynamicSampling(self.groups_per_step, 2.0 if self.drops_equal_rewards else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """A group that is not open any longer. `retry` is the draw that takes its place, if its prompt gets another try."""
+
+    group_id: GroupId
+    reason: str  # complete | stale | quarantined | no contrast | reward failed
+    retry: Draw | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Rollouts by fate, since the run began."""
+
+    admitted: int = 0
+    duplicate: int = 0
+    refused: int = 0
+    dropped_stale: int = 0
+    dropped_quarantined: int = 0
+    dropped_equal_rewards: int = 0
+    dropped_reward_failed: int = 0
+    pruned: int = 0
+    trained: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Shelf:
+    """`next_step` is the step of the batch that is drawn next; `published` the versions that workers may name."""
+
+    config: ShelfConfig
+    ledger: Ledger
+    next_step: Step = field(default_factory=lambda: Step(0))
+    published: list[Version] = field(default_factory=lambda: [Version(0)])
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    closures: list[Closure] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    drops_for_step: int = 0
+    untruths: Untruths = field(default_factory=Untruths)
+    deliveries: Deliveries = field(default_factory=Deliveries)
+
+    # ---- offering
+
+    def open_group(self, draw: Draw, consume_step: int) -> GroupSpec:
+        """Opens the group of one draw. The same draw always gives the same id, prompt and seed."""
+        group_id = group_id_of(draw.cursor, draw.retry)
+        assert group_id not in self.groups, f"group {group_id} is open already"
+        sampling = draw.sampling
+        spec = GroupSpec(group_id, draw.prompt_token_ids, self.config.rollouts_per_group, sampling, consume_step)
+        rollouts = [empty_rollout(group_id, index) for index in range(spec.rollout_count)]
+        self.groups[group_id] = Group(spec, draw, rollouts)
+        return spec
+
+    def move_up(self) -> list[GroupSpec]:
+        """Groups that are due earlier than was told, because others before them were closed; they are to be offered anew.
+
+        A group that waits for a version newer than its turn needs would wait for ever once the groups before it are
+        gone: the version comes only with a step, and the step needs the group.
+        """
+        moved: list[GroupSpec] = []
+        families = [self._members(group_id) for group_id in self.groups if not is_later_turn(group_id)]
+        families.sort(key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step))
+        for place, members in enumerate(families):
+            step = self.next_step + place // self.config.groups_per_step
+            for group in members:
+                if step < group.spec.consume_step and not group.is_sampled:
+                    group.spec = replace(group.spec, consume_step=step)
+                    moved.append(group.spec)
+        return moved
+
+    def open_turn(self, before: TurnOf, said: tuple[int, ...]) -> GroupSpec | None:
+        """Opens the turn that follows a finished one, behind what the world `said`; None if the group is gone."""
+        asked = self.groups.get(before.group_id)
+        root = self.groups.get(before.root)
+        if asked is None or root is None:
+            return None
+        rollout = asked.rollouts[before.index if before.turn == 0 else 0]
+        following = replace(before, turn=before.turn + 1)
+        seed = turn_seed(root.spec.sampling.seed, before.index, following.turn)
+        sampling = replace(root.spec.sampling, seed=seed)
+        prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
+        spec = GroupSpec(following.group_id, prompt, 1, sampling, root.spec.consume_step)
+        draw = replace(root.draw, prompt_token_ids=prompt, sampling=sampling)
+        self.groups[spec.group_id] = Group(spec, draw, [empty_rollout(spec.group_id, 0)])
+        return spec
+
+    def turns(self, root: GroupId, index: int) -> list[Turn]:
+        """The turns so far of one rollout, the one being sampled included."""
+        found: list[Turn] = []
+        at = TurnOf(root, index, 0)
+        while (group := self.groups.get(at.group_id)) is not None:
+            place = index if at.turn == 0 else 0
+            senders = group.senders.get(place, ())
+            found.append(Turn(group.spec.prompt_token_ids, group.rollouts[place], senders))
+            at = replace(at, turn=at.turn + 1)
+        return found
+
+    def incomplete_specs(self) -> list[GroupSpec]:
+        """Groups that still need a worker, oldest first."""
+        return [group.spec for group in self.groups.values() if not group.is_sampled]
+
+    def held_tokens(self, group_id: GroupId) -> int:
+        """How much of a group has come."""
+        return sum(len(rollout.token_ids) for rollout in self.groups[group_id].rollouts)
+
+    @property
+    def in_flight_groups(self) -> int:
+        """Offered or buffered; a batch that was drawn no longer counts, nor do a rollout's later turns of their own."""
+        return sum(not is_later_turn(group_id) for group_id in self.groups)
+
+    @property
+    def open_rollouts(self) -> int:
+        return sum(not rollout.is_finished for group in self.groups.values() for rollout in group.rollouts)
+
+    @property
+    def buffered_rollouts(self) -> int:
+        """Finished to the last of their turns."""
+        turns = (1 if is_later_turn(group_id) else 0 for group_id, g in self.groups.items() if not g.is_sampled)
+        firsts = (group for group_id, group in self.groups.items() if not is_later_turn(group_id))
+        return sum(rollout.is_finished for group in firsts for rollout in group.rollouts) - sum(turns)
+
+    # ---- receiving
+
+    def receive(self, segment: RolloutSegment, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
+        """Takes one segment of the lease's `attempt`. ADMITTED must be answered only once the rollout is durable."""
+        group = self.groups.get(segment.group_id)
+        if group is None:
+            return self._verdict_on_closed(segment)
+        if attempt < group.lease_attempt:
+            text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
+            return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
+        problem = problem_of_segment(segment, group.spec, self.config.vocabulary_size, self.published)
+        if problem is not None:
+            self.untruths.told(sender, problem)
+            return self._refused(segment, problem, group)
+        group.lease_attempt = attempt
+        held = group.rollouts[segment.index]
+        if held.is_finished:
+            self.counts.duplicate += segment.is_final
+            return self._answer(segment, Verdict.DUPLICATE, group)
+        if segment.offset > len(held.token_ids):
+            return self._answer(segment, Verdict.RESEND, group)
+        return self._grow(segment, group, held, sender)
+
+    def held_rollouts(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
+        """What is held of a group, for the worker that goes on as `attempt`; None if it is closed or taken over."""
+        group = self.groups.get(group_id)
+        if group is None or attempt < group.lease_attempt:
+            return None
+        group.lease_attempt = attempt
+        return list(group.rollouts)
+
+    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
+        senders, held_tokens = group.senders.get(segment.index, ()), len(held.token_ids)
+        grown = extended(held, segment)
+        if grown is None:  # a worker that lost its state may begin the rollout anew, at its first token
+            if segment.offset != 0:
+                return self._refused(segment, "its tokens differ from those held of the same positions", group)
+            senders, held_tokens = (), 0
+            grown = extended(empty_rollout(segment.group_id, segment.index), segment)
+            assert grown is not None, "a segment at offset 0 always fits an empty rollout"
+        problem = problem_of_end(grown, held_tokens, group.spec)
+        if problem is not None:
+            self.untruths.told(sender, problem)
+            return self._refused(segment, problem, group)
+        if not self._is_fresh(grown, self.next_step):
+            self._drop(group, "stale")
+            return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, self._stale_text(grown))
+        if not grown.is_finished and self._is_hopeless(grown, group):
+            grown = replace(grown, finish_reason=FinishReason.LENGTH)
+            group.pruned += 1
+            self.counts.pruned += 1
+        group.rollouts[segment.index] = grown
+        group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
+        if len(grown.token_ids) > held_tokens:
+            self.deliveries.heard(sender, segment.group_id, segment.index)
+        if not grown.is_finished:
+            return self._answer(segment, Verdict.HELD, group)
+        self.deliveries.admitted(group.senders[segment.index])
+        self.counts.admitted += 1
+        self.untruths.admitted(sender)
+        return self._answer(segment, Verdict.ADMITTED, group)
+
+    def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:
+        """Whether to give up on a rollout in progress: it is admitted as it stands, which tells its worker to stop."""
+        rule = self.config.pruning
+        if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
+            return False
+        numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
+        return rule.reason(rollout.token_ids, numbers) is not None
+
+    def _verdict_on_closed(self, segment: RolloutSegment) -> SegmentVerdict:
+        was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
+        self.counts.duplicate += was_trained
+        verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
+        return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
+
+    def _refused(self, segment: RolloutSegment, problem: str, group: Group) -> SegmentVerdict:
+        self.counts.refused += 1
+        index = segment.index
+        held = len(group.rollouts[index].token_ids) if 0 <= index < len(group.rollouts) else 0
+        text = f"rollout {index} of group {segment.group_id}: {problem}"
+        return SegmentVerdict(segment.group_id, index, Verdict.REFUSED, held, text)
+
+    def _answer(self, segment: RolloutSegment, verdict: Verdict, group: Group) -> SegmentVerdict:
+        held = len(group.rollouts[segment.index].token_ids)
+        return SegmentVerdict(segment.group_id, segment.index, verdict, held)
+
+    # ---- rewards
+
+    def reward(self, group_id: GroupId, index: int, reward: float | None) -> None:
+        """The reward of a finished rollout; None when scoring it failed. Ignored if the group is gone by now."""
+        group = self.groups.get(group_id)
+        if group is None or not group.rollouts[index].is_finished:
+            return
+        group.rewards[index] = reward
+        group.scored.add(index)
+        self.counts.dropped_reward_failed += reward is None
+        if not group.is_ready:
+            return
+        known = [value for value in group.rewards.values() if value is not None]
+        if not known:
+            self._drop(group, "reward failed")
+        elif self.config.dynamic_sampling.verdict(known, self.drops_for_step) is GroupVerdict.DROP:
+            self.counts.dropped_equal_rewards += len(known)
+            self.drops_for_step += 1
+            self._drop(group, "no contrast")
+
+    # ---- drawing
+
+    @property
+    def is_batch_ready(self) -> bool:
+        return len(self._ready()) >= self.config.groups_per_step
+
+    def draw_batch(self) -> Batch | None:
+        """The next batch, or None while complete groups are short. Its groups leave the batcher for the ledger."""
+        self.drop_stale()
+        ready = self._ready()[: self.config.groups_per_step]
+        if len(ready) < self.config.groups_per_step:
+            return None
+        return self._consume(ready)
+
+    def draw_recorded(self, group_ids: Sequence[GroupId], rewards: Sequence[Sequence[float | None]]) -> Batch:
+        """The batch that a journal recorded: the same groups, order and rewards as then."""
+        for group_id, values in zip(group_ids, rewards, strict=True):
+            group = self.groups[group_id]
+            group.rewards = dict(enumerate(values))
+            group.scored = set(range(len(values)))
+        return self._consume([self.groups[group_id] for group_id in group_ids])
+
+    def _consume(self, chosen: Iterable[Group]) -> Batch:
+        step = self.next_step
+        trained: list[TrainGroup] = []
+        for group in chosen:
+            made = self._train_group(group)
+            spans = [span for rollout in made.rollouts for span in rollout.version_spans]
+            self.ledger.record(group.spec.group_id, step, spans)
+            trained.append(made)
+            self.counts.trained += len(made.rollouts)
+            self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in made.rollouts)
+            for group_id in self._family(group.spec.group_id):
+                del self.groups[group_id]
+                self.closures.append(Closure(group_id, "complete"))
+        self.next_step = Step(step + 1)
+        self.drops_for_step = 0
+        self.ledger.forget_before(Step(self.next_step - LEDGER_STEPS_KEPT))
+        return Batch(step, tuple(trained))
+
+    def _train_group(self, group: Group) -> TrainGroup:
+        kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
+        rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
+        whole = [joined(self.turns(group.spec.group_id, i), i) for i in kept]
+        has_turns = any(one.insertions for one in whole)
+        return TrainGroup(
+            group.spec,
+            group.draw.cursor,
+            tuple(one.rollout for one in whole),
+            rewards,
+            tuple(one.insertions for one in whole) if has_turns else (),
+            tuple(one.senders for one in whole),
+        )
+
+    def _family(self, root: GroupId) -> list[GroupId]:
+        """A group and the later turns of its rollouts."""
+        group = self.groups[root]
+        found = [root]
+        for index in range(len(group.rollouts)):
+            at = TurnOf(root, index, 1)
+            while at.group_id in self.groups:
+                found.append(at.group_id)
+                at = replace(at, turn=at.turn + 1)
+        return found
+
+    def _members(self, root: GroupId) -> list[Group]:
+        return [self.groups[group_id] for group_id in self._family(root)]
+
+    def _ready(self) -> list[Group]:
+        """Complete, scored groups; those that will be stale first, then those offered first."""
+        ready = [group for group in self.groups.values() if group.is_ready]
+        return sorted(ready, key=self._oldest_version)
+
+    def _oldest_version(self, group: Group) -> Version:
+        return min(member.oldest_version for member in self._members(group.spec.group_id))
+
+    # ---- staleness
+
+    def drop_stale(self) -> None:
+        """Closes every group that holds a token which the next step may not train on."""
+        for group_id, group in list(self.groups.items()):
+            if group_id in self.groups and not all(
+                self._is_fresh(rollout, self.next_step) for rollout in group.rollouts
+            ):
+                self._drop(group, "stale")
+
+    def drop_sent_by(self, peer_id: PeerId) -> None:
+        """Closes every group that holds a token which this worker reported; its prompt gets another try."""
+        for group_id, group in list(self.groups.items()):
+            if group_id in self.groups and any(
+                sent.peer_id == peer_id for senders in group.senders.values() for sent in senders
+            ):
+                self._drop(group, "quarantined")
+
+    def publish(self, version: Version) -> None:
+        """From now on workers may name `version`."""
+        assert version > self.published[-1], f"version {version} after {self.published[-1]}"
+        self.published.append(version)
+        # The oldest admissible version stays known, and one before it, so that late tokens are called stale, not false.
+        floor = self.next_step - self.config.staleness_bound - 256
+        self.published = [known for known in self.published if known >= floor]
+
+    def _is_fresh(self, rollout: Rollout, step: Step) -> bool:
+        oldest = rollout.oldest_version
+        return oldest is None or is_admissible(step, oldest, self.config.staleness_bound)
+
+    def _stale_text(self, rollout: Rollout) -> str:
+        return (
+            f"its oldest token is of version {rollout.oldest_version}; step {self.next_step} takes "
+            f"{self.next_step - self.config.staleness_bound} or newer"
+        )
+
+    def _drop(self, member: Group, reason: str) -> None:
+        """Closes a group with all turns of its rollouts; `member` may be one of those."""
+        group = self.groups[turn_of(member.spec.group_id, 0).root]
+        retry = None
+        if reason == "stale":
+            self.counts.dropped_stale += group.begun_rollouts
+        if reason == "quarantined":
+            self.counts.dropped_quarantined += group.begun_rollouts
+        if reason in ("stale", "quarantined") and group.draw.retry < self.config.retries_max:
+            retry = group.draw.again()
+        for group_id in self._family(group.spec.group_id):
+            del self.groups[group_id]
+            self.closures.append(Closure(group_id, reason, retry if group_id == group.spec.group_id else None))
+
+    def take_closures(self) -> list[Closure]:
+        """Groups closed since the last call."""
+        taken, self.closures = self.closures, []
+        return taken
