@@ -2,7 +2,7 @@
 
 With a coordinator and workers running for `run.toml`:
 
-    python -m examples.own_trainer run.toml @runs/NAME/links/learner.link
+    python examples/own_trainer.py run.toml @runs/NAME/links/learner.link
 
 Killed, it goes on from its newest checkpoint when it is started again with the same command.
 """

@@ -2,7 +2,7 @@
 
 With a coordinator and workers running for `run.toml`, in an environment with `trl`:
 
-    python -m examples.trl_trainer run.toml @runs/NAME/links/learner.link
+    python examples/trl_trainer.py run.toml @runs/NAME/links/learner.link
 
 Prompts and rewards are those of the run's task, so TRL's own data set only counts. Without vLLM's colocated mode TRL takes
 samples for on-policy ones; keep `staleness.bound = 1`, or use a trainer that reads the behaviour log-probabilities.

@@ -13,7 +13,7 @@ from echo2.base.errors import EchoError
 from echo2.base.units import parse_duration_s
 from echo2.cli import plan, sim
 from echo2.cli.extras import require_extra
-from echo2.cli.options import add_config_arguments, with_values
+from echo2.cli.options import add_config_arguments, make_importable, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.tasks.executing import trusted_text
@@ -72,6 +72,7 @@ def _add_config(commands: Commands) -> None:
 
 
 def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     from echo2.cli.resolved import resolved
 
@@ -94,6 +95,7 @@ def _add_doctor(commands: Commands) -> None:
 def _doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
     from echo2.cli.doctor import run_doctor
 
+    make_importable(own.config)
     return run_doctor(own, load_config(own.config, own.preset, parse_overrides(rest)))
 
 

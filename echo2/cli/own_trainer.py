@@ -30,6 +30,7 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, Unreachable
 from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
+from echo2.cli.options import make_importable
 from echo2.config.load import load_config
 from echo2.config.run import RunConfig
 from echo2.learner.batch import Batch
@@ -109,6 +110,8 @@ class Run:
 
     def __init__(self, config: str | Path | RunConfig, link: str = "", *, folder: str | Path | None = None) -> None:
         require_extra("learner", "echo2.Run")
+        if not isinstance(config, RunConfig):
+            make_importable([Path(config)])
         resolved = config if isinstance(config, RunConfig) else load_config([Path(config)], None, {})
         if not resolved.model.path:
             raise ConfigError(

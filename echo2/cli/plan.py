@@ -10,6 +10,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.cli.options import make_importable
 from echo2.cli.run_shape import learner_line, lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
@@ -44,6 +45,7 @@ def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     catalogue = load_catalogue(own.catalogue)
     question = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue)

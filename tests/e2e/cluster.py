@@ -19,9 +19,11 @@ MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-w
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def module_of(program: str) -> str:
-    """The module behind one of our commands, or a module that is named as such."""
-    return f"echo2.cli.{MODULES[program]}" if program in MODULES else program
+def words_of(program: str) -> list[str]:
+    """What Python is given to run one of our commands, a script, or a module that is named as such."""
+    if program.endswith(".py"):
+        return [program]
+    return ["-m", f"echo2.cli.{MODULES[program]}" if program in MODULES else program]
 
 
 def environment_of(home: Path) -> dict[str, str]:
@@ -111,7 +113,7 @@ class Cluster:
         log = (self.folder / f"{name}.log").open("ab")
         environment = environment_of(self.folder)
         self.processes[name] = subprocess.Popen(
-            self.placed(name, [sys.executable, "-m", module_of(program), *arguments]),
+            self.placed(name, [sys.executable, *words_of(program), *arguments]),
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,
         )  # fmt: skip
         log.close()

@@ -9,7 +9,7 @@ import pytest
 
 import echo2
 from echo2.base.errors import ConfigError
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import ROOT, Cluster
 from tests.e2e.test_run import trained_groups
 
 RUN_WITHIN_S = 150
@@ -25,7 +25,7 @@ def test_own_trainer_learns_and_goes_on_after_a_kill(tmp_path: Path, run_config:
     config = run_config.replace("steps = 30", f"steps = {STEPS}") + "[staleness]\nbound = 3\n"
     with Cluster(tmp_path, config) as cluster:
         given = [str(cluster.run_folder / "run.toml"), f"@{cluster.run_folder / 'links' / 'learner.link'}"]
-        cluster.commands["learner"] = ["examples.own_trainer", *given]
+        cluster.commands["learner"] = [str(ROOT / "examples" / "own_trainer.py"), *given]
         cluster.start_all()
         cluster.wait_until(lambda: 8 in steps_printed(cluster), RUN_WITHIN_S, "step 8")
         cluster.kill("learner")
@@ -79,7 +79,7 @@ def test_trl_trains_through_its_rollout_hook(tmp_path: Path, run_config: str) ->
     config = run_config.replace("steps = 30", "steps = 6") + "[staleness]\nbound = 1\n"
     with Cluster(tmp_path, config) as cluster:
         given = [str(cluster.run_folder / "run.toml"), f"@{cluster.run_folder / 'links' / 'learner.link'}"]
-        cluster.commands["learner"] = ["examples.trl_trainer", *given]
+        cluster.commands["learner"] = [str(ROOT / "examples" / "trl_trainer.py"), *given]
         cluster.start_all()
         assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
         assert [row["step"] for row in cluster.metrics() if "reward/mean" in row] == [1, 2, 3, 4, 5, 6]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from echo2.base.errors import TaskError
 from echo2.cli.coordinator import coordinator_options
 from echo2.cli.learner import learner_options
-from echo2.config.load import load_config
+from echo2.cli.options import add_config_arguments, parse
+from echo2.config.run import RunConfig
 from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task
 from echo2.tasks.task import TaskSpec
 
@@ -17,9 +20,19 @@ ROOT = Path(__file__).parents[3]
 RUNS = sorted((ROOT / "examples" / "configs").glob("*.toml"))
 
 
+def parsed(path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """As the programs take it, with its folder on the module path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parser = ArgumentParser()
+    add_config_arguments(parser)
+    return parse(parser, ["--config", str(path)])[1]
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_run_file_gives_options_of_learner_and_coordinator(path: Path, tmp_path: Path) -> None:
-    config = load_config([path], None, {})
+def test_run_file_gives_options_of_learner_and_coordinator(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parsed(path, monkeypatch)
     assert config.run.name in path.read_text()
     options = learner_options(config, "", tmp_path)
     assert options.run_id == config.run.name and options.steps == config.learner.steps
@@ -27,8 +40,8 @@ def test_run_file_gives_options_of_learner_and_coordinator(path: Path, tmp_path:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_its_task_can_be_made(path: Path) -> None:
-    config = load_config([path], None, {})
+def test_its_task_can_be_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parsed(path, monkeypatch)
     spec = TaskSpec(config.task.name, config.task.args, seed=0)
     if config.task.name == "math":
         with pytest.raises(TaskError, match=r"data/math\.parquet"):

@@ -11,6 +11,8 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task, task_names
 from echo2.tasks.task import Task, TaskSpec
 
+EXAMPLE = Path(__file__).parents[4] / "examples" / "configs"
+
 
 def test_every_built_in_task_can_be_made_and_is_the_same_when_made_again(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
@@ -69,8 +71,9 @@ def test_environments_are_made_by_name_and_told_apart_from_tasks() -> None:
         make_environment_source(TaskSpec("calculator", {"turns": 2}))
 
 
-def test_the_example_of_a_users_task_works() -> None:
-    task = make_task(TaskSpec("examples.palindromes:Palindromes", {"letters": 3}, seed=1))
+def test_the_example_of_a_users_task_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    task = make_task(TaskSpec("palindromes:Palindromes", {"letters": 3}, seed=1))
     instance = task.sample(4)
     beginning = instance.answer
     assert task.sample(4) == instance and len(beginning) == 3

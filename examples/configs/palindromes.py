@@ -1,7 +1,7 @@
-"""A task of one's own: complete a word to a palindrome. Run it with
+"""A task of one's own: complete a word to a palindrome. Run it with custom-reward.toml, which lies beside it:
 
 [task]
-name = "examples.palindromes:Palindromes"
+name = "palindromes:Palindromes"
 args = { letters = 4 }
 """
 
