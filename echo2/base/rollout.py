@@ -189,12 +189,19 @@ class SegmentVerdict:
     message: str = ""
 
 
+class Work(enum.Enum):
+    """What a group is leased for."""
+
+    TRAIN = "train"  # by whatever versions are live meanwhile, within the staleness bound
+    EVALUATE = "evaluate"  # held-out, by one version from the first token to the last, and never trained on
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """One prompt to be completed `rollout_count` times: all that a worker needs to know of it.
 
     `consume_step` is the learner's estimate of the step that will train on it; a worker whose version is older than
-    `consume_step - S` should not begin it.
+    `consume_step - S` should not begin it. `exact_version`: the only version that may work on it; None for training.
     """
 
     group_id: GroupId
@@ -202,3 +209,13 @@ class GroupSpec:
     rollout_count: int
     sampling: SamplingParams
     consume_step: int
+    work: Work = Work.TRAIN
+    exact_version: Version | None = None
+
+    def __post_init__(self) -> None:
+        if (self.work is Work.TRAIN) != (self.exact_version is None):
+            expected = "none" if self.work is Work.TRAIN else "one"
+            raise MalformedMessage(
+                f"exact_version of group {self.group_id}: expected {expected} for work to {self.work.value}, got "
+                f"{self.exact_version}"
+            )

@@ -1,8 +1,8 @@
-"""Which worker makes which group: queue, leases, deadlines, as one machine with one door.
+"""Which worker makes which group: leases and their deadlines, as one machine with one door.
 
 `LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has one lease at most, and each lease of a group a
 higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
-given a group that it is too old for (`staleness.may_begin`); a lease without progress for `lease_timeout_s` goes to
+given a group that it may not have by its version (lease_queue); a lease without progress for `lease_timeout_s` goes to
 another worker as a continuation, and so does one whose progress only its worker tells of (hearsay); how much a worker may
 hold follows from what it has delivered (worth) and given up (given_up); what the learner does not list is not leased; every
 change that must outlive the process is saved (Save*, Drop*) before what follows from it is sent, in the actions' order.
@@ -14,7 +14,6 @@ Why a group waits is told by `lease_waits`: nothing waits silently.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -56,12 +55,11 @@ from echo2.coordinator.lease_events import (
     WorkerCame,
     WorkerLost,
     lease_id_of,
+    refusal_pause_s,
 )
+from echo2.coordinator.lease_queue import LeaseQueue, may_take
 from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
-
-REFUSAL_PAUSE_S = 0.25
-REFUSAL_PAUSE_S_MAX = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +73,6 @@ class LeaseRules:
     leases_per_worker_max: int = 1024
 
 
-_QueueKey = tuple[int, bool, float, GroupId]
-
-
 @dataclass(slots=True)
 class LeaseBook:
     rules: LeaseRules
@@ -87,7 +82,7 @@ class LeaseBook:
     seekers: OrderedDict[PeerId, Seeker] = field(default_factory=OrderedDict)
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
     offered_at: float = 0.0
-    _queue: list[_QueueKey] = field(default_factory=list)
+    _queue: LeaseQueue = field(init=False)
     _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
     _rates: dict[PeerId, float] = field(default_factory=dict)
     allowed: set[PeerId] = field(default_factory=set)
@@ -97,6 +92,7 @@ class LeaseBook:
     _now: float = 0.0
 
     def __post_init__(self) -> None:
+        self._queue = LeaseQueue(self.rules.staleness_bound)
         self.hearsay = Hearsay(self.rules.lease_timeout_s)
         self.worth = Worth(self.rules.lease_timeout_s)
 
@@ -110,7 +106,7 @@ class LeaseBook:
                 group.phase, group.lease_id = Phase.QUEUED, None
             self.groups[group.spec.group_id] = group
             if group.phase is Phase.QUEUED:
-                self._enqueue(group)
+                self._queue.add(group)
             elif group.phase is Phase.LEASED and group.lease_id is not None:
                 lease = self.leases[group.lease_id]
                 self.worth.granted(lease.worker_id, lease.lease_id, group.spec.rollout_count)
@@ -182,7 +178,7 @@ class LeaseBook:
             opened = OpenGroup(spec, Phase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
             self.groups[spec.group_id] = opened
             self.offered_at = now
-            self._enqueue(opened)
+            self._queue.add(opened)
             yield SaveGroup(spec.group_id)
 
     def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
@@ -208,10 +204,10 @@ class LeaseBook:
         """The group's turn comes at another step than it was offered for."""
         is_queued = group.phase is Phase.QUEUED
         if is_queued:
-            self._queue.remove(self._key(group))
+            self._queue.remove(group)
         group.spec = spec
         if is_queued:
-            self._enqueue(group)
+            self._queue.add(group)
         yield SaveGroup(spec.group_id)
 
     def _synced(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
@@ -228,7 +224,7 @@ class LeaseBook:
             return
         self.given_up.closed(group, reason)
         if group.phase is Phase.QUEUED:
-            self._queue.remove(self._key(group))
+            self._queue.remove(group)
         lease = self.leases.get(group.lease_id) if group.lease_id else None
         if lease is not None:
             yield from self._drop_lease(lease)
@@ -249,26 +245,14 @@ class LeaseBook:
             known = self.leases.get(one.lease_id)
             if known is not None and known.worker_id == worker_id:
                 yield from self._renew(known, now)
-            elif self._may_adopt(one, now):
+            elif known is None and one.may_be_adopted(self.groups.get(one.group_id), now, self.rules.lease_timeout_s):
                 yield from self._adopt(worker_id, one, now)
             else:
                 yield Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
 
-    def _may_adopt(self, held: HeldLease, now: float) -> bool:
-        """A lease granted by an earlier process whose last moments are lost: taken in where nothing contradicts it.
-
-        An old ticket is no way back to a group: it is not adopted once its time is long over.
-        """
-        group = self.groups.get(held.group_id)
-        is_ours = held.lease_id == lease_id_of(held.group_id, held.attempt) and held.lease_id not in self.leases
-        is_due = now < held.deadline + self.rules.lease_timeout_s
-        return (
-            is_ours and is_due and group is not None and group.phase is Phase.QUEUED and held.attempt > group.attempts
-        )
-
     def _adopt(self, worker_id: PeerId, held: HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
-        self._queue.remove(self._key(group))
+        self._queue.remove(group)
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
@@ -310,12 +294,14 @@ class LeaseBook:
             case EndReason.HANDED_BACK:
                 self.counts.handed_back += 1
                 yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
-                pause_s = self.rules.lease_timeout_s if lease.is_recalled else 0.0
-                yield from self._take_back(lease, now, pause_s, Way.HANDED_BACK)
+                # A worker whose version is not the asked-for one any more is not at fault, nor of further use for it.
+                is_exact = group.spec.exact_version is not None
+                pause_s = self.rules.lease_timeout_s if lease.is_recalled or is_exact else 0.0
+                yield from self._take_back(lease, now, pause_s, None if is_exact else Way.HANDED_BACK)
             case EndReason.REFUSED:
                 self.counts.refused += 1
                 group.refusals += 1
-                pause_s = min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(group.refusals, 20))
+                pause_s = refusal_pause_s(group.refusals)
                 group.not_before = now + pause_s
                 yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
                 yield from self._take_back(lease, now, pause_s, Way.REFUSED)
@@ -370,37 +356,42 @@ class LeaseBook:
         seekers = self.open_seekers()
         if not seekers:
             return
-        newest = max(seeker.version for seeker in seekers.values())
-        for key in list(self._queue):
-            group = self.groups[key[3]]
-            if not seekers or not may_begin(newest, group.spec.consume_step, self.rules.staleness_bound):
+        for group_id in self._queue.exact({seeker.version for seeker in seekers.values()}):
+            yield from self._hand_out(self.groups[group_id], seekers, now)
+        newest, seeking = max((seeker.version for seeker in seekers.values()), default=Version(0)), len(seekers)
+        for step, group_id in self._queue.paced():
+            if not seekers or not may_begin(newest, step, self.rules.staleness_bound):
                 return  # the queue is in order of consume_step: what follows is for newer versions still
-            if now < group.not_before:
-                continue
-            worker_id = self._best_seeker(group, seekers, now)
-            if worker_id is None:
-                continue
-            self._queue.remove(key)
-            yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
-            seekers[worker_id].free_rollouts -= group.spec.rollout_count
-            if seekers[worker_id].free_rollouts <= 0:
-                self.seekers.pop(worker_id)
-                del seekers[worker_id]
-            elif not self._has_room(worker_id):
-                del seekers[worker_id]
-            if self.worth.are_trials_full(self.open_groups):
-                seekers = {w: s for w, s in seekers.items() if self._has_room(w)}
-            if worker_id not in seekers:
-                newest = max((seeker.version for seeker in seekers.values()), default=newest)
+            yield from self._hand_out(self.groups[group_id], seekers, now)
+            if len(seekers) != seeking:
+                newest, seeking = max((seeker.version for seeker in seekers.values()), default=newest), len(seekers)
+
+    def _hand_out(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> Iterator[Action]:
+        """Leases the group to the best of `seekers`, if any may have it; whoever can hold no more leaves them."""
+        if now < group.not_before:
+            return
+        worker_id = self._best_seeker(group, seekers, now)
+        if worker_id is None:
+            return
+        self._queue.remove(group)
+        yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
+        seekers[worker_id].free_rollouts -= group.spec.rollout_count
+        if seekers[worker_id].free_rollouts <= 0:
+            self.seekers.pop(worker_id)
+            del seekers[worker_id]
+        elif not self._has_room(worker_id):
+            del seekers[worker_id]
+        if self.worth.are_trials_full(self.open_groups):
+            for full in [w for w in seekers if not self._has_room(w)]:
+                del seekers[full]
 
     def _best_seeker(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> PeerId | None:
         """Who is through with what it holds soonest; of equals, who has waited longest."""
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > now}
-        step, bound = group.spec.consume_step, self.rules.staleness_bound
         fit = (
             w for w, s in seekers.items()
             if w not in group.avoid and self._has_room(w)
-            and not self.hearsay.is_shunned(w, now) and may_begin(s.version, step, bound)
+            and not self.hearsay.is_shunned(w, now) and may_take(group.spec, s.version, self.rules.staleness_bound)
         )  # fmt: skip
         return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
 
@@ -415,12 +406,6 @@ class LeaseBook:
         return self.worth.has_room(worker_id, self.open_groups, self.allowed, self._now)
 
     # ---- state changes
-
-    def _key(self, group: OpenGroup) -> _QueueKey:
-        return (group.spec.consume_step, not group.is_continuation, -group.expected_tokens, group.spec.group_id)
-
-    def _enqueue(self, group: OpenGroup) -> None:
-        insort(self._queue, self._key(group))
 
     def _open_lease(
         self, group: OpenGroup, worker_id: PeerId, lease_id: LeaseId | None, attempt: int, now: float,
@@ -470,7 +455,7 @@ class LeaseBook:
 
     def _requeue(self, group: OpenGroup, now: float) -> Iterator[Action]:
         group.phase, group.lease_id, group.since = Phase.QUEUED, None, now
-        self._enqueue(group)
+        self._queue.add(group)
         yield SaveGroup(group.spec.group_id)
 
     # ---- questions
@@ -487,7 +472,12 @@ class LeaseBook:
     @property
     def first_queued(self) -> OpenGroup | None:
         """The group whose turn is next."""
-        return self.groups[self._queue[0][3]] if self._queue else None
+        first = self._queue.first
+        return None if first is None else self.groups[first]
+
+    def has_work_for(self, workers: Iterable[PeerId]) -> bool:
+        """Whether a queued group waits that one of these might be given."""
+        return self._queue.has_work_for({self.seekers[worker_id].version for worker_id in workers})
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]

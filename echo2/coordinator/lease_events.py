@@ -9,10 +9,17 @@ from dataclasses import dataclass, field
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
 
+REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0
+
 
 def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
     """The lease's name: a function of group and attempt, so that a replayed decision names the same lease."""
     return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
+
+
+def refusal_pause_s(refusals: int) -> float:
+    """How long a group waits that the learner refused so many times."""
+    return float(min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(refusals, 20)))
 
 
 class EndReason(enum.Enum):
@@ -39,6 +46,19 @@ class HeldLease:
     group_id: GroupId
     attempt: int
     deadline: float
+
+    def may_be_adopted(self, group: OpenGroup | None, now: float, lease_timeout_s: float) -> bool:
+        """A lease granted by an earlier process whose last moments are lost: taken in where nothing contradicts it.
+
+        An old ticket is no way back to a group: it is not adopted once its time is long over.
+        """
+        if (
+            group is None
+            or group.phase is not Phase.QUEUED
+            or self.lease_id != lease_id_of(self.group_id, self.attempt)
+        ):
+            return False
+        return now < self.deadline + lease_timeout_s and self.attempt > group.attempts
 
 
 @dataclass(slots=True)

@@ -55,8 +55,11 @@ def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
         return "no worker is active"
     if not allowed:
         return f"all {len(active)} active workers are full"
+    exact = group.spec.exact_version
+    if exact is not None and all(seeker.version != exact for _, seeker in allowed):
+        return f"it is an evaluation of version {exact}, at which none of {len(allowed)} willing workers is"
     newest = max(seeker.version for _, seeker in allowed)
-    if newest < need:
+    if exact is None and newest < need:
         return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
     if not book.open_seekers():
         return f"{len(allowed)} willing workers must deliver what they hold before they are given more"

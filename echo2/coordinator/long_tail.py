@@ -16,14 +16,15 @@ without them are stopped as soon as moving gains anything at all. Leaves to othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echo2.base.ids import LeaseId, PeerId, Step, Version
+from echo2.base.ids import LeaseId, PeerId, Step
+from echo2.base.rollout import Work
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_events import Lease
+from echo2.coordinator.lease_queue import may_take
 from echo2.coordinator.membership import Member
-from echo2.staleness.rule import may_begin
 
 PREFILL = 20.0
 """Tokens are prefilled so many times faster than they are sampled, at least."""
@@ -66,7 +67,7 @@ def is_quiet(book: LeaseBook, now: float) -> bool:
     """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use it."""
     idle = book.open_seekers()
     is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
-    return is_over and not _has_work_for(book, idle)
+    return is_over and not book.has_work_for(idle)
 
 
 def moves(
@@ -74,7 +75,7 @@ def moves(
 ) -> list[Move]:
     """The moves that pay, the slowest stragglers first, each to the fastest worker that has room for it."""
     room = {worker: seeker.free_rollouts for worker, seeker in book.open_seekers().items() if speeds.get(worker, 0) > 0}
-    if not room or _has_work_for(book, room):
+    if not room or book.has_work_for(room):
         return []
     found: list[Move] = []
     waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
@@ -83,13 +84,13 @@ def moves(
         fit = [
             worker for worker, free in room.items()
             if free >= spec.rollout_count and worker != lease.worker_id
-            and may_begin(book.seekers[worker].version, spec.consume_step, book.rules.staleness_bound)
+            and may_take(spec, book.seekers[worker].version, book.rules.staleness_bound)
         ]  # fmt: skip
         if not fit:
             continue
         to = max(fit, key=lambda worker: (speeds[worker], worker))
         move_s = rule.hand_over_s + held / (PREFILL * speeds[to]) + left / speeds[to]
-        is_overdue = rule.recycles and spec.consume_step < step
+        is_overdue = rule.recycles and spec.work is Work.TRAIN and spec.consume_step < step
         least_gain_s = 0.0 if is_overdue else max(GAIN_S_MIN, GAIN_SHARE * stay_s)
         if stay_s - move_s <= least_gain_s:
             continue
@@ -101,13 +102,6 @@ def moves(
         )
         found.append(Move(lease.lease_id, to, stay_s - move_s, reason))
     return found
-
-
-def _has_work_for(book: LeaseBook, workers: Iterable[PeerId]) -> bool:
-    """Whether a queued group waits that one of these might be given."""
-    newest = max((book.seekers[worker].version for worker in workers), default=Version(0))
-    first = book.first_queued
-    return first is not None and may_begin(newest, first.spec.consume_step, book.rules.staleness_bound)
 
 
 def _may_move(book: LeaseBook, lease: Lease) -> bool:

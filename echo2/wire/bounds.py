@@ -106,7 +106,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
     "GroupSpec": {
         "group_id": _ID, "prompt_token_ids": Listed(PROMPT_TOKENS_MAX, _TOKEN_ID),
-        "rollout_count": Number(ROLLOUTS_PER_GROUP_MAX), "consume_step": _VERSION,
+        "rollout_count": Number(ROLLOUTS_PER_GROUP_MAX), "consume_step": _VERSION, "exact_version": _VERSION,
     },
     "VersionSpan": {"version": _VERSION, "count": _TOKENS},
     "RolloutSegment": {

@@ -22,6 +22,7 @@ from echo2.base.rollout import (
     SegmentVerdict,
     Verdict,
     VersionSpan,
+    Work,
 )
 from echo2.wire.bounds import (
     ID_CHARS_MAX,
@@ -62,6 +63,11 @@ _VERDICT_TO_WIRE: dict[Verdict, ingest_pb2.SegmentVerdict.Verdict] = {
     Verdict.RESEND: ingest_pb2.SegmentVerdict.VERDICT_RESEND,
     Verdict.CLOSED: ingest_pb2.SegmentVerdict.VERDICT_CLOSED,
 }
+_WORK_TO_WIRE: dict[Work, rollout_pb2.Work] = {
+    Work.TRAIN: rollout_pb2.WORK_TRAIN,
+    Work.EVALUATE: rollout_pb2.WORK_EVALUATE,
+}
+_WORK_FROM_WIRE = {number: work for work, number in _WORK_TO_WIRE.items()}
 _VERDICT_FROM_WIRE = {number: verdict for verdict, number in _VERDICT_TO_WIRE.items()}
 
 
@@ -125,6 +131,8 @@ def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
         rollout_count=group.rollout_count,
         sampling=sampling_to_message(group.sampling),
         consume_step=group.consume_step,
+        work=_WORK_TO_WIRE[group.work],
+        exact_version=group.exact_version,
     )
 
 
@@ -133,12 +141,20 @@ def group_from_message(message: rollout_pb2.GroupSpec) -> GroupSpec:
     whose = f"of group {group_id}"
     if not message.HasField("sampling"):
         raise MalformedMessage(f"sampling {whose}: expected sampling parameters, got none")
+    work = _WORK_FROM_WIRE.get(message.work)
+    if work is None:
+        raise MalformedMessage(f"work {whose}: expected a known kind of work, got {message.work}")
+    exact_version = None
+    if message.HasField("exact_version"):
+        exact_version = Version(_checked_count(message.exact_version, 0, VERSION_MAX, f"exact_version {whose}"))
     return GroupSpec(
         group_id=group_id,
         prompt_token_ids=_checked_tokens(message.prompt_token_ids, 1, PROMPT_TOKENS_MAX, f"prompt_token_ids {whose}"),
         rollout_count=_checked_count(message.rollout_count, 1, ROLLOUTS_PER_GROUP_MAX, f"rollout_count {whose}"),
         sampling=sampling_from_message(message.sampling),
         consume_step=_checked_count(message.consume_step, 0, VERSION_MAX, f"consume_step {whose}"),
+        work=work,
+        exact_version=exact_version,
     )
 
 

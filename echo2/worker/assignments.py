@@ -3,7 +3,8 @@
 One door, `Assignments.handle(event, now) -> list[Action]`. Guarantees: at most one report of a lease is under way, so
 verdicts need no guessing; new tokens are reported every report interval and a finished rollout at once (in company of
 others, `finished_delay_s`); no more rollouts are held than keep the slots full while a new lease travels; a revoke or a
-drain gives back every token, or, past its time, the lease alone. While the learner is away, leases held go on and what
+drain gives back every token, or, past its time, the lease alone; a group that one version alone may work on has no token of
+another, and a version that has come waits for it, `HOLD_S_MAX` at most. While the learner is away, leases held go on and what
 is finished waits; while the coordinator is away, nothing changes but that no new lease comes.
 Leaves to others: the clock, the streams, the engine (runtime); which lease to grant (coordinator).
 """
@@ -15,9 +16,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from echo2.base.ids import LeaseId
+from echo2.base.ids import LeaseId, Version
 from echo2.base.noise import rollout_seed
-from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.worker.demand import Demand
 from echo2.worker.duties import (
     Abort,
@@ -37,6 +38,7 @@ from echo2.worker.duties import (
     Judged,
     LearnerCame,
     LearnerLost,
+    LetVersion,
     Live,
     PartialsCame,
     PartialsRefused,
@@ -49,6 +51,7 @@ from echo2.worker.duties import (
     Submit,
     TellProgress,
     Tick,
+    VersionCame,
     WakeAt,
 )
 from echo2.worker.engine import GenerateRequest, TokenChunk
@@ -65,6 +68,18 @@ VERDICT_GRACE_S = 10.0
 """After its deadline a lease waits so long for its last verdict, counted from when the learner is there to give it."""
 MARGIN_S_MAX = 2.0
 """A lease whose deadline is so near is handed back; short leases keep nine tenths of their time."""
+HOLD_S_MAX = 300.0
+"""A version waits so long for rollouts that only the one before may sample; then they are handed back."""
+EXACT_GRACE_S = 1.0
+"""After the last of those it waits so long for more of them, which are on their way from the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A version that has come."""
+
+    version: Version
+    since: float
 
 
 @dataclass(slots=True)
@@ -84,6 +99,9 @@ class Assignments:
     _drain_deadline: float | None = None
     _is_drained: bool = False
     _wake_at: float = 0.0
+    _now: float = 0.0
+    _waiting: _Waiting | None = None
+    _exact_ended_at: float = -math.inf
 
     def __post_init__(self) -> None:
         self.report_interval_s = self.fixed_report_interval_s or self.report_interval_s
@@ -108,6 +126,11 @@ class Assignments:
         return any(lease.is_running for lease in self._leases.values())
 
     @property
+    def exact_leases(self) -> list[Lease]:
+        """Those whose group may have tokens of one version alone."""
+        return [lease for lease in self._leases.values() if lease.group.exact_version is not None]
+
+    @property
     def unheld_tokens(self) -> int:
         """Tokens that the learner does not hold yet: what a sudden death of this worker would cost."""
         return sum(unheld_tokens(tuple(lease.rollouts.values())) for lease in self._leases.values())
@@ -115,6 +138,7 @@ class Assignments:
     # -- the door
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        self._now = now
         actions = list(self._on(event, now))
         # Tokens that end nothing change nothing before the next time that was asked for: by far the commonest event.
         if actions or now >= self._wake_at or not isinstance(event, Sampled):
@@ -162,6 +186,11 @@ class Assignments:
                     yield from self._hand_back(lease_id, reason, now)
             case Live(version, slot_count):
                 self._demand.live(version, slot_count)
+                for lease in self.exact_leases:
+                    if lease.group.exact_version != version:
+                        yield from self._hand_back(lease.lease_id, f"version {version} is live now", now)
+            case VersionCame(version):
+                self._waiting = _Waiting(version, now)
             case Tick():
                 pass
 
@@ -183,6 +212,10 @@ class Assignments:
             yield EndLease(grant.lease_id, EndReason.HANDED_BACK, message)
             return
         group = grant.group
+        if group.exact_version not in (None, self._demand.version):
+            message = f"it is for version {group.exact_version}, the live one is {self._demand.version}"
+            yield EndLease(grant.lease_id, EndReason.HANDED_BACK, message)
+            return
         lease = Lease(
             lease_id=grant.lease_id,
             group=group,
@@ -250,6 +283,8 @@ class Assignments:
     def _ended(self, lease_id: LeaseId, reason: EndReason, message: str) -> Iterator[Action]:
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
+            if lease.group.exact_version is not None:
+                self._exact_ended_at = self._now
             yield from self._aborts(lease)
             yield EndLease(lease_id, reason, message)
 
@@ -263,6 +298,8 @@ class Assignments:
         rollout = lease.rollouts[int(index)]
         if rollout.is_settled:
             return
+        if lease.group.exact_version not in (None, chunk.version):  # it ran on while it was being handed back
+            chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
         rollout.append(chunk)
         if lease.phase is Phase.HANDING_BACK:
             lease.report_due = self._wake_at = now
@@ -329,6 +366,7 @@ class Assignments:
         for lease in list(self._leases.values()):
             yield from self._outlook(lease, now)
         yield from self._drained(now)
+        yield from self._let_version(now)
         if self._learner_since is not None:
             yield from self._reports(now)
         if self._coordinator_is_here:
@@ -348,6 +386,19 @@ class Assignments:
             yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, "its deadline has passed")
         elif now >= lease.deadline - lease.margin_s:
             yield from self._hand_back(lease.lease_id, "its deadline is near", now)
+
+    def _let_version(self, now: float) -> Iterator[Action]:
+        """Lets the version that waits go live, once nothing needs the one before."""
+        if self._waiting is None or now < self._may_go_at(self._waiting):
+            return
+        for lease in self.exact_leases:
+            yield from self._hand_back(lease.lease_id, f"version {self._waiting.version} has waited long enough", now)
+        yield LetVersion(self._waiting.version)
+        self._waiting = None
+
+    def _may_go_at(self, waiting: _Waiting) -> float:
+        latest = waiting.since + HOLD_S_MAX
+        return latest if self.exact_leases else min(latest, self._exact_ended_at + EXACT_GRACE_S)
 
     def _verdict_deadline(self, lease: Lease) -> float:
         if self._learner_since is None:
@@ -393,6 +444,8 @@ class Assignments:
                 times.append(self._verdict_deadline(lease))
             if self._learner_since is not None and not lease.is_reporting:
                 times.append(lease.report_due)
+        if self._waiting is not None:
+            times.append(self._may_go_at(self._waiting))
         if self._drain_deadline is not None and not self._is_drained:
             times.append(self._drain_deadline)
         repeat_at = self._demand.repeat_at()

@@ -135,6 +135,13 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionCame:
+    """A version is decoded and waits for `LetVersion`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The time that a `WakeAt` asked for has come."""
 
@@ -156,6 +163,7 @@ Event = (
     | Drain
     | FinishUp
     | Live
+    | VersionCame
     | Tick
 )
 
@@ -220,6 +228,13 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class LetVersion:
+    """Nothing that needs the live version is under way any more: the one that waits may go live."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Send a `Tick` at `at`; the newest `WakeAt` counts."""
 
@@ -236,5 +251,6 @@ Action = (
     | RequestLeases
     | RolloutFinished
     | Drained
+    | LetVersion
     | WakeAt
 )

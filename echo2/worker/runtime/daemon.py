@@ -320,7 +320,7 @@ class WorkerDaemon:
         )  # fmt: skip
         machine = SwapMachine(self.options.swap_mode)
         self._keeper = WeightKeeper(engine, machine, self._gate, self._clock, hooks, self.options.folder)
-        receiving = Receiving(node, self._keeper, self.waits, base, self._progress)
+        receiving = Receiving(node, self._keeper, self.desk, self.waits, base, self._progress)
         self._start(receiving.run(), "weights")
         await self._pump(engine)
 

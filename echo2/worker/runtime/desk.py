@@ -59,6 +59,7 @@ class Desk:
         self.coordinator: CoordinatorPort | None = None
         self.engine: Engine | None = None
         self._clock = clock
+        self._version_let = asyncio.Event()
         self._events: deque[duties.Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -78,6 +79,12 @@ class Desk:
             self.rates.busy(self.machine.is_running, self._clock.now())
         finally:
             self._is_handling = False
+
+    async def version_may_go_live(self, version: Version) -> None:
+        """Returns once nothing under way needs the version that is live."""
+        self._version_let.clear()
+        self.send(duties.VersionCame(version))
+        await self._version_let.wait()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -111,6 +118,8 @@ class Desk:
             case duties.Drained(unheld_tokens):
                 self.unheld_tokens = unheld_tokens
                 self.drained.set()
+            case duties.LetVersion():
+                self._version_let.set()
             case duties.WakeAt(at):
                 self._wake_in(max(0.0, at - now))
 

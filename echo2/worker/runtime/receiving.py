@@ -15,6 +15,7 @@ from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.control.waits import Waits
 from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
+from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
 from echo2.worker.runtime.weights import WeightKeeper
 
@@ -25,13 +26,20 @@ class Receiving:
     """`base`: a checkpoint of this machine's own that may turn out to be the version that is asked for."""
 
     def __init__(
-        self, node: BroadcastNode, keeper: WeightKeeper, waits: Waits, base: BaseCheckpoint, progress: ShowsProgress
+        self,
+        node: BroadcastNode,
+        keeper: WeightKeeper,
+        desk: Desk,
+        waits: Waits,
+        base: BaseCheckpoint,
+        progress: ShowsProgress,
     ) -> None:
         self._progress = progress
         self._lines = ProgressLines()
         self._base = base
         self._node = node
         self._keeper = keeper
+        self._desk = desk
         self._waits = waits
         self._artifact: ArtifactId | None = None
         self._received_bytes = 0
@@ -54,6 +62,7 @@ class Receiving:
                 case ArtifactSealed(artifact, _, total_bytes):
                     _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
                     self._told(artifact)
+                    await self._let(artifact.version)
                     await self._keeper.ended(self._more_is_here(artifact.version))
                     if self._keeper.machine.live is not None:
                         self._waits.end("weights")
@@ -61,6 +70,14 @@ class Receiving:
                     _log.info("giving up %s half-way: %s", artifact, reason)
                     self._told(artifact)
                     await self._keeper.dropped()
+
+    async def _let(self, version: Version) -> None:
+        """Waits for what only the live version may sample; the desk bounds it."""
+        exact = len(self._desk.machine.exact_leases)
+        if exact:
+            self._waits.begin("version", f"{exact} evaluation leases to end before version {version} goes live")
+        await self._desk.version_may_go_live(version)
+        self._waits.end("version")
 
     async def _adopt(self, artifact: ArtifactId) -> bool:
         """Takes the base checkpoint in the place of a keyframe that is only the same from elsewhere."""

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.base.rollout import GroupSpec, SamplingParams, Work
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_queue import may_take
 from echo2.coordinator.lease_waits import slowest, waits
-from echo2.staleness.rule import may_begin
 
 BOUND = 4
 TIMEOUT_S = 30.0
@@ -20,6 +20,11 @@ WORKERS = [PeerId(name) for name in ("a", "b", "c")]
 
 def spec(name: str, consume_step: int = 0, rollouts: int = 4) -> GroupSpec:
     return GroupSpec(GroupId(name), (1, 2, 3), rollouts, SamplingParams(max_new_tokens=8), consume_step)
+
+
+def exam(name: str, version: int, rollouts: int = 4) -> GroupSpec:
+    sampling = SamplingParams(max_new_tokens=8)
+    return GroupSpec(GroupId(name), (1, 2, 3), rollouts, sampling, version, Work.EVALUATE, Version(version))
 
 
 def book() -> LeaseBook:
@@ -199,6 +204,28 @@ def test_recalled_lease_moves_once_it_was_handed_back() -> None:
     assert [(grant.worker_id, grant.is_continuation) for grant in moved] == [(WORKERS[1], True)]
 
 
+def test_an_evaluation_goes_before_training_to_workers_at_its_very_version_alone() -> None:
+    one = book()
+    one.handle(le.GroupsOffered((spec("g", 4), exam("e3", 3), exam("e4", 4))), 0.0)
+    assert [grant.group.group_id for grant in ready(one, WORKERS[0], version=4, free=8)] == ["e4", "g"]
+    assert ready(one, WORKERS[1], version=5) == []
+    assert "an evaluation of version 3, at which none of 1 willing workers is" in waits(one, 0.0)[0][0]
+    assert [grant.group.group_id for grant in ready(one, WORKERS[2], version=3)] == ["e3"]
+
+
+def test_a_worker_whose_version_moved_on_gives_an_evaluation_back_without_blame() -> None:
+    one = book()
+    one.handle(le.GroupsOffered(tuple(exam(f"e{number}", 3, 1) for number in range(8))), 0.0)
+    leases = ready(one, WORKERS[0], version=3, free=8)
+    assert len(leases) == 8
+    for number, lease in enumerate(leases):  # one by one, while it goes on with others
+        one.handle(
+            le.Ended(WORKERS[0], lease.lease_id, le.EndReason.HANDED_BACK, "version 4 is live now"), 7.0 * number
+        )
+    one.handle(le.GroupsOffered((spec("g"),)), 60.0)
+    assert [grant.group.group_id for grant in ready(one, WORKERS[0], version=4, now=60.0)] == ["g"]
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Learner, workers and the clock do as they please; the process dies and its saved state comes back."""
 
@@ -216,12 +243,19 @@ class AnyOrder(RuleBasedStateMachine):
             group_id = grant.group.group_id
             assert grant.attempt > self.attempts.get(group_id, 0), "an attempt number was given twice"
             assert group_id in self.open, "a group that the learner does not want was leased"
-            assert may_begin(Version(self.versions[grant.worker_id]), grant.group.consume_step, BOUND)
+            assert may_take(grant.group, Version(self.versions[grant.worker_id]), BOUND)
             self.attempts[group_id] = grant.attempt
 
     @rule(count=st.integers(1, 4), step=st.integers(0, 8))
     def offer(self, count: int, step: int) -> None:
         fresh = [spec(f"g{self.made + i}", step) for i in range(count)]
+        self.made += count
+        self.open.update({one.group_id: one for one in fresh})
+        self.tell(le.GroupsOffered(tuple(fresh)))
+
+    @rule(count=st.integers(1, 4), version=st.integers(0, 6))
+    def offer_exam(self, count: int, version: int) -> None:
+        fresh = [exam(f"e{self.made + i}", version) for i in range(count)]
         self.made += count
         self.open.update({one.group_id: one for one in fresh})
         self.tell(le.GroupsOffered(tuple(fresh)))

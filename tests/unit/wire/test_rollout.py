@@ -22,6 +22,7 @@ from echo2.base.rollout import (
     SegmentVerdict,
     Verdict,
     VersionSpan,
+    Work,
     spans_of,
 )
 from echo2.wire import rollout as wire
@@ -31,6 +32,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 SAMPLING = SamplingParams(temperature=0.5, top_p=0.75, top_k=20, max_new_tokens=64, stop_token_ids=(2, 3), seed=7)
 GROUP = GroupSpec(GroupId("g-17"), (1, 5, 300), 8, SAMPLING, 42)
+EXAM = GroupSpec(
+    GroupId("e00000012-math-0007"), (1, 5), 4, SamplingParams(temperature=0.0), 12, Work.EVALUATE, Version(12)
+)
 SEGMENT = RolloutSegment(
     GroupId("g-17"),
     3,
@@ -58,6 +62,7 @@ def report_message() -> ingest_pb2.RolloutReport:
 MESSAGES: dict[str, Message] = {
     "sampling_params": wire.sampling_to_message(SAMPLING),
     "group_spec": wire.group_to_message(GROUP),
+    "group_spec_evaluate": wire.group_to_message(EXAM),
     "rollout_segment": wire.segment_to_message(SEGMENT),
     "segment_verdict": wire.verdict_to_message(VERDICT),
     "rollout_report": report_message(),
@@ -79,6 +84,7 @@ def golden(name: str) -> bytes:
 def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
     assert wire.sampling_from_message(rollout_pb2.SamplingParams.FromString(golden("sampling_params"))) == SAMPLING
     assert wire.group_from_message(rollout_pb2.GroupSpec.FromString(golden("group_spec"))) == GROUP
+    assert wire.group_from_message(rollout_pb2.GroupSpec.FromString(golden("group_spec_evaluate"))) == EXAM
     assert wire.segment_from_message(rollout_pb2.RolloutSegment.FromString(golden("rollout_segment"))) == SEGMENT
     assert wire.verdict_from_message(ingest_pb2.SegmentVerdict.FromString(golden("segment_verdict"))) == VERDICT
     report = ingest_pb2.RolloutReport.FromString(golden("rollout_report"))
@@ -194,6 +200,10 @@ SPAN = rollout_pb2.VersionSpan
         (broken_group(rollout_count=0), "rollout_count of group g-17: expected 1 to 4096, got 0"),
         (broken_group(sampling=None), "sampling of group g-17: expected sampling parameters, got none"),
         (broken_group(consume_step=1 << 60), "consume_step of group g-17"),
+        (broken_group(work=9), "work of group g-17: expected a known kind of work, got 9"),
+        (broken_group(work=1), "exact_version of group g-17: expected one for work to evaluate, got None"),
+        (broken_group(exact_version=3), "exact_version of group g-17: expected none for work to train, got 3"),
+        (broken_group(work=1, exact_version=1 << 60), "exact_version of group g-17: expected 0 to"),
     ],
 )
 def test_a_malformed_message_is_refused_by_field(decode: Callable[[], object], words: str) -> None:

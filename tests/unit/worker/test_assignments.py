@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from echo2.base.ids import GroupId, LeaseId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict, spans_of
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict, Work, spans_of
 from echo2.wire import rollout as wire
 from echo2.worker import assignments as machine
 from echo2.worker import duties as d
@@ -522,3 +522,61 @@ def test_the_renewal_of_a_lease_that_has_ended_here_does_not_begin_it_again() ->
     made.send(d.ReportRefused(LeaseId("l1"), "the group is closed"))
     assert of(d.Submit, made.send(d.Granted(LeaseId("l1"), group("g1", 2), 300.0, False, is_renewal=True))) == []
     assert made.sut.lease_ids == ()
+
+
+def exam(name: str, version: int, count: int = 1) -> GroupSpec:
+    sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(STOP,))
+    return GroupSpec(GroupId(name), (1, 2), count, sampling, version, Work.EVALUATE, Version(version))
+
+
+def test_a_version_waits_for_what_only_the_one_before_may_sample() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), exam("e1", 3), 1000.0, False))
+    made.send(d.Granted(LeaseId("l2"), group("g2", 1), 1000.0, False))
+    assert not of(d.LetVersion, made.send(d.VersionCame(Version(4))))
+    made.now = 1.0
+    made.engine.step("l1/0", STOP, 3)
+    (report,) = of(d.Report, [*made.sampled(), *_later(made, 1.1)])
+    judged = d.Judged(
+        LeaseId("l1"), (SegmentVerdict(GroupId("e1"), 0, Verdict.ADMITTED, len(report.segments[0].token_ids)),)
+    )
+    assert not of(d.LetVersion, made.send(judged)), "more of them may be on their way"
+    assert of(d.LetVersion, _later(made, 1.1 + machine.EXACT_GRACE_S)) == [d.LetVersion(Version(4))]
+    assert made.sut.lease_ids == (LeaseId("l2"),)
+
+
+def test_a_version_goes_live_at_once_where_nothing_needs_the_one_before() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), group("g1"), 1000.0, False))
+    assert of(d.LetVersion, made.send(d.VersionCame(Version(4)))) == [d.LetVersion(Version(4))]
+
+
+def test_what_holds_a_version_up_too_long_is_handed_back_without_a_token_of_another_version() -> None:
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), exam("e1", 3), 1e6, False))
+    made.engine.step("l1/0", 5, 3)
+    made.sampled()
+    made.send(d.VersionCame(Version(4)))
+    early = _later(made, machine.HOLD_S_MAX - 1)
+    assert not of(d.LetVersion, early)
+    made.engine.step("l1/0", 6, 4)  # on its way while the lease is given back
+    actions = _later(made, machine.HOLD_S_MAX)
+    assert of(d.LetVersion, actions) == [d.LetVersion(Version(4))]
+    (segment,) = of(d.Report, [*early, *actions, *made.sampled()])[-1].segments
+    assert segment.token_ids == (5,) and {span.version for span in segment.version_spans} == {Version(3)}
+    ended = made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("e1"), 0, Verdict.HELD, 1),)))
+    assert [action.reason for action in of(d.EndLease, ended)] == [d.EndReason.HANDED_BACK]
+
+
+def test_an_evaluation_of_another_version_is_given_back_at_once() -> None:
+    made = bench()
+    (ended,) = of(d.EndLease, made.send(d.Granted(LeaseId("l1"), exam("e1", 2), 1000.0, False)))
+    assert ended.reason is d.EndReason.HANDED_BACK and "it is for version 2, the live one is 3" in ended.message
+    made.send(d.Granted(LeaseId("l2"), exam("e2", 3), 1000.0, False))
+    made.send(d.Live(Version(4), 8))
+    assert not made.engine.running
+
+
+def _later(made: Bench, at: float) -> list[d.Action]:
+    made.now = at
+    return made.send(d.Tick())

@@ -1,0 +1,87 @@
+"""Groups that wait for a worker, in the order in which they are handed out, and who may be given which.
+
+    exact (evaluation)   by the version that each asks for: only workers at that very version, before all training
+    paced (training)     by consume step: only workers that `staleness.may_begin`; of a step, those begun before come first,
+                         then those expected to take longest
+
+Guarantees: what a worker may not be given is not looked at one by one: other versions' exact groups and, since the paced
+ones stand in the order of their step, everything behind the first that is too new for all. Leaves to others: which of the
+workers that may (lease_book).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import GroupSpec
+from echo2.coordinator.lease_events import OpenGroup
+from echo2.staleness.rule import may_begin
+
+_Key = tuple[int, bool, float, GroupId]
+
+
+def may_take(spec: GroupSpec, version: Version, staleness_bound: int) -> bool:
+    """Whether a worker at `version` may be given the group."""
+    if spec.exact_version is not None:
+        return version == spec.exact_version
+    return may_begin(version, spec.consume_step, staleness_bound)
+
+
+@dataclass(slots=True)
+class LeaseQueue:
+    """A group's key is taken from it when it is added: what the key is made of changes only while it is not queued."""
+
+    staleness_bound: int
+    _paced: list[_Key] = field(default_factory=list)
+    _exact: dict[Version, list[_Key]] = field(default_factory=dict)
+    _count: int = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, group: OpenGroup) -> None:
+        exact = group.spec.exact_version
+        insort(self._paced if exact is None else self._exact.setdefault(exact, []), _key(group))
+        self._count += 1
+
+    def remove(self, group: OpenGroup) -> None:
+        exact, key = group.spec.exact_version, _key(group)
+        keys = self._paced if exact is None else self._exact[exact]
+        at = bisect_left(keys, key)
+        assert keys[at] == key, f"group {key[3]} is queued under another key"
+        del keys[at]
+        self._count -= 1
+        if exact is not None and not keys:
+            del self._exact[exact]
+
+    @property
+    def first(self) -> GroupId | None:
+        """Of those that wait longest for their turn: training first, for evaluation may wait for its version."""
+        if self._paced:
+            return self._paced[0][3]
+        return min(self._exact.items())[1][0][3] if self._exact else None
+
+    def exact(self, versions: Collection[Version]) -> Iterator[GroupId]:
+        """Groups for workers at these versions alone. Taking them out meanwhile is fine."""
+        for version in sorted(self._exact.keys() & set(versions)) if self._exact else ():
+            yield from [key[3] for key in self._exact[version]]
+
+    def paced(self) -> Iterator[tuple[int, GroupId]]:
+        """Groups to train on and the steps that they are for, in order. Taking them out meanwhile is fine."""
+        for key in list(self._paced):
+            yield key[0], key[3]
+
+    def has_work_for(self, versions: Collection[Version]) -> bool:
+        """Whether a group waits that a worker at one of these versions might be given."""
+        if self._exact and not self._exact.keys().isdisjoint(versions):
+            return True
+        if not self._paced or not versions:
+            return False
+        return may_begin(max(versions), self._paced[0][0], self.staleness_bound)
+
+
+def _key(group: OpenGroup) -> _Key:
+    return (group.spec.consume_step, not group.is_continuation, -group.expected_tokens, group.spec.group_id)
