@@ -20,6 +20,7 @@ HEARD_S = 6.0
 NEWS_S, TELL_S = 0.25, 1.0
 """Told every `TELL_S`; within `NEWS_S` of the first tokens of a worker that was silent before."""
 ROLLOUTS_MAX = 1 << 20
+WORKERS_MAX = 16_384
 
 _Place = tuple[GroupId, int]
 
@@ -44,6 +45,11 @@ class Deliveries:
     _admitted: dict[PeerId, float] = field(default_factory=dict)
     _told_of: set[PeerId] = field(default_factory=set)
     _told_at: float | None = None
+    _proven: dict[PeerId, None] = field(default_factory=dict)
+
+    def is_proven(self, worker: PeerId) -> bool:
+        """Whether a rollout of it was ever admitted; the WORKERS_MAX last ones are remembered."""
+        return worker in self._proven
 
     def heard(self, worker: PeerId, group_id: GroupId, index: int) -> None:
         """New tokens of this rollout came from this worker."""
@@ -58,6 +64,10 @@ class Deliveries:
             if sent.peer_id != NOBODY:
                 share = sent.token_count / total
                 self._admitted[sent.peer_id] = self._admitted.get(sent.peer_id, 0.0) + share
+                self._proven.pop(sent.peer_id, None)
+                self._proven[sent.peer_id] = None
+        while len(self._proven) > WORKERS_MAX:
+            del self._proven[next(iter(self._proven))]
 
     def take(self, now: float) -> tuple[Delivered, ...] | None:
         """All workers of which something was heard, as of now."""

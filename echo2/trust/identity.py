@@ -66,10 +66,11 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who is at the other end of a connection, proven by its certificate."""
+    """Who is at the other end of a connection, proven by its certificate. `token_id`: of the join token that let it in."""
 
     peer_id: PeerId
     role: Role
+    token_id: str = ""
 
 
 class Identity:
@@ -213,16 +214,17 @@ def _spki_of(item: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
     return item.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
-def _name(common_name: str, role: Role, run_id: str) -> x509.Name:
+def _name(common_name: str, role: Role, run_id: str, token_id: str = "") -> x509.Name:
     if not 0 < len(run_id) <= 64:
         raise ConfigError(f"run id: expected 1 to 64 characters, got {len(run_id)}")
-    return x509.Name(
-        [
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, run_id),
-            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role.value),
-            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
-        ]
-    )
+    attributes = [
+        x509.NameAttribute(NameOID.ORGANIZATION_NAME, run_id),
+        x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role.value),
+        x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+    ]
+    if token_id:
+        attributes.append(x509.NameAttribute(NameOID.SERIAL_NUMBER, token_id))
+    return x509.Name(attributes)
 
 
 def _builder(
@@ -279,6 +281,11 @@ class NodeCertificate:
     not_before_unix_s: float
     not_after_unix_s: float
     spki_der: bytes
+    token_id: str = ""
+
+    @property
+    def whose(self) -> PeerIdentity:
+        return PeerIdentity(self.peer_id, self.role, self.token_id)
 
     @classmethod
     def parse(cls, certificate: bytes, what: str = "certificate") -> NodeCertificate:
@@ -304,6 +311,7 @@ class NodeCertificate:
             not_before_unix_s=parsed.not_valid_before_utc.timestamp(),
             not_after_unix_s=parsed.not_valid_after_utc.timestamp(),
             spki_der=spki_der,
+            token_id=fields.get(NameOID.SERIAL_NUMBER, ""),
         )
 
     def check_time(self, now_unix_s: float) -> None:
@@ -383,9 +391,12 @@ class RunAuthority:
         return self._key.to_pem()
 
     def issue(
-        self, request_der: bytes, role: Role, now_unix_s: float, lifetime_s: float = NODE_LIFETIME_S
+        self, request_der: bytes, role: Role, now_unix_s: float, lifetime_s: float = NODE_LIFETIME_S, token_id: str = ""
     ) -> NodeCertificate:
-        """A certificate for whoever signed the request's extension. Whether it may join is not asked here."""
+        """A certificate for whoever signed the request's extension. Whether it may join is not asked here.
+
+        `token_id`: of the token that lets it in, so that every node can tell newcomers of one link from those of others.
+        """
         what = "certificate request"
         try:
             request = x509.load_der_x509_csr(request_der)
@@ -399,7 +410,10 @@ class RunAuthority:
             raise BadSignature(f"{what}: expected it signed by its own key")
         peer_id = _peer_bound_to(extensions, _spki_of(request), what)
         extension = extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
-        name, issuer = _name(peer_id, role, self.run_id), x509.load_pem_x509_certificate(self.certificate_pem).subject
+        name, issuer = (
+            _name(peer_id, role, self.run_id, token_id),
+            x509.load_pem_x509_certificate(self.certificate_pem).subject,
+        )
         builder = _as_leaf(_builder(name, issuer, public_key, now_unix_s, lifetime_s), peer_id)
         builder = builder.add_extension(extension, critical=False)
         return NodeCertificate.parse(

@@ -40,9 +40,10 @@ class Fleet:
         self.members: list[Member] = []
         self._epoch = 0
 
-    def credentials(self, role: Role) -> tls.Credentials:
+    def credentials(self, role: Role, token_id: str = "") -> tls.Credentials:
+        """As enrolment gives them to whoever has that token."""
         identity, key = Identity.generate(), TlsKey.generate()
-        certificate = self.authority.issue(certificate_request(identity, key), role, time.time())
+        certificate = self.authority.issue(certificate_request(identity, key), role, time.time(), token_id=token_id)
         return tls.Credentials(
             identity, key.to_pem(), certificate, self.authority.certificate_pem, RUN,
             self.authority.identity.peer_id, "nowhere:1",

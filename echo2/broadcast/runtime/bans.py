@@ -1,6 +1,7 @@
 """With whom a node exchanges nothing: peers that it found out itself, and those that the coordinator names.
 
-Guarantees: what the coordinator lifts is lifted, of its own bans alone; what this node found stays until its process ends.
+Guarantees: what the coordinator lifts is lifted, of its own bans alone; what this node found stays until its process ends, or
+FOUND_MAX more were found: identities cost an attacker little, and are not to cost us memory.
 Leaves to others: closing what stands (node).
 """
 
@@ -12,6 +13,8 @@ from echo2.base.errors import EchoError, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
 from echo2.outside.guard import MISHAPS
 
+FOUND_MAX = 4096
+
 
 class Bans:
     def __init__(self) -> None:
@@ -20,6 +23,13 @@ class Bans:
 
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._named or peer in self.found
+
+    def find(self, peer: PeerId, reason: str) -> None:
+        """This node's own finding."""
+        self.found.pop(peer, None)
+        self.found[peer] = reason
+        while len(self.found) > FOUND_MAX:
+            del self.found[next(iter(self.found))]
 
     def name(self, peer: PeerId, *, is_lifted: bool) -> None:
         """The coordinator's word on one peer."""

@@ -66,11 +66,13 @@ from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
 from echo2.outside import unix_now
+from echo2.outside.guard import Refusals
 from echo2.trust.identity import Role
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 
 log = logging.getLogger("echo2.broadcast")
+_refusals = Refusals(log)  # identities cost an attacker little
 CONNECT_INTERVAL_S = 0.5
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
@@ -108,6 +110,7 @@ class BroadcastNode:
         self._settled_at = float("-inf")
         self._is_running = False
         self._error: BaseException | None = None
+        self.is_proven: Callable[[PeerId], bool] = lambda peer: False  # it has delivered work
         self.on_lost: Callable[[str], None] = lambda what: None  # of what this node published, to its disk
         if credentials.role is Role.LEARNER:
             self._inbox.publisher = self.peer_id
@@ -401,12 +404,14 @@ class BroadcastNode:
 
     def _place_of(self, link: PeerLink) -> Place:
         hosts = link.connection.remotes if isinstance(link.connection, Widenable) else ()
-        return Place(link.peer_id, min((host for host, _ in hosts), default=""), link.peer_id in self._dialling.targets)
+        host, token = min((host for host, _ in hosts), default=""), link.connection.peer.token_id
+        is_planned = link.peer_id in self._dialling.targets
+        return Place(link.peer_id, host, is_planned, token, self.is_proven(link.peer_id))
 
     def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
-        log.warning("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)
+        _refusals.warn("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)
         if is_ban:
-            self.bans.found[peer] = reason
+            self.bans.find(peer, reason)
         link = self._links.pop(peer, None)
         if link is not None:
             self._act(PeerDown(peer))

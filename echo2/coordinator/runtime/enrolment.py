@@ -89,7 +89,9 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             raise TrustError(f"enrolment: expected a request of up to {REQUEST_BYTES_MAX} bytes and a token of the run")
         if request.role not in (Role.WORKER.value, Role.LEARNER.value, Role.OPERATOR.value):
             raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
-        certificate = self._authority.issue(request.certificate_request_der, Role(request.role), now)
+        token_id = self._hub.tokens.look_up(request.token, host, now).token_id  # before anything is signed for it
+        role = Role(request.role)
+        certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token_id)
         member = self._hub.membership.members.get(certificate.peer_id)
         if member is not None and member.setting is Setting.BANNED:
             raise NotAllowed(f"worker {certificate.peer_id} is banned: {member.setting_reason or 'no reason given'}")
@@ -127,7 +129,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         member = self._hub.membership.members.get(caller.peer_id)
         if member is not None and member.setting is Setting.BANNED:
             raise NotAllowed(f"worker {caller.peer_id} is banned: {member.setting_reason or 'no reason given'}")
-        certificate = self._authority.issue(request.certificate_request_der, caller.role, now)
+        certificate = self._authority.issue(request.certificate_request_der, caller.role, now, token_id=caller.token_id)
         certificate.check_peer(caller.peer_id)
         self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate")
         return certificate

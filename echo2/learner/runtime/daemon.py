@@ -87,6 +87,10 @@ class FleetBroadcaster(Broadcaster, Protocol):
         """No chunks are exchanged with a banned worker."""
         ...
 
+    def keep_places(self, is_proven: Callable[[PeerId], bool]) -> None:
+        """Of those that the plan does not name, proven workers keep their places."""
+        ...
+
     def is_needed(self) -> bool:
         """Whether a worker that is connected still fetches, or lacks the newest version."""
         ...
@@ -278,6 +282,7 @@ class LearnerDaemon:
         credentials: Credentials,
     ) -> RunSummary:
         assert self.session is not None and self._failure is not None
+        broadcaster.keep_places(loop.intake.deliveries.is_proven)
         await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off)
         loop.intake.tell(batcher.Resumed())
         session = asyncio.get_running_loop().create_task(talk())

@@ -84,6 +84,9 @@ class SeedNode:
         self.node.bans.name(peer_id, is_lifted=is_lifted)
         self.node.drop_banned()
 
+    def keep_places(self, is_proven: Callable[[PeerId], bool]) -> None:
+        self.node.is_proven = is_proven
+
     @property
     def on_lost(self) -> Callable[[str], None]:
         return self.node.on_lost

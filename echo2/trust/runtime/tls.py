@@ -345,7 +345,7 @@ def peer_of(context: Any) -> PeerIdentity:
     certificate = _certificate(bytes(pems[0]))
     certificate.check_time(unix_now())
     DOORS.know(context.peer(), certificate.peer_id)
-    return PeerIdentity(certificate.peer_id, certificate.role)
+    return certificate.whose
 
 
 _ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.places import NEWCOMERS_MAX, PER_HOST_MAX, PLACES_MAX, Place, giving_way
+from echo2.broadcast.places import NEWCOMERS_MAX, PER_HOST_MAX, PER_TOKEN_MAX, PLACES_MAX, Place, giving_way
 
 
 def test_however_many_identities_an_address_brings_the_next_newcomer_gets_a_place() -> None:
@@ -35,6 +35,39 @@ def test_many_addresses_leave_the_places_of_the_plan_alone() -> None:
     assert all(place.is_planned for place in held)
     with pytest.raises(Unreachable):
         giving_way(Place(PeerId("one more"), "10.0.0.1", is_planned=True), held, has_plan=True)
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_one_link_with_an_address_for_each_identity_leaves_places_to_newcomers_of_others(has_plan: bool) -> None:
+    held: list[Place] = []
+
+    def come(new: Place) -> None:
+        nonlocal held
+        try:
+            gone = giving_way(new, held, has_plan=has_plan)
+        except Unreachable:
+            return
+        held = [place for place in held if place.peer != gone] + [new]
+
+    def flood(begin: int) -> None:
+        for number in range(begin, begin + 200):
+            come(Place(PeerId(f"hostile{number}"), f"10.6.{number % 250}.6", is_planned=False, token="theirs"))
+
+    flood(0)
+    come(Place(PeerId("honest"), "10.0.0.1", is_planned=False, token="ours"))
+    flood(1000)
+    assert "honest" in {place.peer for place in held}
+    assert sum(place.token == "theirs" for place in held) <= (PER_TOKEN_MAX if has_plan else PLACES_MAX - 1)
+
+
+def test_the_proven_keep_their_places_and_give_way_to_the_plan_alone() -> None:
+    proven = [
+        Place(PeerId(f"p{n}"), "10.0.0.1", is_planned=False, token="t", is_proven=True) for n in range(PLACES_MAX)
+    ]
+    assert giving_way(Place(PeerId("proven too"), "10.0.0.1", False, "t", True), proven[:-1], has_plan=True) is None
+    with pytest.raises(Unreachable):
+        giving_way(Place(PeerId("new"), "10.0.0.2", is_planned=False, token="u"), proven, has_plan=True)
+    assert giving_way(Place(PeerId("planned"), "10.0.0.2", is_planned=True), proven, has_plan=True) == "p0"
 
 
 def test_without_a_plan_the_places_go_to_whoever_comes_first() -> None:

@@ -173,6 +173,8 @@ class FollowerBroadcaster:
 
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None: ...
 
+    def keep_places(self, is_proven: Callable[[PeerId], bool]) -> None: ...
+
     def is_needed(self) -> bool:
         return False
 

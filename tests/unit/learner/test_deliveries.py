@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo2.base.ids import GroupId, PeerId
+from echo2.learner import deliveries
 from echo2.learner.deliveries import HEARD_S, NEWS_S, TELL_S, Delivered, Deliveries
 from echo2.learner.episodes import NOBODY, Sent
 
@@ -39,3 +40,14 @@ def test_nobody_is_not_told_of() -> None:
     one = Deliveries()
     one.heard(NOBODY, G, 0)
     assert one.take(0.0) == ()
+
+
+def test_proven_is_who_had_a_rollout_admitted_and_of_those_the_last_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deliveries, "WORKERS_MAX", 3)
+    told = Deliveries()
+    told.heard(PeerId("heard"), GroupId("g"), 0)
+    for name in ("a", "b", "c", "a", "d"):
+        told.admitted([Sent(PeerId(name), 4)])
+    assert [name for name in ("heard", "a", "b", "c", "d") if told.is_proven(PeerId(name))] == ["a", "c", "d"]

@@ -1,7 +1,7 @@
 """One node's libp2p host, in trio: places at relays, hole punching, and streams of frames to peers that cannot be dialled.
 
 Guarantees: `facts` says what is known of how this node is met; every stream handed out is with a member of the run; a
-connection whose peer has not shown its certificate within UNPROVEN_S is closed. Waits: for relays (pauses of
+connection whose peer has not shown its certificate within STRANGER_S is closed. Waits: for relays (pauses of
 RETRY_S_MAX at most between attempts), for a hole PUNCH_S, for frames KEEPALIVE_S. Leaves to others: the asyncio side
 (transport), whom to dial (dialling), the relay's ledger (relay_book).
 """
@@ -35,6 +35,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.p2p import membership
+from echo2.broadcast.runtime.p2p.accept_gate import STRANGER_S, AcceptGate
 from echo2.broadcast.runtime.p2p.autonat import ReachabilityService
 from echo2.broadcast.runtime.p2p.dial_gate import DialGate
 from echo2.broadcast.runtime.p2p.membership import Members
@@ -48,7 +49,6 @@ EXCHANGE = TProtocol("/echo2/exchange/1")
 OWN_PROTOCOLS = (membership.PROTOCOL, EXCHANGE, HOP_PROTOCOL, STOP_PROTOCOL_ID, AUTONAT_PROTOCOL_ID)
 """Their handlers look at the caller's membership first."""
 PUNCH_S = 5.0
-UNPROVEN_S = 15.0
 RENEW_S = 20.0
 JUDGE_S = 300.0  # networks change
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 15.0
@@ -111,6 +111,7 @@ class P2pHost:
         self.port = options.port or _free_port(options.listen_host)
         self._members = Members(credentials, options.is_barred)
         self._gate = DialGate(lambda: self.facts.public_host)
+        self.accepted = AcceptGate()
         self._relays: dict[PeerId, trio.CancelScope] = {}
         self._seen_at: dict[PeerId, float] = {}
         self._judged_at = -JUDGE_S
@@ -130,6 +131,7 @@ class P2pHost:
         self._autonat = ReachabilityService(host, self._members, is_serving=self.options.book is not None)
         relay = MemberRelay(host, self._members, self.options.book, self._circuit_came)
         self._gate.stand_before(host)
+        self.accepted.stand_before(host)
         puncher = self._puncher = HolePuncher(host, self._members, self._gate)
         host.set_stream_handler(membership.PROTOCOL, self._show_membership)
         host.set_stream_handler(EXCHANGE, self._accept)
@@ -180,6 +182,7 @@ class P2pHost:
     async def _show_membership(self, stream: Any) -> None:
         try:
             await self._members.answer(stream, peer_of_stream(stream))
+            self.accepted.prove(stream)
             await stream.close()
         except Exception as error:  # whatever a stranger does must not end the host
             _log.info("libp2p: %s is not let in: %s", peer_of_stream(stream), error)
@@ -189,19 +192,21 @@ class P2pHost:
         """Shows our certificate and checks theirs; each time, for it may have restarted and forgotten us."""
         stream = await self._host.new_stream(ID.from_base58(peer), [membership.PROTOCOL])
         try:
-            return await self._members.show(stream, peer)
+            shown = await self._members.show(stream, peer)
+            self.accepted.prove(stream)
+            return shown
         finally:
             await reset(stream)
 
     async def _drop_strangers(self) -> None:
         while True:
-            await trio.sleep(UNPROVEN_S / 3)
+            await trio.sleep(STRANGER_S / 3)
             now = trio.current_time()
             peers = {PeerId(peer.to_base58()) for peer in self._host.get_network().connections}
             self._seen_at = {peer: self._seen_at.get(peer, now) for peer in peers}
             for peer, since in self._seen_at.items():
-                if self._members.identity_of(peer) is None and now - since > UNPROVEN_S:
-                    _log.info("libp2p: %s has shown no certificate of this run within %.0f s", peer, UNPROVEN_S)
+                if self._members.identity_of(peer) is None and now - since > STRANGER_S:
+                    _log.info("libp2p: %s has shown no certificate of this run within %.0f s", peer, STRANGER_S)
                     await self._close(peer)
 
     async def _close(self, peer: PeerId) -> None:

@@ -39,7 +39,7 @@ class Members:
         certificate = self._known.get(peer_id)
         if certificate is None or certificate.not_after_unix_s < time.time() or self.is_barred(peer_id):
             return None
-        return PeerIdentity(peer_id, certificate.role)
+        return certificate.whose
 
     async def wait_known(self, peer_id: PeerId) -> bool:
         """Whether the peer shows its certificate, which may just be under way, within HANDSHAKE_S."""
@@ -59,7 +59,7 @@ class Members:
         while len(self._known) >= MEMBERS_MAX:
             del self._known[next(iter(self._known))]  # it shows its certificate again when it comes back
         self._known[peer_id] = certificate
-        return PeerIdentity(peer_id, certificate.role)
+        return certificate.whose
 
     async def show(self, stream: Any, peer_id: PeerId) -> PeerIdentity:
         """Our side of the exchange, on a stream that we opened."""
