@@ -28,7 +28,6 @@ from echo2.cli.demo.ports import choose_ports
 from echo2.cli.demo.run import CACHE
 from echo2.cli.demo.summary import steady_utilisation
 from echo2.config.load import to_toml
-from echo2.cost_model.comparison import parsed_rows
 
 WITHIN_S = 110.0
 STEP_S = 0.9
@@ -82,7 +81,11 @@ async def run_cell(folder: Path, link: str, workers: tuple[DemoWorker, ...], ste
 
 
 def _steps(metrics: Path) -> list[dict[str, float]]:
-    return [row for row in parsed_rows(metrics.read_text().splitlines()) if "step_s" in row]
+    rows = [
+        json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")
+    ]  # the last may be cut off
+    numbers = [{name: float(value) for name, value in row.items() if isinstance(value, int | float)} for row in rows]
+    return [row for row in numbers if "step_s" in row]
 
 
 def main() -> None:

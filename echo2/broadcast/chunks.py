@@ -63,10 +63,6 @@ class BlockAssembler:
         self._parts, self._bytes = [], 0
         return block
 
-    @property
-    def is_between_blocks(self) -> bool:
-        return not self._parts
-
 
 def bitmap_to_bytes(bitmap: int) -> bytes:
     """Little-endian bits: chunk 0 is the lowest bit of the first byte."""

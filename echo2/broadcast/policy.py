@@ -5,36 +5,25 @@ Guarantees: every object here is small, is told `now`, and keeps within its stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from echo2.base.ids import PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class SessionConfig:
-    """Limits and times of one session. `uplink_bytes_per_s` 0: no pacing."""
-
-    me: PeerId
-    uplink_bytes_per_s: float = 0.0
-    slots_per_peer: int = 2
-    have_interval_s: float = 0.5
-    have_peers: int = 5  # with more than these have-maps go out less often
-    relay_slack_s: float = 0.15
-    relay_timeout_s: float = 2.0
-    relays_full_s: float = 0.3
-    stall_s: float = 1.2
-    pull_after_s: float = 1.5
-    pull_after_max_s: float = 6.0
-    pull_last_after_s: float = 0.75
-    push_silence_s: float = 1.0
-    first_push_s: float = 0.4
-    publisher_after_s: float = 4.0
-    publisher_alone_after_s: float = 0.5
-    pull_window_s: float = 0.5
-    pull_timeout_s: float = 1.5
-    pull_chunks_max: int = 32
-    requests_held_max: int = 256
-    replays_max: int = 16
+SLOTS_PER_PEER = 2
+HAVE_INTERVAL_S = 0.5
+HAVE_PEERS = 5  # with more than these have-maps go out less often
+RELAY_SLACK_S = 0.15
+RELAY_TIMEOUT_S = 2.0
+RELAYS_FULL_S = 0.3
+STALL_S = 1.2
+PULL_AFTER_S = 1.5
+PULL_AFTER_MAX_S = 6.0
+PULL_LAST_AFTER_S = 0.75
+PUSH_SILENCE_S = 1.0
+FIRST_PUSH_S = 0.4
+PUBLISHER_AFTER_S = 4.0
+PUBLISHER_ALONE_AFTER_S = 0.5
+PULL_WINDOW_S = 0.5
+PULL_TIMEOUT_S = 1.5
+PULL_CHUNKS_MAX = 32
+REQUESTS_HELD_MAX = 256
+REPLAYS_MAX = 16
 
 
 class Pacer:

@@ -11,28 +11,38 @@ from collections.abc import Mapping
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.chunks import those_in
-from echo2.broadcast.policy import SessionConfig
+from echo2.broadcast.policy import (
+    PUBLISHER_AFTER_S,
+    PUBLISHER_ALONE_AFTER_S,
+    PULL_AFTER_MAX_S,
+    PULL_AFTER_S,
+    PULL_CHUNKS_MAX,
+    PULL_LAST_AFTER_S,
+    PULL_TIMEOUT_S,
+    PULL_WINDOW_S,
+    PUSH_SILENCE_S,
+)
 from echo2.broadcast.swarm import Artifact, Peer, Request
 
 CANDIDATES_MAX = 256
 
 
-def patience_s(artifact: Artifact, config: SessionConfig) -> float:
+def patience_s(artifact: Artifact) -> float:
     """How long a chunk that a neighbour holds may still be on its way to us by a push.
 
     Of the last few there is little to lose by having one twice, and much by waiting for one slow connection.
     """
     if artifact.is_nearly_complete:
-        return config.pull_last_after_s
-    return min(config.pull_after_max_s, config.pull_after_s + 1.5 * artifact.push_lag_s)
+        return PULL_LAST_AFTER_S
+    return min(PULL_AFTER_MAX_S, PULL_AFTER_S + 1.5 * artifact.push_lag_s)
 
 
-def due_chunks(artifact: Artifact, config: SessionConfig, now: float) -> list[int]:
+def due_chunks(artifact: Artifact, now: float) -> list[int]:
     """Missing chunks that have been available long enough that no push is to be expected."""
     if not artifact.is_wanted or not artifact.missing_since:
         return []
-    is_pushed_to = now - artifact.pushed_at < config.push_silence_s
-    patience = patience_s(artifact, config) if is_pushed_to else 0.0
+    is_pushed_to = now - artifact.pushed_at < PUSH_SILENCE_S
+    patience = patience_s(artifact) if is_pushed_to else 0.0
     due: list[int] = []
     for index, since in artifact.missing_since.items():
         if now - since < patience:
@@ -43,27 +53,26 @@ def due_chunks(artifact: Artifact, config: SessionConfig, now: float) -> list[in
     return due
 
 
-def window_chunks(peer: Peer, artifact: Artifact, config: SessionConfig) -> int:
+def window_chunks(peer: Peer, artifact: Artifact) -> int:
     """How many chunks may be on request from a peer at once."""
-    by_rate = int(peer.rate.bytes_per_s * config.pull_window_s / artifact.mean_chunk_bytes)
-    return max(2, min(config.pull_chunks_max, by_rate))
+    by_rate = int(peer.rate.bytes_per_s * PULL_WINDOW_S / artifact.mean_chunk_bytes)
+    return max(2, min(PULL_CHUNKS_MAX, by_rate))
 
 
 def choose(
     artifact: Artifact,
     peers: Mapping[PeerId, Peer],
     publisher: PeerId | None,
-    config: SessionConfig,
     rng: random.Random,
     now: float,
 ) -> dict[PeerId, list[int]]:
     """Which chunks to ask of which peers now. The publisher is asked only for what nobody else can give."""
-    due = due_chunks(artifact, config, now)
+    due = due_chunks(artifact, now)
     if not due:
         return {}
     room: dict[PeerId, int] = {}
     for peer_id, peer in peers.items():
-        free = window_chunks(peer, artifact, config) - len(peer.requests) if peer.haves.get(artifact.key) else 0
+        free = window_chunks(peer, artifact) - len(peer.requests) if peer.haves.get(artifact.key) else 0
         if free > 0:
             room[peer_id] = free
     if not room:
@@ -79,9 +88,9 @@ def choose(
     for index in wanted:
         others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
         age_s = now - artifact.missing_since[index]
-        if not others and len(peers) > 1 and age_s < config.publisher_alone_after_s:
+        if not others and len(peers) > 1 and age_s < PUBLISHER_ALONE_AFTER_S:
             continue  # others may be about to say that they hold it
-        is_urgent = age_s > config.publisher_after_s
+        is_urgent = age_s > PUBLISHER_AFTER_S
         pool = [p for p in (holders[index] if is_urgent or not others else others) if room.get(p, 0) > 0]
         if not pool:
             continue
@@ -91,15 +100,13 @@ def choose(
     return chosen
 
 
-def note_requests(
-    artifact: Artifact, peer: Peer, indices: list[int], config: SessionConfig, now: float
-) -> tuple[int, ...]:
+def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float) -> tuple[int, ...]:
     """Remembers them with the deadline that the peer's rate gives."""
     if not peer.requests:
         peer.rate.begin(now)
     for index in indices:
         ahead = (len(peer.requests) + 1) * artifact.mean_chunk_bytes
-        deadline = now + min(10.0, config.pull_timeout_s + 3 * ahead / peer.rate.bytes_per_s)
+        deadline = now + min(10.0, PULL_TIMEOUT_S + 3 * ahead / peer.rate.bytes_per_s)
         peer.requests[(artifact.key, index)] = Request(now, deadline)
         peer.asked[artifact.key] = peer.asked.get(artifact.key, 0) | 1 << index
     return tuple(indices)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.policy import RelayWindow, SessionConfig
+from echo2.broadcast.policy import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
 from echo2.broadcast.swarm import Peer, Ref
 from echo2.broadcast.topology import BroadcastPlan, fluid_bound
 
@@ -34,8 +34,7 @@ class SeedTree:
 class Seeding:
     """Fresh chunks and the trees that they may take."""
 
-    def __init__(self, config: SessionConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self.fresh: deque[Ref] = deque()
         self.waiting: dict[ArtifactKey, int] = {}  # the fresh ones as bitmaps
         self.trees: list[SeedTree] = []
@@ -57,14 +56,14 @@ class Seeding:
             children = plan.pushed_to(number)
             mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
             relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
-            window = RelayWindow(self._config.relay_slack_s, self._first_window(plan, number, children))
+            window = RelayWindow(RELAY_SLACK_S, self._first_window(plan, number, children))
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
 
     def _first_window(self, plan: BroadcastPlan, number: int, children: Mapping[int, Sequence[int]]) -> float:
         """Bytes that keep a tree busy from the start, by the plan: its rate times a lap and the slack."""
         tree, seed = plan.trees[number], plan.nodes[0]
         lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
-        return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + self._config.relay_slack_s)
+        return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))
@@ -123,9 +122,9 @@ class Seeding:
             if direct.window.sent_bytes <= direct.weight * total_bytes:
                 return direct
         has_relays = any(tree.relays and not tree.window.is_suspended(now) for tree in self.trees)
-        if has_relays and now - self._relays_full_since < self._config.relays_full_s:
+        if has_relays and now - self._relays_full_since < RELAYS_FULL_S:
             return None
-        return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(self._config.relay_slack_s))
+        return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(RELAY_SLACK_S))
 
     def acknowledged(self, peer: PeerId, ref: Ref, backlog: int, now: float) -> None:
         for tree in self._all_trees:
@@ -154,16 +153,16 @@ class Seeding:
     def check_timeouts(self, now: float) -> None:
         """A relay that owes a chunk for too long is replaced until it is heard of again."""
         for tree in self._all_trees:
-            if tree.window.oldest_age_s(now) > self._config.relay_timeout_s + 4 * tree.window.lap_s:
+            if tree.window.oldest_age_s(now) > RELAY_TIMEOUT_S + 4 * tree.window.lap_s:
                 self._suspend(tree, now)
 
     def next_timeout(self) -> float | None:
         times = [
-            next(iter(t.window.outstanding.values())) + self._config.relay_timeout_s + 4 * t.window.lap_s
+            next(iter(t.window.outstanding.values())) + RELAY_TIMEOUT_S + 4 * t.window.lap_s
             for t in self._all_trees if t.window.outstanding
         ]  # fmt: skip
         if self.fresh and self._relays_full_since is not None:
-            times.append(self._relays_full_since + self._config.relays_full_s)
+            times.append(self._relays_full_since + RELAYS_FULL_S)
         return min(times, default=None)
 
     def _suspend(self, tree: SeedTree, now: float) -> None:

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from echo2.base.ids import PeerId
 from echo2.base.rng import derived_rng
-from echo2.broadcast import pulling
+from echo2.broadcast import policy, pulling
 from echo2.broadcast.chunks import all_of, those_in
 from echo2.broadcast.events import (
     Accuse,
@@ -53,7 +53,7 @@ from echo2.broadcast.events import (
 )
 from echo2.broadcast.governor import UplinkGovernor, UplinkSample
 from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
-from echo2.broadcast.policy import Pacer, SessionConfig
+from echo2.broadcast.policy import Pacer
 from echo2.broadcast.relaying import Relaying
 from echo2.broadcast.seeding import Seeding
 from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
@@ -66,19 +66,19 @@ OF_PEERS = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSee
 class Session:
     """One node's part in the broadcast of all artifacts."""
 
-    def __init__(self, config: SessionConfig, seed: int = 0) -> None:
-        self.config = config
+    def __init__(self, me: PeerId, seed: int = 0, uplink_bytes_per_s: float = 0.0) -> None:
+        self.me = me
         self.peers: dict[PeerId, Peer] = {}
         self.artifacts: dict[ArtifactKey, Artifact] = {}
         self.plan: BroadcastPlan | None = None
         self._late: frozenset[PeerId] = frozenset()
         self.duplicates_bytes = 0
         self.pulled_chunks = 0
-        self.governor = UplinkGovernor(config.uplink_bytes_per_s)
-        self._pacer = Pacer(config.uplink_bytes_per_s)
-        self._seeding = Seeding(config)
-        self._relaying = Relaying(config.me)
-        self._rng: random.Random = derived_rng(seed, "session", config.me)
+        self.governor = UplinkGovernor(uplink_bytes_per_s)
+        self._pacer = Pacer(uplink_bytes_per_s)
+        self._seeding = Seeding()
+        self._relaying = Relaying(me)
+        self._rng: random.Random = derived_rng(seed, "session", me)
         self._served = 0
         self._actions: list[Action] = []
         self._wake_at = float("inf")
@@ -166,7 +166,7 @@ class Session:
         for peer in self.peers.values():
             peer.is_late = peer.peer_id in self._late
         self._relaying.set_plan(plan)
-        self._seeding.set_plan(plan, self.config.me)
+        self._seeding.set_plan(plan, self.me)
 
     def _greet(self, peer: Peer) -> None:
         for key in self.artifacts:
@@ -193,7 +193,7 @@ class Session:
             self.peers[event.peer].knows.add(event.key)
         if event.key in self.artifacts:
             return
-        grace_from = now - self.config.push_silence_s + self.config.first_push_s
+        grace_from = now - policy.PUSH_SILENCE_S + policy.FIRST_PUSH_S
         self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from)
         for peer in self.peers.values():
             self._tell_header(peer, event.key)
@@ -223,7 +223,7 @@ class Session:
         was_given = peer.given.get(event.key, 0) & bit
         if was_given and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1
-            if peer.replays >= self.config.replays_max:
+            if peer.replays >= policy.REPLAYS_MAX:
                 self._actions.append(Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without being asked"))
         peer.given[event.key] = peer.given.get(event.key, 0) | bit
         peer.note(event.key, event.index)
@@ -269,7 +269,7 @@ class Session:
             return
         queued = {(o.key, o.index) for o in peer.pull_queue}
         for index in those_in(artifact.held, event.indices):
-            if len(peer.pull_queue) >= self.config.requests_held_max:
+            if len(peer.pull_queue) >= policy.REQUESTS_HELD_MAX:
                 return
             if (event.key, index) not in queued:
                 queued.add((event.key, index))
@@ -289,7 +289,7 @@ class Session:
         self._acknowledge(self._relaying.done((event.key, event.index), event.peer))
 
     def _uplink_seen(self, event: UplinkSeen, now: float) -> None:
-        mine = self.plan.index_of(self.config.me) if self.plan is not None else None
+        mine = self.plan.index_of(self.me) if self.plan is not None else None
         if self.plan is not None and mine is not None:
             self.governor.planned(self.plan.nodes[mine].uplink_bytes_per_s)
         newest = next(reversed(self.artifacts.values()), None)
@@ -359,8 +359,8 @@ class Session:
             return
         self._is_untold = False
         is_ending = any(a.is_nearly_complete and not a.is_complete for a in self.artifacts.values())
-        crowd = 1.0 if is_ending else max(1.0, len(self.peers) / self.config.have_peers)
-        self._gossip_at = now + self.config.have_interval_s * crowd
+        crowd = 1.0 if is_ending else max(1.0, len(self.peers) / policy.HAVE_PEERS)
+        self._gossip_at = now + policy.HAVE_INTERVAL_S * crowd
         for artifact in self.artifacts.values():
             shown = self._shown(artifact)
             for peer in self.peers.values():
@@ -387,9 +387,9 @@ class Session:
                 artifact.offered(self._offered(artifact.key), now)
             if not artifact.missing_since:
                 continue
-            chosen = pulling.choose(artifact, self.peers, publisher, self.config, self._rng, now)
+            chosen = pulling.choose(artifact, self.peers, publisher, self._rng, now)
             for peer_id, indices in chosen.items():
-                noted = pulling.note_requests(artifact, self.peers[peer_id], indices, self.config, now)
+                noted = pulling.note_requests(artifact, self.peers[peer_id], indices, now)
                 self._actions.append(SendRequest(peer_id, artifact.key, noted))
 
     # ---- sending
@@ -437,7 +437,7 @@ class Session:
                 (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
 
     def _next_outgoing(self, now: float) -> tuple[Peer, Outgoing] | None:
-        for peer, queue in service_order(self.peers.values(), self.config.slots_per_peer):
+        for peer, queue in service_order(self.peers.values(), policy.SLOTS_PER_PEER):
             while queue:
                 outgoing = queue.popleft()
                 if self._is_still_due(peer, outgoing, now):
@@ -450,7 +450,7 @@ class Session:
         if artifact is None or not artifact.held >> outgoing.index & 1:
             return False
         if outgoing.is_answer:  # a request may cross a push of the same chunk
-            return now - peer.sent.get((outgoing.key, outgoing.index), float("-inf")) > self.config.pull_after_s
+            return now - peer.sent.get((outgoing.key, outgoing.index), float("-inf")) > policy.PULL_AFTER_S
         return not peer.has(outgoing.key, outgoing.index)
 
     # ---- time
@@ -464,7 +464,7 @@ class Session:
         for peer in self.peers.values():
             if not peer.in_transport:
                 continue
-            stuck_at = peer.taken_at + max(self.config.stall_s, 8 * peer.send_s)
+            stuck_at = peer.taken_at + max(policy.STALL_S, 8 * peer.send_s)
             if now < stuck_at:
                 next_at = stuck_at if next_at is None else min(next_at, stuck_at)
             elif not peer.is_stuck:
@@ -495,6 +495,6 @@ class Session:
         for artifact in self.artifacts.values():
             if artifact.is_wanted and artifact.missing_since:
                 since = next(iter(artifact.missing_since.values()))
-                quiet_at = artifact.pushed_at + self.config.push_silence_s
-                times.append(max(now + 0.1, min(since + pulling.patience_s(artifact, self.config), quiet_at)))
+                quiet_at = artifact.pushed_at + policy.PUSH_SILENCE_S
+                times.append(max(now + 0.1, min(since + pulling.patience_s(artifact), quiet_at)))
         return min(times, default=None)

@@ -61,14 +61,6 @@ class OperatorClient:
             raise self._explained(error) from None
         return status
 
-    async def set_worker(self, peer_id: str, activation: str, reason: str) -> None:
-        """Activates, drains or bans a worker."""
-        request = coordinator_pb2.SetWorkerStateRequest(peer_id=peer_id, activation=activation, reason=reason)
-        try:
-            await self._stub.SetWorkerState(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._explained(error) from None
-
     async def create_link(self, role: str, lifetime_s: float, use_limit: int, label: str) -> str:
         """A new join link; it is shown once."""
         request = coordinator_pb2.CreateTokenRequest(role=role, lifetime_s=lifetime_s, use_limit=use_limit, label=label)

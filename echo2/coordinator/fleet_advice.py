@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from echo2.base.ids import PeerId
 from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.provisioning import Machine, MachineState, Offer
 from echo2.coordinator.worth import CLAIM_MARGIN
@@ -196,8 +195,3 @@ def _idle_s(worker: Member, now: float) -> float:
     activation = worker.last_activation
     is_idle = activation is not None and (activation is Activation.STANDBY or activation.is_barred)
     return now - worker.activation_since if is_idle else 0.0
-
-
-def peers_of(machine: Machine, peers_by_token: Mapping[str, Iterable[PeerId]]) -> list[PeerId]:
-    """Who joined with the machine's token."""
-    return sorted(peers_by_token.get(machine.token_id, ()))

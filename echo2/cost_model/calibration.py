@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from echo2.base.errors import MalformedMessage
 
 WINDOW = 31
-TAIL_WINDOW = 1024
 PRIOR_WEIGHT = 2.0
 MAD_TO_SIGMA = 1.4826
 MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for a normal
@@ -34,10 +33,6 @@ class Estimate:
     error: float
     spread: float
     count: int
-
-    @property
-    def relative_error(self) -> float:
-        return self.error / abs(self.value) if self.value else math.inf
 
 
 def checked_observation(field_name: str, value: float, least: float = 0.0) -> float:
@@ -92,46 +87,6 @@ class RobustEstimator:
         """The estimate's value, or `default` without one."""
         found = self.estimate()
         return default if found is None else found.value
-
-
-@dataclass(slots=True)
-class TailEstimator:
-    """A high quantile of durations, by order statistics of the newest `TAIL_WINDOW`."""
-
-    field_name: str
-    quantile: float = 0.95
-    prior: float | None = None
-    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=TAIL_WINDOW))
-
-    def observe(self, value: float, now: float) -> None:
-        """Takes one duration."""
-        self._seen.append(checked_observation(self.field_name, value))
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self._seen) if self._seen else None
-
-    def estimate(self) -> Estimate | None:
-        """The quantile; its error is half the width of the one-sigma binomial interval of ranks."""
-        if not self._seen:
-            if self.prior is None:
-                return None
-            return Estimate(self.prior, PRIOR_SPREAD * self.prior, PRIOR_SPREAD * self.prior, 0)
-        ordered = sorted(self._seen)
-        count = len(ordered)
-        centre, sigma = self.quantile * (count - 1), math.sqrt(count * self.quantile * (1 - self.quantile))
-        value = _between(ordered, centre)
-        error = (_between(ordered, centre + sigma) - _between(ordered, centre - sigma)) / 2
-        spread = MAD_TO_SIGMA * (_between(ordered, 0.75 * (count - 1)) - _between(ordered, 0.25 * (count - 1))) / 2
-        return Estimate(value, error, spread, count)
-
-
-def _between(ordered: list[float], rank: float) -> float:
-    """The value at a fractional rank, clamped to the ends."""
-    rank = min(max(rank, 0.0), len(ordered) - 1.0)
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (rank - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(slots=True)

@@ -26,17 +26,6 @@ def default_kappa(staleness_bound: int) -> int:
     return max(1, staleness_bound - 1)
 
 
-def throughput_needed_stalled(rollouts_per_step: float, train_s: float, kappa: int, broadcast_s: float) -> float:
-    """Relation (1) solved for mu_pool, rollouts/s; infinite where the download alone fills the period."""
-    free_s = kappa * train_s - broadcast_s
-    return kappa * rollouts_per_step / free_s if free_s > 0 else math.inf
-
-
-def throughput_needed_background(rollouts_per_step: float, train_s: float) -> float:
-    """The first half of relation (2), rollouts/s."""
-    return rollouts_per_step / train_s
-
-
 def broadcast_budget_s(kappa: int, train_s: float) -> float:
     """The second half of relation (2): a version must be through before the next one is published."""
     return kappa * train_s

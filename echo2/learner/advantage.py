@@ -71,13 +71,6 @@ class Advantages:
     trained_R: Tensor
 
 
-def advantage_config(name: str) -> AdvantageConfig:
-    """The estimator called `name`, or a `ConfigError` that lists those known."""
-    if name not in ADVANTAGES:
-        raise ConfigError(f"advantage: expected one of {', '.join(ADVANTAGES)}, got {name!r}")
-    return ADVANTAGES[name]
-
-
 def group_advantages(
     rewards_R: Tensor, group_R: Tensor, config: AdvantageConfig, weight_R: Tensor | None = None
 ) -> Advantages:

@@ -132,19 +132,6 @@ def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) 
             return ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)
 
 
-def effective_sample_fraction(log_ratio_N: Tensor) -> Tensor:
-    """Kong's effective sample size over the sample's size, `(sum w)^2 / (N sum w^2)`: 1 when all weights are equal.
-
-    Of tokens or of rollouts (`Segments.sum_R` of the token log-ratios). In float64 relative to the largest weight, so
-    that no ratio over- or underflows. An empty sample gives 1.
-    """
-    if log_ratio_N.numel() == 0:
-        return torch.ones((), dtype=torch.float64, device=log_ratio_N.device)
-    log_weight_N = log_ratio_N.detach().to(torch.float64)
-    weight_N = torch.exp(log_weight_N - log_weight_N.max())
-    return weight_N.sum().square() / (weight_N.square().sum() * weight_N.numel())
-
-
 def learning_rate_scale(sample_fraction: float, floor: float = 0.0) -> float:
     """VCPO's factor on the learning rate: the root of the effective fraction (the rule for Adam), at least `floor`."""
     if not (math.isfinite(sample_fraction) and 0.0 <= sample_fraction <= 1.0 + 1e-6):

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-PHASES = ("wait", "load", "forward", "backward", "optimiser", "diff", "encode")
-"""wait: for rollouts. load: laying out the batch. diff: copying the published bits. encode: off the critical path."""
-BUSY_PHASES = ("load", "forward", "backward", "optimiser", "diff")
 WINDOW_STEPS = 50
 
 

@@ -18,7 +18,6 @@ from echo2.broadcast import events as be
 from echo2.broadcast.catch_up import UNKNOWN_LINK, plan_way
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
-from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.sim import messages as m
@@ -63,7 +62,7 @@ class BroadcastDriver:
         self.host, self.network, self.identity, self.disk = host, network, identity, disk
         self.me = identity.peer_id
         self.publisher: PeerId | None = None
-        self.session = Session(SessionConfig(me=self.me), seed)
+        self.session = Session(self.me, seed)
         self.entries: dict[ArtifactKey, Entry] = {}
         self.links: dict[PeerId, End] = {}
         self.banned: dict[PeerId, str] = {}

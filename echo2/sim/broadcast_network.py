@@ -39,7 +39,6 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 
@@ -70,7 +69,7 @@ class BroadcastNetwork:
     def __init__(self, plan: BroadcastPlan, *, seed: int = 0) -> None:
         self.now = 0.0
         self.plan = plan
-        self.nodes = {link.peer_id: SimNode(link, Session(SessionConfig(me=link.peer_id), seed)) for link in plan.nodes}
+        self.nodes = {link.peer_id: SimNode(link, Session(link.peer_id, seed)) for link in plan.nodes}
         self.seed_id = plan.nodes[0].peer_id
         self.accusations: list[tuple[PeerId, str]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []

@@ -30,7 +30,6 @@ _0 = np.uint64(0)
 _1 = np.uint64(1)
 _6 = np.uint64(6)
 _63 = np.uint64(63)
-_64 = np.uint64(64)
 _LONG = np.uint64(LONG)
 
 

@@ -195,23 +195,17 @@ def choose_setting(
     return best, found[best][1]
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """What to keep where. What is in memory may also be on disk."""
-
-    in_memory: frozenset[Edge]
-    on_disk: frozenset[Edge]
-    dropped: frozenset[Edge]
-
-
-def plan_retention(
-    edges: Sequence[Edge], newest: Version, in_use: Sequence[Version], memory_bytes: int, disk_bytes: int
-) -> Retention:
-    """Which containers stay, within byte budgets for memory and disk; the most useful first."""
-    ranked = by_usefulness(edges, newest, in_use)
-    in_memory = _fill(ranked, memory_bytes)
-    on_disk = _fill(ranked, disk_bytes)
-    return Retention(in_memory, on_disk, frozenset(ranked) - in_memory - on_disk)
+def dropped_to_fit(
+    edges: Sequence[Edge], newest: Version, in_use: Sequence[Version], budget_bytes: int
+) -> frozenset[Edge]:
+    """Which containers go, so that the rest fits the budget; the most useful stay."""
+    dropped = []
+    for edge in by_usefulness(edges, newest, in_use):
+        if edge.encoded_bytes <= budget_bytes:
+            budget_bytes -= edge.encoded_bytes
+        else:
+            dropped.append(edge)
+    return frozenset(dropped)
 
 
 def by_usefulness(edges: Sequence[Edge], newest: Version, in_use: Sequence[Version]) -> list[Edge]:
@@ -227,15 +221,6 @@ def by_usefulness(edges: Sequence[Edge], newest: Version, in_use: Sequence[Versi
         return importance, -edge.target, edge.encoded_bytes
 
     return sorted(set(edges), key=rank)
-
-
-def _fill(ranked: Sequence[Edge], budget: int) -> frozenset[Edge]:
-    kept = []
-    for edge in ranked:
-        if edge.encoded_bytes <= budget:
-            kept.append(edge)
-            budget -= edge.encoded_bytes
-    return frozenset(kept)
 
 
 def joining_path(edges: Sequence[Edge], newest: Version) -> frozenset[Edge]:

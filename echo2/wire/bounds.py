@@ -238,14 +238,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "leases": _U32, "usd_spent": _USD,
     },
     "Event": {"unix_s": _UNIX_S, "kind": Text(32), "text": Text(20_000, False)},
-    "SetWorkerStateRequest": {"peer_id": _ID, "activation": _WORDS, "reason": _WORDS},
     "CreateTokenRequest": {"role": _WORDS, "lifetime_s": _SECONDS, "use_limit": _U32, "label": Text(9000, False)},
     "CreateTokenReply": {"token_id": _ID, "join_link": _TEXT},
-    "ListTokensReply": {"tokens": Listed(100_000)},
-    "TokenStatus": {
-        "token_id": _ID, "role": Text(32), "label": _TEXT, "expires_unix_s": _UNIX_S, "use_limit": _U32, "use_count": _U32,
-    },
-    "RevokeTokenRequest": {"token_id": _WORDS},
     # ---- enrolment.proto
     "EnrolRequest": {"protocol_version": _U32, "token": _SECRET, "role": _WORDS, "certificate_request_der": _PEM},
     "EnrolReply": {

@@ -41,8 +41,6 @@ from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16
 """Of one report, or of one segment alone: what is looked at without a pause."""
 REPORT_SPANS_MAX = 1 << 14
-REPORT_BYTES_MAX = 2 << 20
-"""Message size limit of the Ingest service, both ends: `REPORT_TOKENS_MAX` tokens and their spans fit."""
 PARTIALS_BYTES_MAX = 256 << 20
 """Limit of a GetPartials reply: the partial rollouts of one group, whole."""
 

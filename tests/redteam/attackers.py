@@ -92,10 +92,7 @@ async def _unary(channel: grpc.aio.Channel, path: str, data: bytes) -> int:
 
 UNARY = {
     "Operator/GetStatus": coordinator_pb2.GetStatusRequest,
-    "Operator/SetWorkerState": coordinator_pb2.SetWorkerStateRequest,
     "Operator/CreateToken": coordinator_pb2.CreateTokenRequest,
-    "Operator/ListTokens": coordinator_pb2.ListTokensRequest,
-    "Operator/RevokeToken": coordinator_pb2.RevokeTokenRequest,
     "Renewal/Renew": enrolment_pb2.RenewRequest,
 }
 OF_STRANGERS = {

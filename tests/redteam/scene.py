@@ -162,7 +162,7 @@ async def _probe(scene: Scene, cost: Cost) -> None:
         while True:
             before = loop_cpu_s(pid)
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await stub.ListTokens(pb.ListTokensRequest(), timeout=10)
+                await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
                 held.append(loop_cpu_s(pid) - before)
             cost.held_ms["coordinator"] = 1e3 * sorted(held)[max(0, int(0.99 * len(held)) - 1)] if held else 0.0
             await asyncio.sleep(PROBE_PAUSE_S)

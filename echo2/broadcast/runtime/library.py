@@ -30,7 +30,7 @@ from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Sea
 from echo2.broadcast.room import expected_bytes, store_bytes_min
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords
 from echo2.broadcast.runtime.progress import AvailableArtifact
-from echo2.weights.policy import Edge, WorkerLink, joining_path, plan_retention
+from echo2.weights.policy import Edge, WorkerLink, dropped_to_fit, joining_path
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
@@ -235,11 +235,11 @@ class Library:
             return []
         edges, newest = list(of_edge), max(edge.target for edge in of_edge)
         budget = max(0, sum(edge.encoded_bytes for edge in edges) - room_bytes)
-        kept = plan_retention(edges, newest, [edge.target for edge in edges], 0, budget)
-        free = kept.dropped - joining_path(edges, newest)
+        dropped = dropped_to_fit(edges, newest, [edge.target for edge in edges], budget)
+        free = dropped - joining_path(edges, newest)
         replacing = self.entries[spared].header.artifact if spared in self.entries else None
         if not free and replacing is not None and replacing.is_keyframe and replacing.version >= newest:
-            free = kept.dropped
+            free = dropped
         victims = [key for edge, key in of_edge.items() if edge in free]
         for key in victims:
             self.drop(key)

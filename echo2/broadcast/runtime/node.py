@@ -37,7 +37,6 @@ from echo2.broadcast.events import (
 )
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.places import Place, giving_way
-from echo2.broadcast.policy import SessionConfig
 from echo2.broadcast.room import expected_bytes
 from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.chunk_store import ChunkStore
@@ -85,9 +84,7 @@ class BroadcastNode:
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
         self.library = Library(store, credentials.run_id, options.limits, options.lineage)
-        self.session = Session(
-            SessionConfig(self.peer_id, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD), options.seed
-        )
+        self.session = Session(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter = Meter()
         self.following = Following(self.peer_id, self.library, self.meter, options.shape)
         self._grpc = GrpcTransport(credentials)

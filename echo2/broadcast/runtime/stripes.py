@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import LinkWidened
+from echo2.broadcast.policy import SLOTS_PER_PEER
 from echo2.broadcast.reachability import LinkWay
 from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.progress import LinkStatus
@@ -75,7 +76,7 @@ class Stripes:
                 continue
             paths = (sent.paths.get(remote, PathSent()) for remote in link.remotes)
             path = functools.reduce(PathSent.__add__, paths, PathSent())
-            held_back = peer.is_held_back(self._session.config.slots_per_peer)
+            held_back = peer.is_held_back(SLOTS_PER_PEER)
             look = LinkLook(path.delivered_bytes, path.lost, held_back)
             self._width(link).striping.look(look, link.width, self._limit, now)
 

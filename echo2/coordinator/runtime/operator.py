@@ -1,4 +1,4 @@
-"""The Operator service: commands for whoever holds an operator's certificate.
+"""The Operator service: what the `echo2` commands ask with an operator's certificate.
 
 Guarantees: a caller of another role gets PERMISSION_DENIED, a wrong argument INVALID_ARGUMENT with the reason.
 """
@@ -44,40 +44,11 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
         return await self._answer(request, context, self._commands.status)
 
-    async def SetWorkerState(self, request: pb.SetWorkerStateRequest, context: Any) -> pb.SetWorkerStateReply:
-        def act() -> pb.SetWorkerStateReply:
-            self._commands.set_worker(request.peer_id, request.activation, request.reason)
-            return pb.SetWorkerStateReply()
-
-        return await self._answer(request, context, act)
-
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Any) -> pb.CreateTokenReply:
         def act() -> pb.CreateTokenReply:
             token, link = self._commands.create_token(
                 request.role, request.label, request.lifetime_s, request.use_limit
             )
             return pb.CreateTokenReply(token_id=token.token_id, join_link=link)
-
-        return await self._answer(request, context, act)
-
-    async def ListTokens(self, request: pb.ListTokensRequest, context: Any) -> pb.ListTokensReply:
-        def act() -> pb.ListTokensReply:
-            tokens = self._commands.hub.tokens.tokens.values()
-            return pb.ListTokensReply(
-                tokens=[
-                    pb.TokenStatus(
-                        token_id=token.token_id, role=token.role, label=token.label, expires_unix_s=token.expires_at,
-                        use_limit=token.use_limit, use_count=len(token.peers), is_revoked=token.is_revoked,
-                    )
-                    for token in tokens
-                ]
-            )  # fmt: skip
-
-        return await self._answer(request, context, act)
-
-    async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Any) -> pb.RevokeTokenReply:
-        def act() -> pb.RevokeTokenReply:
-            self._commands.revoke_token(request.token_id)
-            return pb.RevokeTokenReply()
 
         return await self._answer(request, context, act)

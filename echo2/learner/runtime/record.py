@@ -45,7 +45,6 @@ class RunFacts:
     """What a row says beside its step."""
 
     predicted_utilisation: float = 0.0
-    rewards_failed: int = 0
     flops_per_position: float = 0.0
     peak_flops: float = 0.0
     evaluation: Mapping[str, float] = field(default_factory=dict)

@@ -80,11 +80,6 @@ def is_users_own(spec: TaskSpec) -> bool:
     return ":" in spec.name
 
 
-def task_names() -> tuple[str, ...]:
-    """The built-in names, of tasks and of environments."""
-    return (*_BUILT_IN, *_BUILT_IN_ENVIRONMENTS)
-
-
 def _sort_digits(seed: int, digit_count: int = 5) -> Task:
     return SortDigits(digit_count)
 

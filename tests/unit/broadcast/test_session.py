@@ -22,7 +22,7 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.policy import Pacer, SessionConfig
+from echo2.broadcast.policy import REPLAYS_MAX, SLOTS_PER_PEER, Pacer
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import NodeLink, fluid_bound
 from echo2.broadcast.trees import plan
@@ -158,8 +158,8 @@ def test_once_faults_stop_every_living_worker_has_everything(
     assert not net.accusations, "an honest peer was accused"
 
 
-def _session(**changes: float) -> Session:
-    return Session(SessionConfig(me=PeerId("me"), **changes))  # type: ignore[arg-type]
+def _session() -> Session:
+    return Session(PeerId("me"))
 
 
 def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
@@ -172,7 +172,7 @@ def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
         accused += [a for a in session.handle(seen, 0.01 * i) if isinstance(a, Accuse)]
         if accused:
             break
-    assert accused and accused[0].peer == PeerId("bad") and i == SessionConfig(me=PeerId("me")).replays_max
+    assert accused and accused[0].peer == PeerId("bad") and i == REPLAYS_MAX
 
 
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:
@@ -270,4 +270,4 @@ def test_transport_never_holds_more_than_its_slots() -> None:
             isinstance(a, SendChunk)
             for a in session.handle(ChunkSeen(None, KEY, index, 1000, is_fresh=True), 0.001 * index)
         )
-    assert out == session.config.slots_per_peer
+    assert out == SLOTS_PER_PEER

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
-from echo2.cost_model.calibration import WINDOW, DeltaSizeEstimator, RobustEstimator, TailEstimator
+from echo2.cost_model.calibration import WINDOW, DeltaSizeEstimator, RobustEstimator
 from echo2.cost_model.prediction import Predicted, PredictionLog
 
 
@@ -21,7 +21,7 @@ def test_outliers_do_not_move_the_estimate(truth: float, seed: int) -> None:
     found = one.estimate()
     assert found is not None and found.count == WINDOW
     assert found.value == pytest.approx(truth, rel=0.06)
-    assert found.relative_error < 0.05
+    assert found.error < 0.05 * found.value
 
 
 def test_a_prior_fades_and_old_observations_are_forgotten() -> None:
@@ -33,16 +33,6 @@ def test_a_prior_fades_and_old_observations_are_forgotten() -> None:
         one.observe(4.0, 200.0 + index)
     assert one.value_or(0.0) == pytest.approx(4.0, rel=0.1)
     assert one.estimate().count == 30  # type: ignore[union-attr]
-
-
-def test_tail_is_the_measured_quantile_with_an_honest_error() -> None:
-    rng = random.Random(1)
-    tail = TailEstimator("rollout_s")
-    for _ in range(1000):
-        tail.observe(rng.lognormvariate(0.0, 1.0), 0.0)
-    found = tail.estimate()
-    assert found is not None
-    assert abs(found.value - math.exp(1.645)) < 4 * found.error
 
 
 def test_delta_sizes_are_carried_to_other_periods_by_the_fitted_growth() -> None:

@@ -21,7 +21,8 @@ def point(bound: int, kappa: int, broadcast: float, rollout: float = 0.3, rate: 
 def test_stalled_relation_and_its_utilisation_agree(
     batch: float, train_s: float, kappa: int, broadcast_s: float
 ) -> None:
-    needed = capacity.throughput_needed_stalled(batch, train_s, kappa, broadcast_s)
+    free_s = kappa * train_s - broadcast_s  # relation (1) solved for mu_pool
+    needed = kappa * batch / free_s if free_s > 0 else math.inf
     if math.isinf(needed):
         assert capacity.utilisation_stalled(batch, train_s, kappa, broadcast_s, 1e9) < 1
     else:

@@ -15,7 +15,6 @@ from echo2.learner.correction import (
     CorrectionConfig,
     Segments,
     correction_weights,
-    effective_sample_fraction,
     learning_rate_scale,
     score_norm_sq_proxy,
 )
@@ -68,23 +67,6 @@ def test_weights_are_finite_not_negative_and_one_when_the_policies_agree(
         assert float(weights_T.max()) <= config.cap
     same_T = correction_weights(proximal_T, proximal_T, segments, config).weights_T
     assert same_T.tolist() == [1.0] * len(tokens)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-500, 500), min_size=1, max_size=20), st.floats(-300, 300))
-def test_the_effective_fraction_lies_between_one_over_n_and_one_and_ignores_a_common_factor(
-    log_ratios: list[float], shift: float
-) -> None:
-    log_ratio_N = torch.tensor(log_ratios, dtype=torch.float64)
-    fraction = float(effective_sample_fraction(log_ratio_N))
-    assert 1 / len(log_ratios) - 1e-9 <= fraction <= 1 + 1e-9
-    assert float(effective_sample_fraction(log_ratio_N + shift)) == pytest.approx(fraction, rel=1e-6)
-
-
-def test_the_effective_fraction_of_k_equal_weights_among_n_is_k_over_n() -> None:
-    log_ratio_N = torch.tensor([0.0] * 3 + [-math.inf] * 9)
-    assert float(effective_sample_fraction(log_ratio_N)) == pytest.approx(0.25)
-    assert float(effective_sample_fraction(torch.zeros(0))) == 1.0
 
 
 def test_the_learning_rate_scale_is_the_root_and_has_a_floor() -> None:

@@ -14,10 +14,10 @@ from echo2.weights.policy import (
     SettingCost,
     WorkerLink,
     choose_setting,
+    dropped_to_fit,
     parents_to_publish,
     piece_s,
     plan_catch_up,
-    plan_retention,
 )  # fmt: skip
 
 FAST_DECODING = dict.fromkeys(Setting, 1000000000000000.0)
@@ -113,12 +113,12 @@ def test_the_setting_follows_uplink_and_cores() -> None:
     assert "decoding" in why
 
 
-def test_retention_keeps_what_workers_need_first_and_stays_within_its_budgets() -> None:
+def test_what_workers_need_stays_within_the_budget_and_the_rest_goes() -> None:
     edges = [delta(v, v + 1, 10) for v in range(20)] + [delta(12, 20, 40), keyframe(16, 100), keyframe(0, 100)]
-    kept = plan_retention(edges, Version(20), [Version(12), Version(19)], 60, 200)
-    assert {delta(12, 20, 40), delta(19, 20, 10)} <= kept.in_memory
-    assert {keyframe(16, 100), *(delta(v, v + 1, 10) for v in range(16, 20))} <= kept.on_disk
-    assert sum(e.encoded_bytes for e in kept.in_memory) <= 60
-    assert sum(e.encoded_bytes for e in kept.on_disk) <= 200
-    assert kept.in_memory | kept.on_disk | kept.dropped == set(edges)
-    assert keyframe(0, 100) in kept.dropped
+    held = [Version(12), Version(19)]
+    kept = set(edges) - dropped_to_fit(edges, Version(20), held, 200)
+    assert {delta(12, 20, 40), delta(19, 20, 10), keyframe(16, 100)} <= kept
+    assert {delta(v, v + 1, 10) for v in range(16, 20)} <= kept
+    assert sum(edge.encoded_bytes for edge in kept) <= 200 and keyframe(0, 100) not in kept
+    least = set(edges) - dropped_to_fit(edges, Version(20), held, 60)
+    assert {delta(12, 20, 40), delta(19, 20, 10)} <= least and sum(edge.encoded_bytes for edge in least) <= 60

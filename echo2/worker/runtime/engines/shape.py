@@ -42,10 +42,6 @@ class ModelShape:
     rope_frequencies: np.ndarray
     rope_scale: float
 
-    @property
-    def qkv_rows(self) -> int:
-        return (self.head_count + 2 * self.kv_head_count) * self.head_dim
-
 
 def load_config(source: str | Path | Mapping[str, object]) -> dict[str, object]:
     """The config as a dict, from a folder in Hugging Face layout, a JSON file or a dict."""

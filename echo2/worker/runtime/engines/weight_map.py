@@ -109,10 +109,6 @@ class WeightMap:
         self._undo: list[Callable[[], object]] = []
         self._keeps_old = False
 
-    @property
-    def piece_count(self) -> int:
-        return sum(map(len, self._pieces.values()))
-
     def covers(self) -> list[tuple[str, int, str]]:
         """Of every tensor: how many of its elements are here, and a text that is equal where the same ones are."""
         found = []

@@ -603,20 +603,6 @@ class Event(_message.Message):
     text: str
     def __init__(self, unix_s: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
-class SetWorkerStateRequest(_message.Message):
-    __slots__ = ("peer_id", "activation", "reason")
-    PEER_ID_FIELD_NUMBER: _ClassVar[int]
-    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    peer_id: str
-    activation: str
-    reason: str
-    def __init__(self, peer_id: _Optional[str] = ..., activation: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class SetWorkerStateReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class CreateTokenRequest(_message.Message):
     __slots__ = ("role", "lifetime_s", "use_limit", "label")
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -636,41 +622,3 @@ class CreateTokenReply(_message.Message):
     token_id: str
     join_link: str
     def __init__(self, token_id: _Optional[str] = ..., join_link: _Optional[str] = ...) -> None: ...
-
-class ListTokensRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListTokensReply(_message.Message):
-    __slots__ = ("tokens",)
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tokens: _containers.RepeatedCompositeFieldContainer[TokenStatus]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenStatus, _Mapping]]] = ...) -> None: ...
-
-class TokenStatus(_message.Message):
-    __slots__ = ("token_id", "role", "label", "expires_unix_s", "use_limit", "use_count", "is_revoked")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
-    USE_LIMIT_FIELD_NUMBER: _ClassVar[int]
-    USE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    IS_REVOKED_FIELD_NUMBER: _ClassVar[int]
-    token_id: str
-    role: str
-    label: str
-    expires_unix_s: float
-    use_limit: int
-    use_count: int
-    is_revoked: bool
-    def __init__(self, token_id: _Optional[str] = ..., role: _Optional[str] = ..., label: _Optional[str] = ..., expires_unix_s: _Optional[float] = ..., use_limit: _Optional[int] = ..., use_count: _Optional[int] = ..., is_revoked: _Optional[bool] = ...) -> None: ...
-
-class RevokeTokenRequest(_message.Message):
-    __slots__ = ("token_id",)
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    token_id: str
-    def __init__(self, token_id: _Optional[str] = ...) -> None: ...
-
-class RevokeTokenReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

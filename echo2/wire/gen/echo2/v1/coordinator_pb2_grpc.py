@@ -144,7 +144,7 @@ class Coordinator:
 
 
 class OperatorStub:
-    """What an operator may ask; the dashboard and `echo2` commands use the same calls.
+    """What the `echo2` commands ask with an operator's certificate. Everything else is the dashboard's, over HTTP.
     """
 
     def __init__(self, channel):
@@ -158,30 +158,15 @@ class OperatorStub:
                 request_serializer=echo2_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=echo2_dot_v1_dot_coordinator__pb2.RunStatus.FromString,
                 _registered_method=True)
-        self.SetWorkerState = channel.unary_unary(
-                '/echo2.v1.Operator/SetWorkerState',
-                request_serializer=echo2_dot_v1_dot_coordinator__pb2.SetWorkerStateRequest.SerializeToString,
-                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.SetWorkerStateReply.FromString,
-                _registered_method=True)
         self.CreateToken = channel.unary_unary(
                 '/echo2.v1.Operator/CreateToken',
                 request_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
                 response_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
                 _registered_method=True)
-        self.ListTokens = channel.unary_unary(
-                '/echo2.v1.Operator/ListTokens',
-                request_serializer=echo2_dot_v1_dot_coordinator__pb2.ListTokensRequest.SerializeToString,
-                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.ListTokensReply.FromString,
-                _registered_method=True)
-        self.RevokeToken = channel.unary_unary(
-                '/echo2.v1.Operator/RevokeToken',
-                request_serializer=echo2_dot_v1_dot_coordinator__pb2.RevokeTokenRequest.SerializeToString,
-                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.RevokeTokenReply.FromString,
-                _registered_method=True)
 
 
 class OperatorServicer:
-    """What an operator may ask; the dashboard and `echo2` commands use the same calls.
+    """What the `echo2` commands ask with an operator's certificate. Everything else is the dashboard's, over HTTP.
     """
 
     def GetStatus(self, request, context):
@@ -190,25 +175,7 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetWorkerState(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CreateToken(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListTokens(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RevokeToken(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,25 +189,10 @@ def add_OperatorServicer_to_server(servicer, server):
                     request_deserializer=echo2_dot_v1_dot_coordinator__pb2.GetStatusRequest.FromString,
                     response_serializer=echo2_dot_v1_dot_coordinator__pb2.RunStatus.SerializeToString,
             ),
-            'SetWorkerState': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetWorkerState,
-                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.SetWorkerStateRequest.FromString,
-                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.SetWorkerStateReply.SerializeToString,
-            ),
             'CreateToken': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateToken,
                     request_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.FromString,
                     response_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.SerializeToString,
-            ),
-            'ListTokens': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListTokens,
-                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.ListTokensRequest.FromString,
-                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.ListTokensReply.SerializeToString,
-            ),
-            'RevokeToken': grpc.unary_unary_rpc_method_handler(
-                    servicer.RevokeToken,
-                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.RevokeTokenRequest.FromString,
-                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.RevokeTokenReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -251,7 +203,7 @@ def add_OperatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Operator:
-    """What an operator may ask; the dashboard and `echo2` commands use the same calls.
+    """What the `echo2` commands ask with an operator's certificate. Everything else is the dashboard's, over HTTP.
     """
 
     @staticmethod
@@ -282,33 +234,6 @@ class Operator:
             _registered_method=True)
 
     @staticmethod
-    def SetWorkerState(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/echo2.v1.Operator/SetWorkerState',
-            echo2_dot_v1_dot_coordinator__pb2.SetWorkerStateRequest.SerializeToString,
-            echo2_dot_v1_dot_coordinator__pb2.SetWorkerStateReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def CreateToken(request,
             target,
             options=(),
@@ -325,60 +250,6 @@ class Operator:
             '/echo2.v1.Operator/CreateToken',
             echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
             echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListTokens(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/echo2.v1.Operator/ListTokens',
-            echo2_dot_v1_dot_coordinator__pb2.ListTokensRequest.SerializeToString,
-            echo2_dot_v1_dot_coordinator__pb2.ListTokensReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RevokeToken(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/echo2.v1.Operator/RevokeToken',
-            echo2_dot_v1_dot_coordinator__pb2.RevokeTokenRequest.SerializeToString,
-            echo2_dot_v1_dot_coordinator__pb2.RevokeTokenReply.FromString,
             options,
             channel_credentials,
             insecure,
