@@ -10,11 +10,12 @@ from pathlib import Path
 from echo2.base.errors import EchoError
 from echo2.base.ids import RunId
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
-from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 
 
+@ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="echo-coordinator", description="Coordinates a run.")

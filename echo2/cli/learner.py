@@ -15,7 +15,7 @@ from echo2.base.rollout import SamplingParams
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
-from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.resolved import available_cores, gradient_checkpointing, threads
 from echo2.config.run import RunConfig
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from echo2.learner.runtime.options import LearnerOptions, TaskOptions, TrainerOptions
 
 
+@ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="echo-learner", description="Trains the policy of a run.")

@@ -14,8 +14,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -94,6 +96,22 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process at once and without a word: torch and numpy, interrupted while they load, print pages.
+
+    `run_daemon` asks the daemon to stop instead, as soon as there is one. Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:

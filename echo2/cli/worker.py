@@ -9,17 +9,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from echo2.base.errors import EchoError
+from echo2.base.errors import ConfigError, EchoError
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse, with_values
-from echo2.cli.process import Daemon, report_error, run_daemon, set_up_logging
+from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
 from echo2.worker.engine import SwapMode
 from echo2.worker.options import EmulatedLink, EngineChoice, Quantisation, WorkerOptions
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as well
 
+
+@ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="echo-worker", description="Generates rollouts for a run.")
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
     """The worker's options from the command line and the config's [worker] section."""
+    if own.name and not NAME.fullmatch(own.name):
+        raise ConfigError(f"--name: expected up to 63 letters, digits, _ . or -, not _ . - first, got {own.name!r}")
     name = own.name or re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()) or "worker"
     worker = config.worker
     return WorkerOptions(

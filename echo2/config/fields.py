@@ -24,7 +24,18 @@ def _parsed(parse: object) -> BeforeValidator:
 
 Seconds = Annotated[float, _parsed(parse_duration_s), Field(ge=0)]
 Bytes = Annotated[int, _parsed(parse_bytes), Field(ge=0)]
-BytesPerSecond = Annotated[float, _parsed(parse_rate_bytes_per_s), Field(ge=0)]
+
+
+def rate_with_unit(value: str | float) -> float:
+    """Bytes per second. A bare number is refused, since 300 could be meant as Mbit/s and would be 300 bytes a second; 0
+    needs no unit."""
+    if not isinstance(value, str) and value != 0:
+        raise ConfigError(f"rate: expected a number with a unit, such as 300mbit/s or 37.5MB/s, got {value!r}")
+    return parse_rate_bytes_per_s(value)
+
+
+RATE = _parsed(rate_with_unit)
+BytesPerSecond = Annotated[float, RATE, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]

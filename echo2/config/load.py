@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from echo2.base.errors import ConfigError
+from echo2.config.fields import RATE
 from echo2.config.presets import PRESETS
 from echo2.config.run import RunConfig
 
@@ -59,6 +61,8 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, str]:
             else:
                 waiting = name
         else:
+            if argument.endswith(".toml"):
+                raise ConfigError(f"command line: a run file is given as --config {argument}, got {argument!r} alone")
             raise ConfigError(f"command line: expected an override such as --learner.lr 1e-6, got {argument!r}")
     if waiting is not None:
         raise ConfigError(f"command line: expected a value after --{waiting}, got nothing")
@@ -96,7 +100,8 @@ def _section_lines(section: BaseModel, with_descriptions: bool, notes: Mapping[s
             lines.append(f"# {type(section).model_fields[name].description}")
         if name in notes:
             lines.append(f"# {notes[name]}")
-        lines.append(f"{name} = {_toml_value(value)}")
+        is_rate = RATE in type(section).model_fields[name].metadata and value
+        lines.append(f'{name} = "{value!r}B/s"' if is_rate else f"{name} = {_toml_value(value)}")
     return lines
 
 
@@ -146,13 +151,24 @@ def _value_of(text: str) -> object:
         return text
 
 
+def _meant(name: str) -> str:
+    """The option of the same section that is spelled most like `name`, else one of that name in another; or nothing."""
+    section, _, own = name.rpartition(".")
+    known = [option.rpartition(".") for option in option_names()]
+    like = get_close_matches(own, [last for first, _, last in known if first == section], 1, 0.65)
+    elsewhere = [f"{first}.{last}" for first, _, last in known if last == own]
+    return f"{section}.{like[0]}" if like else (elsewhere[0] if elsewhere else "")
+
+
 def _explained(error: ValidationError, files: Sequence[Path]) -> str:
     where = f" in {', '.join(str(path) for path in files)}" if files else ""
     details = []
     for item in error.errors()[:ERRORS_SHOWN_MAX]:
         name = ".".join(str(part) for part in item["loc"]) or "config"
         if item["type"] == "extra_forbidden":
-            details.append(f"{name}: no such option (`echo2 config show` lists them)")
+            near = _meant(name)
+            advice = f"did you mean {near}?" if near else "`echo2 config show` lists them"
+            details.append(f"{name}: no such option ({advice})")
         else:
             message = item["msg"].removeprefix("Value error, ")
             details.append(f"{name}: {message}" + ("" if "got " in message else f", got {item['input']!r}"))

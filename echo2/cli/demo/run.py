@@ -124,8 +124,13 @@ class _Demo:
                 "making the base model: a small Qwen3 taught the answer format only (once, then cached) …"
             )
             arguments = ["-m", "echo2.cli.demo.model", str(folder), "--recipe", json.dumps(asdict(self.recipe))]
-        process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
-        if await process.wait() != 0:
+        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, start_new_session=True)
+        try:
+            code = await process.wait()
+        finally:  # Ctrl-C is for us to hear
+            if process.returncode is None:
+                process.kill()
+        if code != 0:
             raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
 
     async def _compile_codec(self) -> None:

@@ -5,12 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import ConfigError
 from echo2.cli.coordinator import coordinator_options
 from echo2.cli.main import main
 from echo2.cli.options import with_values
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config, parse_overrides
 from echo2.worker.options import Quantisation
+
+
+@pytest.mark.parametrize("name", ["../../x y", "-x", "a/b", "x" * 64])
+def test_a_name_that_leaves_its_folder_is_refused(name: str) -> None:
+    own = argparse.Namespace(link="LINK", folder=None, name=name, preemption="")
+    with pytest.raises(ConfigError, match="--name: expected up to 63 letters"):
+        worker_options(own, load_config())
 
 
 def test_the_value_of_an_option_is_not_taken_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -48,6 +50,18 @@ def test_no_space_left_is_a_disk_full_error(capsys: pytest.CaptureFixture[str]) 
     code = run_daemon(lambda: Failing(OSError(28, "No space left on device", "/runs/x")))
     assert code == 6
     assert "DiskFull" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "words"), [("worker", ["join", "x"]), ("learner", ["join", "x"]), ("coordinator", [])]
+)
+def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word(program: str, words: list[str]) -> None:
+    script = (
+        f"import os, signal; from echo2.cli import {program} as own\n"
+        f"own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main({words})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_the_first_signal_asks_for_a_clean_stop() -> None:

@@ -27,6 +27,17 @@ def test_resolved_config_reads_back_equal(preset: str | None) -> None:
         assert RunConfig.model_validate(tomllib.loads(to_toml(config, with_descriptions))) == config
 
 
+def test_rates_read_back_equal() -> None:
+    config = load_config((), None, {"worker.uplink_limit": "3.7mbit/s", "broadcast.emulated_uplink": "1e-3 MB/s"})
+    assert config.worker.uplink_limit == 3.7e6 / 8
+    assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config
+
+
+def test_a_run_file_without_its_option_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"given as --config hand\.toml"):
+        parse_overrides(["hand.toml"])
+
+
 def test_every_option_says_what_it_changes() -> None:
     for section in RunConfig.model_fields.values():
         for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
@@ -48,7 +59,10 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("learner.lr", "-1", r"learner\.lr: .*greater than 0, got -1"),
-        ("learner.lrr", "1", r"learner\.lrr: no such option"),
+        ("learner.lrr", "1", r"learner\.lrr: no such option \(did you mean learner\.lr\?\)"),
+        ("learner.kappa", "1", r"learner\.kappa: no such option \(did you mean staleness\.kappa\?\)"),
+        ("learner.colour", "1", r"learner\.colour: no such option \(`echo2 config show` lists them\)"),
+        ("worker.uplink_limit", "300", r"worker\.uplink_limit: rate: expected a number with a unit, .*, got 300"),
         ("staleness.kappa", "9", "at most the staleness bound 4 .*got 9"),
         ("staleness.bound", "0", r"staleness\.bound: .*greater than or equal to 1, got 0"),
         ("worker.emulated_uplink", "3 parsecs", r"worker\.emulated_uplink: rate: expected bit/s"),
