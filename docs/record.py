@@ -137,13 +137,14 @@ def caption_of(summary: dict[str, Any]) -> str:
     """What the pictures show, in the figures of their run."""
     if summary["tokens_over_bound"] or not all(summary["versions_equal"].values()):
         raise SystemExit(f"expected a run within the bound, with equal weights everywhere, got {summary}")
-    whole, sent = summary["full_snapshot_bytes"] / 1e6, summary["published_bytes"] / 1e6
+    whole, sent = summary["full_snapshot_bytes"] / 1e6, summary["delta_bytes"] / 1e6
     first, last = summary["held_out_reward_first"], summary["held_out_reward_last"]
     busy, promised = 100 * summary["utilisation_measured"], 100 * summary["utilisation_predicted"]
     return (
         "*`make demo` on two cores without a GPU, played faster. Below, the operator's page of the same run.\n"
-        f"It took {summary['elapsed_s']:.0f} s: held-out reward {first:.2f} to {last:.2f}, {sent:.1f} MB of versions published "
-        f"instead of {whole:.1f} MB, no token older\nthan S trained on, utilisation {busy:.0f} %, predicted {promised:.0f} %. "
+        f"It took {summary['elapsed_s']:.0f} s: held-out reward {first:.2f} to {last:.2f}, {sent:.1f} MB of deltas "
+        f"instead of {whole:.1f} MB of snapshots, no token older\n"
+        f"than S trained on, utilisation {busy:.0f} %, predicted {promised:.0f} %. "
         "`make recording` makes pictures and figures again.*"
     )
 

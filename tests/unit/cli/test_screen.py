@@ -36,5 +36,11 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
     console = Console(width=140, record=True)
     console.print(draw(ScreenState(title="demo", rewards=[0.1, 0.9], evaluations=[(0, 0.1)], status=status)))
     text = console.export_text()
-    for expected in ("oregon", "alive, active", "USD 1.2500", "10.0 kB instead of 40.0 kB (25%)", "now 0.90"):
+    for expected in (
+        "oregon",
+        "alive, active",
+        "USD 1.2500",
+        "deltas 10.0 kB, 25% of full snapshots (40.0 kB)",
+        "now 0.90",
+    ):
         assert expected in text

@@ -26,7 +26,7 @@ function drawTiles() {
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
     tile("Pool", `${active}`, `/ ${workers.length} workers`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
     tile("Spent", usd(m.spent ?? 0), m.budget ? `/ ${usd(m.budget)}` : "", `${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}`, { part: m.budget ? m.spent / m.budget : null }),
-    tile("Weights sent", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of snapshots` : "no version yet"),
+    tile("Deltas", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of full snapshots` : "no version yet"),
   );
 }
 function drawHeader() {
