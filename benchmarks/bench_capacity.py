@@ -26,7 +26,8 @@ from echo2.cli.plan import load_catalogue, read_toml
 from echo2.cli.sim import scenario_of
 from echo2.cost_model.capacity import default_kappa
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
-from echo2.cost_model.planner import plan, refined
+from echo2.cost_model.forecast import refined
+from echo2.cost_model.planner import plan
 from echo2.cost_model.search import Search
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, LinkEstimate, PlanConfig, WorkerEstimate
 from echo2.sim.fleet import FleetSim
@@ -151,7 +152,7 @@ def brute_force(fleet: FleetSnapshot, config: PlanConfig) -> float:
         period = PeriodColumns.of(fleet, config, columns, kappa, config.broadcast_efficiency)
         for row in order[(rates[order] >= needed * 0.999) & (prices[order] < best)].tolist():
             found = search.evaluate(period, subsets[row])
-            if found.keeps_relations(needed) and refined(fleet, config, found).utilisation >= 0.975:
+            if found.keeps_relations(needed) and refined(search, found).utilisation >= 0.975:
                 best = min(best, found.usd_per_hour)
                 break
     return best
@@ -341,12 +342,12 @@ def show(rows: Sequence[Row]) -> None:
         print(f"{row.name:72s} {row.value:10.4f} {target:>10s} {row.unit}{held}")
 
 
-def keep(rows: Sequence[Row], is_whole: bool) -> None:
+def keep(rows: Sequence[Row], is_whole: bool, path: Path = RESULTS) -> None:
     """Writes the results; a part replaces its own rows and leaves the others."""
-    known = [] if is_whole or not RESULTS.exists() else json.loads(RESULTS.read_text(encoding="utf-8"))
+    known = [] if is_whole or not path.exists() else json.loads(path.read_text(encoding="utf-8"))
     by_name = {row["name"]: row for row in known} | {row.name: vars(row) for row in rows}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(list(by_name.values()), indent=1) + "\n", encoding="utf-8")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(list(by_name.values()), indent=1) + "\n", encoding="utf-8")
 
 
 def _is_met(row: Row) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from echo2.cost_model.columns import Flags, PeriodColumns
+from echo2.cost_model.forecast import refined
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
@@ -85,7 +86,7 @@ def _settled_effort(
     previous: Plan, search: Search, period: Callable[[int], PeriodColumns], fresh: Evaluation
 ) -> Standing:
     """Without a feasible plan: keep the pool unless the best effort is clearly better or clearly cheaper."""
-    stayed = search.evaluate(period(previous.kappa), _pool_rows(previous, search.snapshot))
+    stayed = refined(search, search.evaluate(period(previous.kappa), _pool_rows(previous, search.snapshot)))
     margins = search.config.hysteresis
     is_better = fresh.utilisation > stayed.utilisation * (1 + margins.add_margin) + 1e-9
     is_cheaper = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9

@@ -28,8 +28,12 @@ class FleetColumns:
     uplink: Floats
     downlink: Floats
     latency_s: Floats  # encode + two hops of round trip + apply
-    tail_s: Floats
+    tail_s: (
+        Floats  # of a group: a long rollout, after the turns before it where slots are fewer than the group's rollouts
+    )
+    rollout_tail_s: Floats
     mean_s: Floats
+    slots: npt.NDArray[np.int64]
     longest_s: Floats  # infinite where not known
     swap_s: Floats
     is_available: Flags
@@ -46,16 +50,19 @@ class FleetColumns:
                     availability(worker, config.preemption_loss_s) * worker.rollouts_per_s,
                     worker.price_usd_per_hour, worker.link.uplink_bytes_per_s, worker.link.downlink_bytes_per_s,
                     worker.link.rtt_s + worker.apply_s, worker.rollout_s_tail, worker.rollout_s_mean, worker.swap_s,
-                    worker.rollout_s_max or np.inf,
+                    worker.rollout_s_max or np.inf, worker.rollouts_per_s,
                 )
                 for worker in workers
             ]
         ).T  # fmt: skip
+        slots = np.maximum(1, np.round(table[9] * table[6])).astype(np.int64)
+        turns_s = table[6] * np.maximum(0.0, learner.rollouts_per_group / slots - 1.0)
         is_available = np.array([worker.state is not WorkerState.UNAVAILABLE for worker in workers])
         return cls(
             rate=table[0], price=table[1], uplink=table[2], downlink=table[3],
             latency_s=table[4] + learner.encode_s + learner.link.rtt_s,
-            tail_s=table[5], mean_s=table[6], swap_s=table[7], longest_s=table[8],
+            tail_s=table[5] + turns_s, rollout_tail_s=table[5], mean_s=table[6], swap_s=table[7], longest_s=table[8],
+            slots=slots,
             is_available=is_available,
             is_pinned=np.array([worker.is_pinned for worker in workers]) & is_available,
             provider=np.array([limits.get(worker.provider, -1) for worker in workers], dtype=np.int64),

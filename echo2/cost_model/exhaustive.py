@@ -1,9 +1,9 @@
-"""Every pool of a small fleet under every period, cheapest rollout first.
+"""Every pool of a small fleet under every period, cheapest first.
 
 In a fleet of a dozen machines one more or less moves every term, so thresholds (search) may step over the one pool that
 does. Here nothing is stepped over: all subsets are weighed at once. Guarantees: every pool that keeps the relations, the
-price cap and the providers' limits is told, in order of what a useful rollout costs; another machine only adds pools.
-Leaves to others: what the fluid says of them (planner), the arithmetic of one pool (search).
+price cap and the providers' limits is told, in order of its USD/h; another machine only adds pools.
+Leaves to others: what a rehearsal says of them (planner), the arithmetic of one pool (search).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def is_small(search: Search) -> bool:
 
 
 def pools_in_order(search: Search, period: Callable[[int], PeriodColumns]) -> Iterator[Evaluation]:
-    """Pools that keep every relation: cheapest rollout first, then more slack, then more versions."""
-    every = _EveryPool.of(search)
+    """Pools that keep every relation: cheapest first, then more slack, then more versions."""
+    every = EveryPool.of(search)
     sieved = [every.sieved(period(kappa)) for kappa in search.config.kappas]
     rows, costs, slacks = (np.concatenate(parts) for parts in zip(*sieved, strict=True))
     kappas = np.repeat(list(search.config.kappas), [len(part[0]) for part in sieved])
@@ -39,7 +39,7 @@ def pools_in_order(search: Search, period: Callable[[int], PeriodColumns]) -> It
 
 
 @dataclass(frozen=True, slots=True)
-class _EveryPool:
+class EveryPool:
     """Row i of `pools` is one subset; those over the price cap or a provider's limit are not among them."""
 
     search: Search
@@ -47,7 +47,7 @@ class _EveryPool:
     price: Floats
 
     @classmethod
-    def of(cls, search: Search) -> _EveryPool:
+    def of(cls, search: Search) -> EveryPool:
         columns, config = search.columns, search.config
         free = np.flatnonzero(columns.is_available & ~search.is_must)
         pools = np.repeat(search.is_must[None, :], 1 << len(free), axis=0)
@@ -61,7 +61,7 @@ class _EveryPool:
         return cls(search, pools, price)
 
     def sieved(self, period: PeriodColumns) -> tuple[Floats, Floats, Floats]:
-        """Of the pools that keep the relations for this period: row, cost of a useful rollout, least slack."""
+        """Of the pools that keep the relations for this period: row, USD/h, least slack."""
         columns, learner, need = self.search.columns, self.search.snapshot.learner, self.search.rate_needed
         rows = np.flatnonzero(self.pools @ columns.rate * SLACK >= need)
         pools = self.pools[rows]
@@ -76,6 +76,4 @@ class _EveryPool:
         use_s = late_s + learner.rollouts_per_step / np.maximum(throughput, 1e-12)
         slack = 1 - np.maximum(longest_s / period.period_s, use_s / period.staleness_budget_s)
         keeps = (throughput * SLACK >= need) & (slack >= 1 - SLACK)
-        busy = np.minimum(1.0, throughput * learner.train_s / learner.rollouts_per_step)
-        cost = (self.price[rows] + learner.price_usd_per_hour) / np.maximum(busy, 1e-12)
-        return rows[keeps].astype(np.float64), cost[keeps], slack[keeps]
+        return rows[keeps].astype(np.float64), self.price[rows][keeps], slack[keeps]

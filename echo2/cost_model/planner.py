@@ -9,7 +9,6 @@ and says which term is broken and what would mend it. Leaves to others: acting o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -17,26 +16,24 @@ import numpy as np
 
 from echo2.cost_model.activation import Standing, held_workers, settled
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
+from echo2.cost_model.effort import Efforts
 from echo2.cost_model.exhaustive import is_small, pools_in_order
-from echo2.cost_model.explanation import PlanFacts, in_flight_cap, plan_of
-from echo2.cost_model.fluid import FluidInputs, log_normal_quantiles, longest_of, predict
+from echo2.cost_model.explanation import PlanFacts, plan_of
+from echo2.cost_model.forecast import refined
 from echo2.cost_model.plan import Plan
-from echo2.cost_model.pool import TOLERANCE, within_provider_limits
+from echo2.cost_model.pool import TOLERANCE
 from echo2.cost_model.search import Evaluation, Search
-from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 from echo2.cost_model.transfer import BroadcastPredictor, FluidBroadcast
 
 PREDICTOR_ROUNDS = 3
 UTILISATION_TOLERANCE = 0.005
 # How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
-FLUID_CHECKS_MAX = 3
+REHEARSED_MAX = 3
 EVERY_POOL_CHECKS_MAX = 60
-EFFORTS_MAX = 1
 NEIGHBOURHOOD_WORKERS_MAX = 40
 NEIGHBOURS_MAX = 30
-EFFORT_SHARE = 0.9
-NEARLY_UP = 1.1
 
 
 def plan(
@@ -64,41 +61,8 @@ def plan(
             solver=final.solver, greedy_gap=final.greedy_gap,
         )  # fmt: skip
     facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible)
-    made = plan_of(facts, refined(snapshot, config, final), standing.over_provisioned_since_s, standing.reason)
+    made = plan_of(facts, refined(planner.search, final), standing.over_provisioned_since_s, standing.reason)
     return replace(made, short_since_s=standing.short_since_s)
-
-
-def refined(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> Evaluation:
-    """`found` with its utilisation predicted by the fluid, which knows the lengths' distribution and the cap.
-
-    Where the relations hold even for the longest rollout the fluid could only say the same as the closed form.
-    """
-    point = found.point
-    if found.is_refined or point.throughput <= 0 or config.download is DownloadMode.STALLED:
-        return found
-    longest_s = longest_of(found.rollout_tail_s, found.rollout_longest_s)
-    worst_s = point.staleness_use_s + max(0.0, longest_s - point.rollout_s)
-    if found.utilisation >= 1.0 and worst_s <= point.staleness_budget_s and found.least_slack >= 0:
-        return replace(found, is_refined=True)
-    inputs = FluidInputs(
-        point=point,
-        rollout_s=log_normal_quantiles(found.rollout_mean_s, found.rollout_tail_s, found.rollout_longest_s),
-        rollouts_per_group=snapshot.learner.rollouts_per_group,
-        slots=point.throughput * found.rollout_mean_s,
-        in_flight_cap=in_flight_cap(found, snapshot.learner.rollouts_per_group),
-    )
-    return replace(found, utilisation=float(predict(inputs).utilisation), is_refined=True)
-
-
-def _keeping_up(found: list[Evaluation]) -> list[Evaluation]:
-    """Those whose broadcast keeps up with the publications, where there are any: what the relations promise else is
-    true of the first version only. Where there are none, those that come nearest to it; nobody at all only where there
-    is nobody."""
-    at_work = [one for one in found if one.point.throughput > 0] or found
-    nearest = min(one.point.transfer_s / one.period_s for one in at_work)
-    return [one for one in at_work if one.keeps_up] or [
-        one for one in at_work if one.point.transfer_s <= NEARLY_UP * nearest * one.period_s
-    ]
 
 
 @dataclass(slots=True)
@@ -125,11 +89,10 @@ class _Planner:
         return PeriodColumns.of(search.snapshot, search.config, search.columns, kappa, self.efficiencies[kappa])
 
     def chosen(self) -> tuple[Evaluation, bool]:
-        """Least cost per useful rollout whose predicted utilisation reaches the target, and whether there is one.
+        """Least USD/h whose predicted utilisation reaches the target, and whether there is one.
 
-        The relations find each period's cheapest pool; the fluid then has the last word on what they promise. Where
-        it denies all of them, larger pools are tried; else the best effort is the cheapest rollout among what keeps the
-        learner nearly as busy as can be.
+        The relations find each period's cheapest pool; a rehearsal then has the last word on what they promise. Where
+        it denies all of them, larger pools are tried; else the best effort is what comes nearest to the target.
         """
         goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
         denied: list[Evaluation] = []
@@ -140,21 +103,17 @@ class _Planner:
                 return first, True
             has_weighed_all = len(denied) < EVERY_POOL_CHECKS_MAX
         for raised, dearer in PASSES if not has_weighed_all else ():
-            for found in self._candidates(raised, dearer)[:FLUID_CHECKS_MAX]:
-                predicted = refined(self.search.snapshot, self.search.config, found)
+            for found in self._candidates(raised, dearer)[:REHEARSED_MAX]:
+                predicted = refined(self.search, found)
                 if predicted.utilisation >= goal:
                     return (self._trimmed(predicted, goal) if denied else predicted), True
                 denied.append(predicted)
             if not denied:
                 break
-        efforts = [refined(self.search.snapshot, self.search.config, one) for one in self.best_efforts()]
-        known = _keeping_up([*denied, *efforts])
-        busiest = max(one.utilisation for one in known)
-        nearly = [one for one in known if one.utilisation >= EFFORT_SHARE * busiest]
-        return min(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), -one.utilisation)), False
+        return Efforts(self.search, self.period).best(denied), False
 
     def _chosen_of_every_pool(self, goal: float, denied: list[Evaluation]) -> Evaluation | None:
-        """The first of all pools, cheapest first, that the fluid (and the predictor) does not deny; None if it denies
+        """The first of all pools, cheapest first, that a rehearsal (and the predictor) does not deny; None if it denies
         `EVERY_POOL_CHECKS_MAX` that differ. Those denied are added to `denied`."""
         for _ in range(PREDICTOR_ROUNDS if self.predictor is not None else 1):
             told: set[tuple[float, ...]] = set()
@@ -165,7 +124,7 @@ class _Planner:
                 if len(told) == EVERY_POOL_CHECKS_MAX:
                     break
                 told.add(sign)
-                predicted = refined(self.search.snapshot, self.search.config, found)
+                predicted = refined(self.search, found)
                 if predicted.utilisation < goal:
                     denied.append(predicted)
                     continue
@@ -185,9 +144,9 @@ class _Planner:
         return replace(found, greedy_gap=max(0.0, gap))
 
     def _trimmed(self, found: Evaluation, goal: float) -> Evaluation:
-        """A cheaper neighbour of a pool that was made larger for the fluid's sake: one worker fewer, or others.
+        """A cheaper neighbour of a pool that was made larger for the rehearsal's sake: one worker fewer, or others.
 
-        Tries, cheapest first, to drop one or two workers and take in at most one; at most `NEIGHBOURS_MAX` by the fluid.
+        Tries, cheapest first, to drop one or two workers and take in at most one; at most `NEIGHBOURS_MAX` are rehearsed.
         """
         search, price = self.search, self.search.columns.price
         inside = np.flatnonzero(found.chosen & ~search.is_must).tolist()
@@ -209,7 +168,7 @@ class _Planner:
             near = search.evaluate(self.period(found.kappa), chosen)
             if near.keeps_relations(search.rate_needed):
                 tried += 1
-                near = refined(search.snapshot, search.config, replace(near, solver=found.solver))
+                near = refined(search, replace(near, solver=found.solver))
                 if near.utilisation >= goal:
                     return near
         return found
@@ -230,12 +189,7 @@ class _Planner:
         return sorted(found, key=self._rank)
 
     def _rank(self, found: Evaluation) -> tuple[float, float, int]:
-        return (round(self.usd_per_useful_rollout(found), 9), -round(found.least_slack, 9), found.kappa)
-
-    def usd_per_useful_rollout(self, found: Evaluation) -> float:
-        learner = self.search.snapshot.learner
-        per_hour = found.utilisation * learner.rollouts_per_step / learner.train_s * 3600
-        return (found.usd_per_hour + learner.price_usd_per_hour) / per_hour if per_hour > 0 else np.inf
+        return (round(found.usd_per_hour, 9), -round(found.least_slack, 9), found.kappa)
 
     def _best_at(self, search: Search, kappa: int, ceiling: float) -> Evaluation | None:
         """The best pool of one period; searched again while the predictor finds its broadcast slower than assumed."""
@@ -259,33 +213,3 @@ class _Planner:
         latency_s = FluidBroadcast(1.0).latency_s(learner.link, links)
         predicted_s = self.predictor.predict(size, learner.link, links) - latency_s
         return predicted_s / found.point.transfer_s if found.point.transfer_s > 0 else 1.0
-
-    def best_efforts(self) -> list[Evaluation]:
-        """Nothing keeps the relations: pools that keep the learner nearly as busy as can be, cheapest rollouts first."""
-        found = _keeping_up([self.search.evaluate(self.period(kappa), chosen) for kappa, chosen in self._efforts()])
-        busiest = max(one.utilisation for one in found)
-        nearly = [one for one in found if one.utilisation >= EFFORT_SHARE * busiest]
-        return sorted(nearly, key=lambda one: (round(self.usd_per_useful_rollout(one), 9), one.kappa))[:EFFORTS_MAX]
-
-    def _efforts(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Pools to consider for each period: nobody but the pinned, and best-rate prefixes, dear and cheap links."""
-        columns, config = self.search.columns, self.search.config
-        cap = (config.usd_per_hour_cap or np.inf) - float(columns.price[columns.is_pinned].sum())
-        order = np.argsort(columns.price / columns.rate, kind="stable")
-        order = order[(columns.is_available & ~columns.is_pinned)[order]]
-        limits = [most for _, most in config.provider_workers_max]
-        order = within_provider_limits(order, columns.provider, limits, columns.is_pinned)
-        for kappa in config.kappas:
-            period = self.period(kappa)
-            yield kappa, columns.is_pinned.copy()
-            if not len(order):
-                continue
-            late = (period.own_s + columns.latency_s + columns.tail_s)[order]
-            for latest_s in np.quantile(late, (1.0, 0.75, 0.5, 0.25)).tolist():
-                rows = order[late <= latest_s]
-                rate, usd = np.cumsum(columns.rate[rows]), np.cumsum(columns.price[rows])
-                for need in (self.search.rate_needed, 2 * self.search.rate_needed, np.inf):
-                    count = min(int(np.searchsorted(rate, need)) + 1, int(np.searchsorted(usd, cap, side="right")))
-                    chosen = columns.is_pinned.copy()
-                    chosen[rows[:count]] = True
-                    yield kappa, chosen

@@ -35,11 +35,11 @@ class Evaluation:
     usd_per_hour: float
     utilisation: float
     rollout_mean_s: float  # over the pool, by rate
-    rollout_tail_s: float  # likewise
+    rollout_tail_s: float  # likewise, of a group
     rollout_longest_s: float  # likewise; infinite if not known
     greedy_gap: float = 0.0
     solver: str = ""
-    is_refined: bool = False  # utilisation by the fluid, not the closed form
+    is_refined: bool = False  # utilisation by rehearsal, not the closed form
 
     @property
     def kappa(self) -> int:
@@ -117,11 +117,9 @@ class Search:
             rollout_s = float((live + columns.tail_s[rows]).max()) - broadcast_s
             rates = period.rate(columns, transfer, self.config.download, rows)
             throughput = float(rates.sum())
-            shares = rates / max(throughput, 1e-12)
-            mean_s = float((shares * columns.mean_s[rows]).sum())
-            tail_s = float((shares * columns.tail_s[rows]).sum())
-            works = shares > 0  # the longest may be unknown, and infinite
-            longest_s = float((shares[works] * columns.longest_s[rows][works]).sum())
+            shares = columns.rate[rows] / columns.rate[rows].sum()
+            mean_s, tail_s = float(shares @ columns.mean_s[rows]), float(shares @ columns.tail_s[rows])
+            longest_s = float(shares @ columns.longest_s[rows])  # infinite where one's is not known
         else:
             transfer_s = broadcast_s = rollout_s = throughput = mean_s = tail_s = longest_s = 0.0
         point = OperatingPoint(
@@ -154,7 +152,7 @@ class Search:
                 continue
             least = lower_bound_usd(problem)
             found: Evaluation | None = None
-            if least < roof:
+            if least < roof and least <= problem.price_cap * (1 + TOLERANCE):
                 found, least = self._solved(period, problem, least)
                 if found is not None and (best is None or found.usd_per_hour < best.usd_per_hour):
                     best = found

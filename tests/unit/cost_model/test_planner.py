@@ -43,7 +43,7 @@ def least_price_by_brute_force(fleet: FleetSnapshot, config: PlanConfig) -> floa
 @pytest.mark.parametrize("seed", range(25))
 def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
     count = 6 + seed % 4
-    # Rollouts are short beside a step here, so the fluid has no objection to what the relations allow.
+    # Rollouts are short beside a step here, so a rehearsal has no objection to what the relations allow.
     workers = tuple(dataclasses.replace(one, rollout_s_max=one.rollout_s_tail) for one in random_workers(count, seed))
     fleet = snapshot(workers, learner=learner(train_s=256 / (0.5 * count), rollouts_per_step=256))
     config = PlanConfig(staleness_bound=2 + seed % 5)
@@ -252,8 +252,8 @@ def test_bad_input_names_the_field_the_value_and_the_range(make: object, told: s
         make()  # type: ignore[operator]
 
 
-def test_a_best_effort_publishes_no_faster_than_its_versions_spread() -> None:
-    """Where nothing reaches the target, versions must still not queue behind each other."""
+def test_a_best_effort_lets_versions_wait_for_the_links_only_where_that_is_worth_it() -> None:
+    """A slow uplink: of the periods that keep up none comes near to the best one, which does not."""
     link = LinkEstimate(1e6, 1e6, 0.05)
     workers = tuple(
         worker(f"w{i}", 400.0, link=link, rollout_s_mean=1.0, rollout_s_tail=3.0, rollout_s_max=3.0) for i in range(3)
@@ -261,9 +261,15 @@ def test_a_best_effort_publishes_no_faster_than_its_versions_spread() -> None:
     trains = learner(
         train_s=1.0, rollouts_per_step=192, rollouts_per_group=8, link=link, delta_bytes=1.0e6, full_snapshot_bytes=4e6
     )
-    chosen = plan(snapshot(workers, learner=trains), PlanConfig(staleness_bound=4))
+    fleet = snapshot(workers, learner=trains)
+    chosen = plan(fleet, PlanConfig(staleness_bound=4))
     assert not chosen.is_feasible and chosen.pool
-    assert chosen.transfer_s <= chosen.kappa * trains.train_s * (1 + 1e-6), chosen.reason
+    by_period = {kappa: plan(fleet, PlanConfig(4, fixed_kappa=kappa)) for kappa in range(1, 5)}
+    keeping_up = [one for kappa, one in by_period.items() if one.transfer_s <= kappa * trains.train_s]
+    assert keeping_up
+    assert chosen.predicted_utilisation >= max(one.predicted_utilisation for one in by_period.values()) * 0.97
+    if chosen.transfer_s > chosen.kappa * trains.train_s:
+        assert chosen.predicted_utilisation > max(one.predicted_utilisation for one in keeping_up) * 1.03
 
 
 def test_best_efforts_keep_providers_limits_and_the_cap() -> None:
@@ -297,4 +303,4 @@ def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_byt
     workers = tuple(worker(f"w{number}", link=slow) for number in range(count))
     made = plan(snapshot(workers, learner=learner(link=slow, train_s=1.0)), PlanConfig(staleness_bound=4))
     assert not made.is_feasible
-    assert made.pool and made.kappa >= 3, "long periods come nearest to keeping up"
+    assert made.pool and made.predicted_utilisation > 0

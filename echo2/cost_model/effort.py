@@ -1,0 +1,238 @@
+"""Where no pool keeps the relations and reaches the target: the period and pool that come nearest to it.
+
+Guarantees: the objective is that of every plan: first as near to the target utilisation as can be, in steps of 1 %; then,
+where versions wait for the links, the shortest wait; then the least USD/h. Pools keep the price cap (beside pinned workers)
+and the providers' limits. Of a small fleet every pool under every period is weighed by the relations, of a larger one
+prefixes by several orders; the most promising are rehearsed, then, from the best few, their neighbours: one worker more,
+fewer or other, the next period. Bounded work: at most `REHEARSALS_MAX`. Leaves to others: what keeps the relations (search,
+exhaustive).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from echo2.cost_model.columns import Flags, Floats, PeriodColumns
+from echo2.cost_model.exhaustive import EveryPool, is_small
+from echo2.cost_model.forecast import refined
+from echo2.cost_model.pool import TOLERANCE, within_provider_limits
+from echo2.cost_model.search import Evaluation, Search
+from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, DownloadMode
+
+STEP = 0.01
+"""Utilisations are told apart by steps of a hundredth of themselves: a rehearsal hardly knows them better."""
+QUEUE_SHARE = 0.97
+"""Of its utilisation that counts where versions wait for the links: they go out late and may be pushed in vain."""
+UTILISATION_LEAST = 1e-4
+REHEARSALS_MAX = 100
+STARTS = 3
+REHEARSALS_LARGE_MAX = 6
+LARGE_FLEET, HUGE_FLEET = 64, 500
+PICKS_PER_KAPPA = 4
+HALVINGS = 12
+GROWTH_MOST = 0.95
+PASSED_OVER_MAX = 50  # workers too dear for what is left of the cap
+
+
+def steps_short(target: float, found: Evaluation) -> int:
+    """Steps of utilisation that `found` stays below the target; the first part of the objective."""
+    promised = found.utilisation * (1.0 if found.keeps_up else QUEUE_SHARE)
+    return max(0, math.ceil(math.log(target / max(promised, UTILISATION_LEAST)) / STEP - 0.5))
+
+
+@dataclass(slots=True)
+class Efforts:
+    """One search for the best effort. `tried` by period and pool of like machines."""
+
+    search: Search
+    period: Callable[[int], PeriodColumns]
+    tried: dict[tuple[float, ...], Evaluation] = field(default_factory=dict)
+    rehearsals: int = 0
+
+    def best(self, known: list[Evaluation]) -> Evaluation:
+        """The best of `known` (rehearsed before), the candidates and what lies around them."""
+        for found in known:
+            self.tried[self._sign(found)] = found
+        is_large = len(self.search.columns) > LARGE_FLEET
+        most = REHEARSALS_LARGE_MAX if is_large else REHEARSALS_MAX
+        for found in self._candidates(most // 3 + 2):
+            self._rehearsed(found)
+        for begin in sorted(self.tried.values(), key=self._rank)[: 0 if is_large else STARTS]:
+            self._climb(begin, most)
+        return min(self.tried.values(), key=self._rank)
+
+    def _climb(self, best: Evaluation, most: int) -> None:
+        """From neighbour to better neighbour."""
+        while self.rehearsals < most:
+            near = [self._rehearsed(one) for one in self._neighbours(best, most - self.rehearsals)]
+            better = min(near, key=self._rank, default=best)
+            if self._rank(better) >= self._rank(best):
+                return
+            best = better
+
+    def _rank(self, found: Evaluation) -> tuple[float, ...]:
+        """What is asked of a plan, in order; nobody at all only where there is nobody."""
+        short = steps_short(self.search.config.target_utilisation, found)
+        is_idle = not found.chosen.any()
+        queue = max(1.0, round(found.point.transfer_s / found.period_s, 2))
+        return (is_idle, short, queue, round(found.usd_per_hour, 9), -round(found.least_slack, 6), found.kappa)
+
+    def _sign(self, found: Evaluation) -> tuple[float, ...]:
+        return (found.kappa, *(round(one, 9) for one in found.numbers))
+
+    def _rehearsed(self, found: Evaluation) -> Evaluation:
+        sign = self._sign(found)
+        if sign not in self.tried:
+            self.rehearsals += 1
+            self.tried[sign] = refined(self.search, found)
+        return self.tried[sign]
+
+    # ---- candidates
+
+    def _candidates(self, most: int) -> list[Evaluation]:
+        """By the closed form: each period's best, then the best of the rest, until `most`."""
+        pools = EveryPool.of(self.search).pools if is_small(self.search) else np.array(list(self._prefixes()))
+        if not len(pools):
+            pools = self.search.is_must[None, :]
+        picked: list[tuple[float, float, int, int]] = []
+        for kappa in self.search.config.kappas:
+            promised, price = self._promised(pools, self.period(kappa))
+            order = np.lexsort((price, -np.round(promised, 2)))
+            lavish = np.lexsort((price, -promised))
+            rows = dict.fromkeys([int(row) for pair in zip(order, lavish, strict=True) for row in pair][: 4 * most])
+            picked += [(float(promised[row]), float(price[row]), kappa, row) for row in rows]
+        return self._spread(pools, picked, most)
+
+    def _spread(self, pools: Flags, picked: list[tuple[float, float, int, int]], most: int) -> list[Evaluation]:
+        """Up to `PICKS_PER_KAPPA` of each period while there is room, best first; pools of like machines once."""
+        found: dict[tuple[float, ...], Evaluation] = {}
+        of_kappa: dict[int, int] = {}
+        by_promise = sorted(picked, key=lambda one: (-round(one[0], 2), one[1], one[2]))
+        for limit in (1, PICKS_PER_KAPPA, most):
+            for _, _, kappa, row in by_promise:
+                if len(found) >= most:
+                    return list(found.values())
+                if of_kappa.get(kappa, 0) < limit:
+                    made = self.search.evaluate(self.period(kappa), pools[row])
+                    if self._sign(made) not in found:
+                        found[self._sign(made)] = made
+                        of_kappa[kappa] = of_kappa.get(kappa, 0) + 1
+        return list(found.values())
+
+    def _promised(self, pools: Flags, period: PeriodColumns) -> tuple[Floats, Floats]:
+        """Utilisation of each pool by the relations at a slower pace, with the pool's usual group; its price.
+
+        At tau seconds a step the links bear a version every j = max(kappa, X(j)/tau) steps, X(j) being its transfer, and
+        (2) and (3) hold where R/rate <= tau and X(j) + latency + L_roll + R/rate <= (S - j + 1)*tau. The least such tau, found
+        by halving, gives U = T_train/tau.
+        """
+        columns, learner, config = self.search.columns, self.search.snapshot.learner, self.search.config
+        is_stalled = config.download is DownloadMode.STALLED
+        count = np.maximum(np.count_nonzero(pools, axis=1), 1)
+        uplinks = learner.link.uplink_bytes_per_s + pools @ columns.uplink
+        per_byte = count / (uplinks * period.efficiency)
+        own_s = np.where(pools, period.own_s, 0.0).max(axis=1, initial=0.0)
+        one_s = np.maximum(own_s / period.artifact_bytes, per_byte) * learner.artifact_bytes(1)
+        rate = pools @ columns.rate
+        safe = np.maximum(rate, 1e-12)
+        wait_s = pools @ (columns.rate * columns.tail_s) / safe + pools @ columns.latency_s / count
+        batch_s = learner.rollouts_per_step / safe
+        swap_s = pools @ (columns.rate * columns.swap_s) / safe
+        growth = min(learner.delta_growth, GROWTH_MOST)
+        whole = learner.artifact_bytes(STALENESS_BOUND_MAX) / learner.artifact_bytes(1)
+        low, high = np.zeros(len(pools)), np.full(len(pools), math.log(1 / UTILISATION_LEAST))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            tau = learner.train_s * np.exp(middle)
+            spans = np.minimum((one_s / tau) ** (1 / (1 - growth)), whole * one_s / tau)
+            spans = np.maximum(spans, period.kappa)
+            transfer_s = one_s * np.minimum(spans**growth, whole)
+            made_s = batch_s + (swap_s + transfer_s * is_stalled) / spans
+            is_slow = (made_s > tau) | (transfer_s + wait_s + made_s > (config.staleness_bound - spans + 1) * tau)
+            low, high = np.where(is_slow, middle, low), np.where(is_slow, high, middle)
+        return np.where(rate > 0, np.exp(-high), 0.0), pools @ columns.price
+
+    def _prefixes(self) -> Iterator[Flags]:
+        """Of a larger fleet: the first so many by price a rate, by rate, by link; among all and among the quicker."""
+        columns = self.search.columns
+        free = columns.is_available & ~self.search.is_must
+        period = self.period(self.search.config.kappas[-1])
+        late_s = period.own_s + columns.latency_s + columns.tail_s
+        need = self.search.rate_needed
+        is_huge = len(columns) > HUGE_FLEET
+        keys = (columns.price / columns.rate, -columns.rate, -columns.uplink)[: 2 if is_huge else 3]
+        quantiles = (1.0, 0.6, 0.3) if is_huge else (1.0, 0.8, 0.6, 0.4, 0.2)
+        yield self.search.is_must.copy()
+        for latest_s in np.unique(np.quantile(late_s[free], quantiles)) if free.any() else ():
+            rows = np.flatnonzero(free & (late_s <= latest_s))
+            for key in keys:
+                order = self._affordable(rows[np.argsort(key[rows], kind="stable")])
+                reached = np.cumsum(columns.rate[order])
+                if not len(order):
+                    continue
+                shares = need * np.array([0.5, 0.75, 0.9, 1.0, 1.2, 1.6, 2.5])
+                counts = {min(len(order), int(at) + 1) for at in np.searchsorted(reached, shares)} | {len(order)}
+                for count in sorted(counts):
+                    chosen = self.search.is_must.copy()
+                    chosen[order[:count]] = True
+                    yield chosen
+
+    def _affordable(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`order` without the workers that would pass the price cap or their provider's limit when their turn comes."""
+        search, columns = self.search, self.search.columns
+        limits = [most for _, most in search.config.provider_workers_max]
+        order = within_provider_limits(order, columns.provider, limits, search.is_must)
+        if not search.config.usd_per_hour_cap:
+            return order
+        room = search.config.usd_per_hour_cap * (1 + TOLERANCE) - float(columns.price[search.is_must].sum())
+        kept: list[npt.NDArray[np.int64]] = []
+        for _ in range(PASSED_OVER_MAX):
+            order = order[columns.price[order] <= room]
+            fits = order[: int(np.searchsorted(np.cumsum(columns.price[order]), room, side="right"))]
+            if not len(fits):
+                break
+            kept.append(fits)
+            order, room = order[len(fits) :], room - float(columns.price[fits].sum())
+        return np.concatenate(kept) if kept else order[:0]
+
+    # ---- neighbours
+
+    def _neighbours(self, found: Evaluation, most: int) -> list[Evaluation]:
+        """The next periods, then one worker fewer, more or other; the promising first, at most `most` that were not tried."""
+        search, made = self.search, []
+        for kappa in (found.kappa - 1, found.kappa + 1):
+            if kappa in search.config.kappas:
+                made.append(search.evaluate(self.period(kappa), found.chosen))
+        for row in np.flatnonzero(search.columns.is_available & ~search.is_must).tolist():
+            made += [search.evaluate(self.period(found.kappa), chosen) for chosen in self._changed(found.chosen, row)]
+        fresh = {self._sign(one): one for one in made if self._sign(one) not in self.tried}
+        return sorted(fresh.values(), key=lambda one: -one.utilisation)[:most]
+
+    def _changed(self, pool: Flags, row: int) -> list[Flags]:
+        """`pool` with worker `row` in it or no longer; in the place of each of the others where it may not come beside."""
+        chosen = pool.copy()
+        chosen[row] = not chosen[row]
+        if not chosen.any():
+            return []
+        if self._is_allowed(chosen):
+            return [chosen]
+        found = []
+        for other in np.flatnonzero(pool & ~self.search.is_must).tolist():
+            swapped = chosen.copy()
+            swapped[other] = False
+            if self._is_allowed(swapped):
+                found.append(swapped)
+        return found
+
+    def _is_allowed(self, chosen: Flags) -> bool:
+        search, columns = self.search, self.search.columns
+        cap = search.config.usd_per_hour_cap
+        return (not cap or float(columns.price[chosen].sum()) <= cap * (1 + TOLERANCE)) and all(
+            np.count_nonzero(chosen & (columns.provider == number)) <= most
+            for number, (_, most) in enumerate(search.config.provider_workers_max)
+        )

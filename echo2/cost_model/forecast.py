@@ -1,0 +1,65 @@
+"""What a period and a pool promise: the evaluation with the utilisation that a rehearsal of it reaches.
+
+Guarantees: pure; one rehearsal for each evaluation that has none yet. Leaves to others: which pools to look at.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from echo2.cost_model.explanation import in_flight_cap
+from echo2.cost_model.rehearsal import ROLLOUTS_MAX, Rehearsal, longest_of, rehearse, unit_lengths
+from echo2.cost_model.search import Evaluation, Search
+from echo2.cost_model.snapshot import DownloadMode
+
+
+def refined(search: Search, found: Evaluation) -> Evaluation:
+    """`found` with its utilisation by rehearsal, which knows groups, slots, the lengths' distribution and the cap.
+
+    Where many groups a step average chance out and the relations hold even for the longest rollout, a rehearsal could
+    only say the same as the closed form.
+    """
+    point = found.point
+    if found.is_refined or not found.chosen.any():
+        return found
+    longest_s = longest_of(found.rollout_tail_s, found.rollout_longest_s)
+    worst_s = point.staleness_use_s + max(0.0, longest_s - point.rollout_s)
+    is_calm = found.utilisation >= 1.0 and worst_s <= point.staleness_budget_s and found.least_slack >= 0
+    if is_calm and point.rollouts_per_step > ROLLOUTS_MAX:
+        return replace(found, is_refined=True)
+    return replace(found, utilisation=rehearse(rehearsal_of(search, found)).utilisation, is_refined=True)
+
+
+def rehearsal_of(search: Search, found: Evaluation) -> Rehearsal:
+    """The run that `found` would be. A worker's slots are those that its rate fills (Little's law)."""
+    columns, learner, point = search.columns, search.snapshot.learner, found.point
+    rows = np.flatnonzero(found.chosen)
+    slots = columns.slots[rows]
+    size, group = learner.artifact_bytes(point.kappa), learner.rollouts_per_group
+    return Rehearsal(
+        staleness_bound=point.staleness_bound,
+        kappa=point.kappa,
+        train_s=point.train_s,
+        encode_s=learner.encode_s,
+        groups_per_step=math.ceil(learner.rollouts_per_step / group),
+        rollouts_per_group=group,
+        cap_groups=in_flight_cap(found, group) // group,
+        slots=slots,
+        rollout_s=slots / columns.rate[rows],
+        latency_s=columns.latency_s[rows] - learner.encode_s,
+        swap_s=columns.swap_s[rows],
+        lengths=unit_lengths(*_shape(search, found)),
+        transfer_s=lambda spans: point.transfer_s * learner.artifact_bytes(spans) / size,
+        is_stalled=search.config.download is DownloadMode.STALLED,
+    )
+
+
+def _shape(search: Search, found: Evaluation) -> tuple[float, float, float]:
+    """Mean, 95th percentile and longest of a rollout, over the pool by rate."""
+    columns, rows = search.columns, np.flatnonzero(found.chosen)
+    shares = columns.rate[rows] / columns.rate[rows].sum()
+    means, tails, longest = columns.mean_s[rows], columns.rollout_tail_s[rows], columns.longest_s[rows]
+    return float(shares @ means), float(shares @ tails), float(shares @ longest)
