@@ -1,4 +1,4 @@
-"""`make soak`: the cluster simulator, chaos on real processes and the fuzzers for a stated time; docs/reliability.md's table.
+"""`make soak`: the virtual world, chaos on real processes and the fuzzers for a stated time; docs/reliability.md's table.
 
 `python -m tests.soak --seconds 1800 --first-seed 1000`; the parts share the time by SHARES, `--only sim` runs one part alone.
 Results are added every minute or so to the record (`soak_record`), by part and commit, and the page is written from all of
@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks import bench_audit
-from echo2.sim.cluster_run import Tally, outcome_of
+from echo2.sim.world_run import Tally, outcome_of
 from tests.fuzz_targets import TARGETS, Fuzzer
 from tests.soak_record import RECORD, ROOT, Entry, add, commit_of_tree, entries, write_page
 

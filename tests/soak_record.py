@@ -20,8 +20,8 @@ RECORD = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 WORDS = {
-    "sim": "seeds of the simulated cluster", "chaos": "runs of real processes", "fuzz": "inputs to decoders",
-    "audit": "workers watched by the audit",
+    "sim": "seeds of the virtual world", "drivers": "seeds of an earlier simulator (drivers around the cores)",
+    "chaos": "runs of real processes", "fuzz": "inputs to decoders", "audit": "workers watched by the audit",
 }  # fmt: skip
 
 
@@ -112,13 +112,13 @@ def page_of(kept: list[Entry]) -> str:
             for one in sorted(kept, key=lambda one: list(WORDS).index(one.part))
         ],
     )
-    sim, chaos, fuzz, audit = (_sum(kept, part) for part in WORDS)
+    sim, _, chaos, fuzz, audit = (_sum(kept, part) for part in WORDS)
     hours, steps = sim.counts["virtual seconds"] / 3600, sim.counts["optimiser steps"]
     rows = [["seeds run", f"{sim.units:,}"], ["seeds that failed", str(len(sim.failed))],
             ["virtual hours, optimiser steps", f"{hours:.1f}, {steps:,}"]]  # fmt: skip
-    lines += _table(["simulated cluster", ""], rows + _counted(sim, "checks of "))
-    lines += _table(["fault in the simulator", "times"], _counted(sim, "fault: "))
-    lines += _table(["simulated process that ended by an error and came back", "times"], _counted(sim, "restart: "))
+    lines += _table(["virtual world", ""], rows + _counted(sim, "checks of "))
+    lines += _table(["fault in the virtual world", "times"], _counted(sim, "fault: "))
+    lines += _table(["process in it that ended by an error and came back", "times"], _counted(sim, "restart: "))
     lines += _table([f"real processes, {chaos.units} runs, {len(chaos.failed)} failed", "times"], _counted(chaos, ""))
     rows = [[name, times, f"{fuzz.counts['refused: ' + name]:,}"] for name, times in _counted(fuzz, "executed: ")]
     refused = sum(times for name, times in fuzz.counts.items() if name.startswith("refused: "))
@@ -130,7 +130,8 @@ def page_of(kept: list[Entry]) -> str:
     lines += _table([f"audit, {len(audit.failed)} wrong verdicts: worker", "watched", "accused"], rows)
     failed = [[f"`{text}`", one.commit] for one in kept for text in one.failed]
     if failed:
-        lines += ["What failed, and under which commit:", "", *_table(["failure", "commit"], failed)]
+        head = "What failed, and under which commit (seeds up to 7195725 are of the earlier simulator):"
+        lines += [head, "", *_table(["failure", "commit"], failed)]
     return "\n".join(lines).rstrip()
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 class Files(Protocol):
     """`OSError` as the system raises it: ENOSPC where the disk is full."""
@@ -35,6 +37,10 @@ class Files(Protocol):
         ...
 
     def free_bytes(self, folder: Path) -> int: ...
+
+    def boot_id(self) -> str:
+        """Changes when the machine starts anew; empty where the system does not tell."""
+        ...
 
 
 class MachineFiles:
@@ -63,3 +69,9 @@ class MachineFiles:
 
     def free_bytes(self, folder: Path) -> int:
         return shutil.disk_usage(folder).free
+
+    def boot_id(self) -> str:
+        try:
+            return _BOOT_ID.read_text().strip()
+        except OSError:
+            return ""

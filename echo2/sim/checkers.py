@@ -1,8 +1,8 @@
 """What must always hold in a simulated run, judged from outside as things happen.
 
 The truth knows which fingerprint each version has, which tokens which weights sampled, which rollouts were acknowledged
-and what the model's history trained on, because the drivers tell it of every such event; no core sees it. A `Violation`
-names the invariant. The seven, in the words of the project:
+and what the model's history trained on, because whoever watches the world (witness, looking) tells it; no daemon sees it.
+A `Violation` names the invariant. The seven, in the words of the project:
 
 1. No token with lag above S is ever trained on.
 2. A rollout is trained at most once; a finished, admitted rollout is not lost.
@@ -26,7 +26,6 @@ from echo2.broadcast.manifest import ArtifactKey
 from echo2.learner.batch import Batch
 from echo2.learner.episodes import Insertion, TurnOf, root_of
 from echo2.learner.shelf import Shelf
-from echo2.sim.messages import Ticket
 from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
 from echo2.weights import HostWeights
 
@@ -74,7 +73,6 @@ class Truth:
         self.tainted: set[GroupId] = set()
         self.checks: Counter[int] = Counter()
         self.step = Step(0)
-        self._signed: set[Ticket] = set()
         self._trained_at: dict[GroupId, Step] = {}
         self._models: dict[Step, tuple[tuple[GroupId, ...], int]] = {}
         self._acknowledged: set[RolloutName] = set()
@@ -88,17 +86,6 @@ class Truth:
     def holds(self, invariant: int, is_so: bool, text: str) -> None:
         """A check that somebody else has made."""
         self._check(invariant, is_so, text)
-
-    # ---- tickets
-
-    def signed(self, ticket: Ticket) -> None:
-        self._signed.add(ticket)
-        if ticket.worker_id in self.liar_ids:
-            self.tainted.add(ticket.group_id)
-
-    def is_signed(self, ticket: Ticket) -> bool:
-        """Stands for the coordinator's signature."""
-        return ticket in self._signed
 
     # ---- versions
 
@@ -183,9 +170,9 @@ class Truth:
                         1, lag <= self.staleness_bound,
                         f"a token of version {span.version} is trained at step {batch.step}, S = {self.staleness_bound}",
                     )  # fmt: skip
-            if name not in self.tainted:
-                for number, rollout in enumerate(group.rollouts):
-                    for turn in turns_of(rollout, group.insertions[number] if group.insertions else ()):
+            for number, rollout in enumerate(group.rollouts):
+                for turn in turns_of(rollout, group.insertions[number] if group.insertions else ()):
+                    if turn.group_id not in self.tainted:
                         self._check_tokens("the learner", turn.group_id, turn.index, 0, turn)
         self.step = max(self.step, Step(batch.step + 1))
 
@@ -210,6 +197,10 @@ class Truth:
         """A process was started; `error`: what ended it at once."""
         self._check(5, not error, f"{who} does not come back: {error}")
 
+    def lied(self, group_id: GroupId) -> None:
+        """A liar is given this group: what its tokens claim proves nothing any more."""
+        self.tainted.add(group_id)
+
     def waits(self, who: str, is_idle: bool, text: str) -> None:
         """What somebody who does nothing says that it waits for."""
         self._check(7, bool(text) or not is_idle, f"{who} does nothing and does not say what it waits for")
@@ -221,11 +212,10 @@ class Truth:
         """Whatever of its way to the newest version a worker lacks, it asks for."""
         self._check(7, not unasked, f"{who} lacks {len(unasked)} artifacts of its way and does not ask for them")
 
-    def agree(self, booked: Collection[GroupId], held: Collection[GroupId], lacking: Collection[GroupId]) -> None:
-        """A heartbeat of the learner arrives behind all that it said before: the coordinator knows the same groups."""
-        unknown, closed = sorted(set(lacking) - set(booked)), sorted(set(booked) - set(held))
-        self._check(7, not unknown, f"the learner waits for {unknown}, of which the coordinator does not know")
-        self._check(7, not closed, f"the coordinator still gives out {closed}, which the learner has closed")
+    def agree(self, unknown: Collection[GroupId], closed: Collection[GroupId]) -> None:
+        """Of groups for which the learner waits, and of those that it has closed: where the coordinator knows otherwise."""
+        self._check(7, not unknown, f"the learner waits for {sorted(unknown)}, of which the coordinator does not know")
+        self._check(7, not closed, f"the coordinator still gives out {sorted(closed)}, which the learner has closed")
 
     def progress(self, holds: bool, text: str) -> None:
         self._check(6, holds, text)

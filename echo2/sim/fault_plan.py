@@ -1,6 +1,6 @@
 """Which faults a seed has, when, on whom, and for how long. Same seed, same faults.
 
-Leaves to others: carrying them out (storm for the daemons' world, faults for the older cluster).
+Leaves to others: carrying them out (storm).
 """
 
 from __future__ import annotations

@@ -1,35 +1,42 @@
 """A worker that wants to do harm, with the keys and the certificate of an honest one.
 
-It may send corrupt chunks, claim chunks that it does not hold, replay its rollouts, invent log-probabilities and name
-versions that it does not run. Guarantees: it can do only what a real one could: it cannot sign as the learner or the
-coordinator. Leaves to others: what must hold in spite of it (checkers).
+Beneath it runs the real daemon; what leaves its machine is another matter. Guarantees: it can do only what a real one could:
+it cannot sign as the learner or the coordinator. Leaves to others: what must hold in spite of it (checkers), lies of its
+engine (`Liar.engines`).
 """
 
 from __future__ import annotations
 
 import enum
 import random
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from echo2.base.ids import LeaseId, Version
-from echo2.base.rng import derived_rng
-from echo2.base.rollout import RolloutSegment, VersionSpan
-from echo2.broadcast import events as be
-from echo2.broadcast.manifest import Chunk
-from echo2.coordinator import lease_events as le
-from echo2.coordinator.telemetry import Heartbeat, WorkerHello
-from echo2.sim import messages as m
-from echo2.sim.broadcast_driver import BroadcastDriver
-from echo2.sim.checkers import Truth
-from echo2.sim.host import Host
-from echo2.sim.network import Network
-from echo2.sim.scene import Scene
-from echo2.sim.worker_driver import WorkerDriver, WorkerMachine
+from echo2.sim.process import Mouth
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
+from echo2.worker.runtime.make_engine import Engines
 
-REPLAY_S = 7.0
 REPORTS_KEPT = 64
-PRETEND_S = 3.0
+REPLAYS_SHARE = 0.3
+REPLAYED = 1 << 40
+"""Sequences from here on are of reports of which the daemon knows nothing."""
 SPEED, ROOM = 40.0, 1 << 20
+SESSION, REPORT, PEERS = (
+    "/echo2.v1.Coordinator/WorkerSession",
+    "/echo2.v1.Ingest/Report",
+    "/echo2.v1.Broadcast/Exchange",
+)
+
+
+class Liar(Mouth, Protocol):
+    """A worker's machine that lies: by messages, as a mouth, and by the parts that its daemon is handed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def engines(self, own: Engines) -> Engines:
+        """What its daemon is handed in the place of its own."""
+        ...
 
 
 class Malice(enum.Enum):
@@ -44,114 +51,133 @@ class Malice(enum.Enum):
     FALSE_ROOM = "asks for a million rollouts and reports nothing"
 
 
-LATER_KINDS = (Malice.FALSE_PROGRESS, Malice.FALSE_ENDS)
-"""Drawn on their own: seeds run before there were these mean what they meant."""
+SILENT = (Malice.FALSE_PROGRESS, Malice.FALSE_ENDS, Malice.FALSE_ROOM)
+"""Report nothing."""
 CLAIMS = (Malice.FALSE_SPEED, Malice.FALSE_ROOM)
-"""In scenes of their own."""
 
 
-class MaliciousBroadcast(BroadcastDriver):
-    malice: Malice
-    rng: random.Random
+class LyingMouth:
+    """A `Liar` with an honest engine."""
 
-    def outgoing(self, chunk: Chunk) -> Chunk:
-        if self.malice is Malice.CORRUPT_CHUNKS and chunk.payload and self.rng.random() < 0.5:
-            data = bytearray(chunk.payload)
-            data[self.rng.randrange(len(data))] ^= 1
-            return replace(chunk, payload=bytes(data))
-        return chunk
+    def __init__(self, malice: Malice, rng: random.Random) -> None:
+        self.malice, self.name, self._rng = malice, malice.value, rng
+        self.lies_told = 0
+        self._leases: dict[str, int] = {}  # granted to it -> tokens that it claims
+        self._version = 0
+        self._kept: list[ingest_pb2.RolloutReport] = []
+        self._tickets: dict[str, rollout_pb2.LeaseTicket] = {}
 
-    def message_of(self, action: be.Action) -> object | None:
-        if self.malice is Malice.LYING_HAVE_MAPS and isinstance(action, be.SendHave):
-            return m.HaveMessage(action.key, action.bitmap | (1 << self.rng.randrange(1, 40)) - 1, action.is_sealed)
-        return super().message_of(action)
+    def engines(self, own: Engines) -> Engines:
+        return own
 
+    # ---- what leaves
 
-class MaliciousWorker(WorkerDriver):
-    def __init__(
-        self, scene: Scene, truth: Truth, host: Host, machine: WorkerMachine, network: Network, malice: Malice
-    ) -> None:
-        self.malice = malice
-        self.rng = derived_rng(scene.seed, "malice", machine.name)
-        self.pretends: set[LeaseId] = set()
-        self.kept: list[tuple[m.Ticket, tuple[RolloutSegment, ...]]] = []
-        super().__init__(scene, truth, host, machine, network)
+    def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
+        speak = _SAYS.get((method, side))
+        said = speak(self, data) if speak is not None else (data,)
+        self.lies_told += list(said) != [data]
+        return said
 
-    def make_broadcast(self) -> BroadcastDriver:
-        node = MaliciousBroadcast(
-            self.host, self.network, self.machine.identity, self.machine.disk, self._address_of, self._weights_changed,
-            self.scene.seed,
-        )  # fmt: skip
-        node.malice, node.rng = self.malice, self.rng
-        return node
+    def to_coordinator(self, data: bytes) -> Sequence[bytes]:
+        message = coordinator_pb2.WorkerMessage.FromString(data)
+        match message.WhichOneof("kind"):
+            case "hello" if self.malice is Malice.FALSE_SPEED:
+                message.hello.price_usd_per_hour = 0.0
+            case "heartbeat":
+                return self._beat(message)
+            case "lease_request" if self.malice is Malice.FALSE_ROOM:
+                message.lease_request.free_rollouts = ROOM
+            case "lease_ended":
+                self._leases.pop(message.lease_ended.lease_id, None)
+        return (message.SerializeToString(),)
 
-    def start(self) -> None:
-        super().start()
+    def _beat(self, message: coordinator_pb2.WorkerMessage) -> Sequence[bytes]:
+        beat, more = message.heartbeat, list[coordinator_pb2.WorkerMessage]()
+        self._version = beat.version
+        if self.malice in CLAIMS:
+            beat.rollouts_per_s, beat.tokens_per_s = SPEED, 100 * SPEED
+            beat.rollout_s_mean = beat.rollout_s_p95 = 0.1
+        if self.malice is Malice.FALSE_ROOM and beat.has_version:
+            wish = coordinator_pb2.LeaseRequest(free_rollouts=ROOM, version=beat.version)
+            more.append(coordinator_pb2.WorkerMessage(lease_request=wish))
+        for lease_id in list(self._leases):
+            if self.malice is Malice.FALSE_PROGRESS:
+                self._leases[lease_id] += 1
+                told = coordinator_pb2.LeaseProgress(lease_id=lease_id, tokens=self._leases[lease_id])
+                more.append(coordinator_pb2.WorkerMessage(lease_progress=told))
+            elif self.malice is Malice.FALSE_ENDS:
+                del self._leases[lease_id]
+                finished = coordinator_pb2.LeaseEnded.REASON_FINISHED
+                ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=finished)
+                more.append(coordinator_pb2.WorkerMessage(lease_ended=ended))
+        return [one.SerializeToString() for one in (message, *more)]
+
+    def to_learner(self, data: bytes) -> Sequence[bytes]:
+        if self.malice in SILENT:
+            return ()
+        report = ingest_pb2.RolloutReport.FromString(data)
+        if report.HasField("ticket"):
+            self._tickets[report.lease_id] = report.ticket
+        for segment in report.segments:
+            self._change(segment)
+        said = [report.SerializeToString()]
         if self.malice is Malice.REPLAYED_ROLLOUTS:
-            self.host.after(REPLAY_S, self._replay)
+            self._kept = [*self._kept, report][-REPORTS_KEPT:]
+            if self._rng.random() < REPLAYS_SHARE:
+                said.append(self._replay().SerializeToString())
+        return said
 
-    def hello(self) -> WorkerHello:
-        price = 0.0 if self.malice is Malice.FALSE_SPEED else self.machine.price
-        return replace(super().hello(), price_usd_per_hour=price)
+    def _replay(self) -> ingest_pb2.RolloutReport:
+        """Of leases long over, and of groups that others make now, under its old tickets."""
+        again = ingest_pb2.RolloutReport()
+        again.CopyFrom(self._rng.choice(self._kept))
+        again.sequence = REPLAYED + self._rng.randrange(1 << 20)
+        if again.lease_id in self._tickets:
+            again.ticket.CopyFrom(self._tickets[again.lease_id])
+        return again
 
-    def heartbeat(self) -> Heartbeat:
-        if self.malice is Malice.FALSE_ROOM and self.live is not None:
-            self.claim(le.Wanted(self.me, ROOM, self.live))
-        if self.malice not in CLAIMS:
-            return super().heartbeat()
-        return replace(
-            super().heartbeat(), rollouts_per_s=SPEED, tokens_per_s=100 * SPEED, rollout_s_mean=0.1, rollout_s_p95=0.1
-        )
+    def _change(self, segment: rollout_pb2.RolloutSegment) -> None:
+        if self.malice is Malice.WRONG_LOGPROBS:
+            lies = [-self._rng.randrange(1, 4096) / 1024.0 for _ in segment.logprobs]
+            segment.logprobs[:] = segment.raw_logprobs[:] = lies
+        elif self.malice is Malice.WRONG_VERSION:
+            for span in segment.version_spans:  # the newest, one to come, or one long gone
+                span.version = max(0, span.version + self._rng.choice((-6, 0, 1, 2, 50)))
 
-    def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
-        if self.malice is Malice.FALSE_ROOM:
-            return
-        if self.malice in LATER_KINDS:
-            self._pretend(lease_id)
-            return
-        changed = tuple(self._changed(segment) for segment in segments)
-        ticket = self.ticket_of(lease_id)
-        if ticket is not None:
-            self.kept = [*self.kept, (ticket, changed)][-REPORTS_KEPT:]
-        super().report(lease_id, changed)
-
-    def _changed(self, segment: RolloutSegment) -> RolloutSegment:
-        match self.malice:
-            case Malice.WRONG_LOGPROBS:
-                lies = tuple(-self.rng.randrange(1, 4096) / 1024.0 for _ in segment.logprobs)
-                return replace(segment, logprobs=lies, raw_logprobs=lies)
-            case Malice.WRONG_VERSION:
-                spans = tuple(self._span(span) for span in segment.version_spans)
-                return replace(segment, version_spans=spans)
+    def to_peers(self, data: bytes) -> Sequence[bytes]:
+        message = broadcast_pb2.PeerMessage.FromString(data)
+        match message.WhichOneof("kind"):
+            case "chunk" if self.malice is Malice.CORRUPT_CHUNKS and message.chunk.payload:
+                if self._rng.random() < 0.5:
+                    payload = bytearray(message.chunk.payload)
+                    payload[self._rng.randrange(len(payload))] ^= 1
+                    message.chunk.payload = bytes(payload)
+            case "have" if self.malice is Malice.LYING_HAVE_MAPS:
+                held = int.from_bytes(message.have.bitmap, "little") | (1 << self._rng.randrange(1, 40)) - 1
+                message.have.bitmap = held.to_bytes((held.bit_length() + 7) // 8, "little")
             case _:
-                return segment
+                return (data,)
+        return (message.SerializeToString(),)
 
-    def _span(self, span: VersionSpan) -> VersionSpan:
-        """Its own version plus something: the newest, one to come, or one long gone."""
-        version = Version(max(0, span.version + self.rng.choice((-6, 0, 1, 2, 50))))
-        return VersionSpan(version, span.count)
+    # ---- what comes
 
-    def _pretend(self, lease_id: LeaseId) -> None:
-        """A little progress for ever, or an end at once; the learner hears nothing."""
-        if lease_id in self.pretends or self.ticket_of(lease_id) is None:
-            return
-        if self.malice is Malice.FALSE_ENDS:
-            self.claim(le.Ended(self.me, lease_id, le.EndReason.FINISHED, ""))
-            return
-        self.pretends.add(lease_id)
+    def hears(self, method: str, side: int, data: bytes) -> bool:
+        if (method, side) == (SESSION, 0):
+            self._ordered(coordinator_pb2.WorkerOrder.FromString(data))
+        elif (method, side) == (REPORT, 0):
+            return ingest_pb2.RolloutVerdict.FromString(data).sequence < REPLAYED
+        return True
 
-        def go_on(tokens: int) -> None:
-            if self.ticket_of(lease_id) is None:
-                self.pretends.discard(lease_id)
-                return
-            self.claim(le.Progressed(self.me, lease_id, 0, tokens))
-            self.host.after(PRETEND_S, lambda: go_on(tokens + 1))
+    def _ordered(self, order: coordinator_pb2.WorkerOrder) -> None:
+        if order.HasField("lease_grant"):
+            self._leases.setdefault(order.lease_grant.ticket.lease_id, 0)
+        elif order.HasField("lease_revoke"):
+            self._leases.pop(order.lease_revoke.lease_id, None)
 
-        go_on(1)
 
-    def _replay(self) -> None:
-        """Reports of leases long over, and of groups that others make now, under its old tickets."""
-        if self.kept:
-            ticket, segments = self.rng.choice(self.kept)
-            self.send_raw(m.WorkerReport(self.rng.randrange(1 << 20), ticket, segments))
-        self.host.after(REPLAY_S * self.rng.random(), self._replay)
+_SAYS: dict[tuple[str, int], Callable[[LyingMouth, bytes], Sequence[bytes]]] = {
+    (SESSION, 0): LyingMouth.to_coordinator,
+    (REPORT, 0): LyingMouth.to_learner,
+    (PEERS, 0): LyingMouth.to_peers,
+    (PEERS, 1): LyingMouth.to_peers,
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +23,7 @@ WINDOW_BYTES = 2 << 20
 """Of one direction of a call: so much may be on its way and unread."""
 LINK_BACKLOG_S = 0.3
 """No more is handed to the system than leaves the machine in this time."""
+CHUNKS, CHUNK_TAG = "/echo2.v1.Broadcast/Exchange", b"\x1a"
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _AS_IS: Callable[[bytes], bytes] = lambda data: data  # noqa: E731
 
@@ -49,8 +50,8 @@ class Half:
 class Stream:
     """One side of one call. Frames: (number, kind, payload); kinds: open, message, half, end, reset."""
 
-    def __init__(self, link: Link, number: int, mine: Half, theirs: Half) -> None:
-        self.link, self.number, self.mine, self.theirs = link, number, mine, theirs
+    def __init__(self, link: Link, number: int, method: str, mine: Half, theirs: Half) -> None:
+        self.link, self.number, self.method, self.mine, self.theirs = link, number, method, mine, theirs
         self.inbox: deque[bytes] = deque()
         self.is_half_closed = False
         self.changed = asyncio.Event()
@@ -82,25 +83,30 @@ class Stream:
         while self.ended is None:
             behind_s = self.link.behind_s
             if behind_s > LINK_BACKLOG_S:
-                await asyncio.sleep(behind_s - LINK_BACKLOG_S)
+                await asyncio.sleep(
+                    max(1e-4, behind_s - LINK_BACKLOG_S)
+                )  # of less than rounds off, time would not move
             elif not self.mine.room.is_set():
                 await self.mine.room.wait()
             else:
                 break
         if self.ended is None:
-            self.mine.took(len(data))
-            self.link.send(self.number, "message", data, len(data))
+            for said in self.link.said(self.method, data):
+                self.mine.took(len(said))
+                self.link.send(self.number, "message", said, self.link.weight(self.method, said))
 
     async def receive(self) -> bytes | None:
         """None once nothing more comes: see `ended`."""
-        while not self.inbox:
-            if self.is_half_closed or self.ended is not None:
-                return None
-            self.changed.clear()
-            await self.changed.wait()
-        data = self.inbox.popleft()
-        self.theirs.read(len(data))
-        return data
+        while True:
+            while not self.inbox:
+                if self.is_half_closed or self.ended is not None:
+                    return None
+                self.changed.clear()
+                await self.changed.wait()
+            data = self.inbox.popleft()
+            self.theirs.read(len(data))
+            if self.link.is_heard(self.method, data):
+                return data
 
 
 class Link:
@@ -130,12 +136,27 @@ class Link:
     def open(self, method: str) -> Stream:
         self._next += 1
         there, back = Half(), Half()
-        stream = self.streams[self._next] = Stream(self, self._next, there, back)
+        stream = self.streams[self._next] = Stream(self, self._next, method, there, back)
         self.send(self._next, "open", (method, there, back), len(method) + 60)
         return stream
 
     def send(self, number: int, kind: str, payload: Any, size: int = 10) -> None:
         self._end.send((number, kind, payload), size)
+
+    def said(self, method: str, data: bytes) -> Sequence[bytes]:
+        """What leaves in the place of a message: of an honest machine, just that."""
+        mouth = self._end.process.machine.mouth
+        return (data,) if mouth is None else mouth.says(method, self._end.side, data)
+
+    def weight(self, method: str, data: bytes) -> int:
+        """Bytes on the wire: chunks of the tiny model stand for those of a large one."""
+        is_chunk = method == CHUNKS and data.startswith(CHUNK_TAG)
+        return len(data) * (self._end.wire.wires.chunk_scale if is_chunk else 1)
+
+    def is_heard(self, method: str, data: bytes) -> bool:
+        """Whether a message that has come is handed to the daemon."""
+        mouth = self._end.process.machine.mouth
+        return mouth is None or mouth.hears(method, self._end.side, data)
 
     def forget(self, number: int) -> None:
         self.streams.pop(number, None)
@@ -148,7 +169,7 @@ class Link:
         if kind == "open":
             assert self._on_open is not None, "only a server is called"
             method, there, back = payload
-            stream = self.streams[number] = Stream(self, number, back, there)
+            stream = self.streams[number] = Stream(self, number, method, back, there)
             self._on_open(stream, method)
         elif (known := self.streams.get(number)) is not None:
             known.arrive(kind, payload)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from echo2.base.rng import derived_rng
 from echo2.outside import entered
@@ -22,9 +23,24 @@ from echo2.sim.wires import AccessLink
 UNIX_EPOCH_S = 1_700_000_000.0
 
 
+class Mouth(Protocol):
+    """What a machine makes of its daemon's messages. `side`: 0 calls, 1 serves."""
+
+    def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
+        """What leaves in the place of a message: any number of others."""
+        ...
+
+    def hears(self, method: str, side: int, data: bytes) -> bool:
+        """Whether the daemon is handed it."""
+        ...
+
+
 @dataclass(slots=True)
 class VirtualMachine:
-    """`clock_offset_s`, `drift`: how far its wall clock is off, and how many of its seconds pass in a true one."""
+    """`clock_offset_s`, `drift`: how far its wall clock is off, and how many of its seconds pass in a true one.
+
+    `mouth`: None for an honest machine.
+    """
 
     name: str
     host: str
@@ -33,7 +49,9 @@ class VirtualMachine:
     seed: int
     clock_offset_s: float = 0.0
     drift: float = 1.0
+    sync_s: float = 0.0
     lives: int = 0
+    mouth: Mouth | None = None
     process: Process | None = field(default=None, repr=False)
 
 
@@ -46,7 +64,7 @@ class Process:
         self.is_frozen = self.has_ended = False
         self.held: list[asyncio.Handle] = []
         self.clock = _Clock(machine, loop)
-        self.files = VirtualFiles(machine.disk, loop.time)
+        self.files = VirtualFiles(machine.disk, loop.time, lambda: loop.spend(machine.sync_s))
         self.rng: random.Random = derived_rng(machine.seed, "process", machine.name, machine.lives)
         self.net: Net = net(self)
         self._tasks: dict[int, asyncio.Task[Any]] = {}

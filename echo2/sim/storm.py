@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from echo2.base.rng import derived_rng
 from echo2.sim.fault_plan import STORM_S, Fault, Planned, long_outage, storm
+from echo2.sim.malice import LyingMouth, Malice
 from echo2.sim.process import Process
 from echo2.sim.scene import Scene
 from echo2.sim.world import World
@@ -222,10 +223,19 @@ _CARRIED_OUT: dict[Fault, Callable[[Storm, str, float], bool]] = {
 }  # fmt: skip
 
 
+def malice_of(seed: int) -> Malice | None:
+    """In two of five seeds there is a malicious worker."""
+    rng = derived_rng(seed, "malice")
+    return rng.choice(list(Malice)) if rng.random() < 0.4 else None
+
+
 def stormy_world(seed: int) -> tuple[World, float]:
     """The world of a seed with its storm, and when that ends."""
     world = World(Scene.of(seed))
-    workers = len(world.workers)
+    workers, malice = len(world.workers), malice_of(seed)
+    if malice is not None:
+        link = world.machines[world.add_worker(LyingMouth(malice, derived_rng(seed, "liar")))].link
+        link.up, link.down = 2 * link.up, 2 * link.down  # the better its link, the more chunks go through its hands
     outage = long_outage(seed, workers)
     until_s = LONG_STORM_S if outage else STORM_S
     Storm(world, storm(seed, workers) + outage, until_s)

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class VirtualDisk:
         self.folder = root / "0"
         self.folder.mkdir(parents=True)
         self.is_full = False
+        self.boots = 1
         self._synced: dict[str, int] = {}  # path in the folder -> bytes that stay
         self._renamed: dict[str, bytes | None] = {}  # names not synced with their folder yet -> what they stood for
 
@@ -68,7 +70,8 @@ class VirtualDisk:
 
     def power_cut(self, rng: random.Random) -> int:
         """After `crash`: takes away what was not synced; returns how many files lost something."""
-        lost = 0
+        self.boots += 1
+        lost = sum(_cut_log(path, rng) for path in sorted(self.folder.rglob("*.sqlite-wal")))
         for path in sorted(self.folder.rglob("*")):
             key = str(path.relative_to(self.folder))
             if not path.is_file() or path.name.endswith(SELF_SYNCED) or "-wal" in path.name or "-shm" in path.name:
@@ -122,10 +125,10 @@ class VirtualDisk:
 
 
 class VirtualFiles:
-    """`Files` of one process. `now`: of the virtual world, by which files are dated."""
+    """`Files` of one process. `now`: of the virtual world, by which files are dated; `synced`: a sync takes its time."""
 
-    def __init__(self, disk: VirtualDisk, now: Callable[[], float]) -> None:
-        self._disk, self._now = disk, now
+    def __init__(self, disk: VirtualDisk, now: Callable[[], float], synced: Callable[[], None]) -> None:
+        self._disk, self._now, self._synced = disk, now, synced
 
     def check_room(self) -> None:
         if self._disk.is_full:
@@ -144,9 +147,11 @@ class VirtualFiles:
         return written
 
     def sync(self, handle: int) -> None:
+        self._synced()
         self._disk.synced(Path(f"/proc/self/fd/{handle}").readlink())
 
     def sync_path(self, path: Path) -> None:
+        self._synced()
         self._disk.synced(path)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -156,6 +161,32 @@ class VirtualFiles:
 
     def free_bytes(self, folder: Path) -> int:
         return 0 if self._disk.is_full else PLENTY_BYTES
+
+    def boot_id(self) -> str:
+        return f"boot{self._disk.boots}"
+
+
+LOG_HEADER_BYTES, FRAME_HEADER_BYTES, BACKFILLED_AT = 32, 24, 96
+"""Of SQLite's write-ahead log, and where its index says how many frames are in the database's file."""
+
+
+def _cut_log(path: Path, rng: random.Random) -> bool:
+    """Cuts a log somewhere behind what its database's file already holds; False where nothing is lost."""
+    log, index = path.read_bytes(), path.with_name(path.name.replace("-wal", "-shm"))
+    if len(log) < LOG_HEADER_BYTES or not index.exists():
+        return False
+    frame_bytes = FRAME_HEADER_BYTES + int.from_bytes(log[8:12], "big")
+    salt, count = log[16:24], 0
+    while log[(at := LOG_HEADER_BYTES + count * frame_bytes) + 8 : at + 16] == salt and at + frame_bytes <= len(log):
+        count += 1
+    with index.open("rb") as file:
+        file.seek(BACKFILLED_AT)
+        backfilled = int.from_bytes(file.read(4), sys.byteorder)
+    if backfilled >= count:
+        return False
+    end = LOG_HEADER_BYTES + rng.randint(backfilled, count) * frame_bytes
+    os.truncate(path, min(len(log), end + rng.randrange(frame_bytes)))
+    return True
 
 
 def _sockets(folder: str, names: list[str]) -> list[str]:

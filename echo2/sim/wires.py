@@ -83,6 +83,7 @@ class Wires:
         self.loop, self._rng = loop, rng
         self.loss = 0.0
         self.jitter_s = 0.004
+        self.chunk_scale = 1
         self.counts: Counter[str] = Counter()
         self.taps: list[Tap] = []
         self.names: dict[str, str] = {}  # by address

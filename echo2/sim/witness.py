@@ -21,6 +21,7 @@ from echo2.learner.shelf import Shelf
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.process import Process
 from echo2.sim.wires import End
+from echo2.trust.identity import NodeCertificate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2
 from echo2.wire.rollout import segments_from_report, verdicts_from_message
 
@@ -36,15 +37,22 @@ _SAID: dict[tuple[str, int], type[Message]] = {
 
 
 class Witness:
-    """`failed` is called with the first violation."""
+    """`failed` is called with the first violation. `holds_leases`: whether the daemon of that name has work."""
 
-    def __init__(self, truth: Truth, failed: Callable[[Violation], None], trace: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        truth: Truth,
+        failed: Callable[[Violation], None],
+        trace: Callable[[str, str], None],
+        holds_leases: Callable[[str], bool],
+    ) -> None:
         self.truth, self._failed, self._trace = truth, failed, trace
         self.counts: Counter[str] = Counter()
         self.said: set[str] = set()  # fields that were set in some message, by message and name
         self.kept_leases: set[tuple[LeaseId, int]] = set()  # ever, with their attempt
         self.run_fingerprints: dict[Version, str] = {}
         self.shelf: Shelf | None = None
+        self.holds_leases = holds_leases
         self._methods: dict[tuple[int, int], str] = {}
 
     def _judge(self, check: Callable[[], None]) -> None:
@@ -61,6 +69,7 @@ class Witness:
         key = (end.wire.number, number)
         if kind == "open":
             self._methods[key] = payload[0]
+            self._called(end)
         text = payload.hex() if isinstance(payload, bytes) else str(payload[0]) if isinstance(payload, tuple) else ""
         self._trace(end.process.name, f"{end.peer.process.name} {number} {kind} {text}")
         if kind != "message":
@@ -70,6 +79,12 @@ class Witness:
             message = kind_of.FromString(payload)
             self._note_fields(message)
             self._judge(lambda: self._said(end.process, end.peer.process, message))
+
+    def _called(self, end: End) -> None:
+        """By its certificate it is known who a liar is."""
+        pair = end.wire.caller_pair
+        if end.side == 0 and pair is not None and end.process.name in self.truth.liars:
+            self.truth.liar_ids.add(NodeCertificate.parse(pair[1], "a liar's").peer_id)
 
     def _note_fields(self, message: Any) -> None:
         for field, value in message.ListFields():
@@ -94,7 +109,11 @@ class Witness:
                 self._judged(message)
 
     def _beat(self, who: str, beat: coordinator_pb2.Heartbeat) -> None:
-        if beat.has_version and who not in self.truth.liars:
+        if who in self.truth.liars:
+            return
+        is_idle = not (beat.running_sequences or beat.waiting_sequences or self.holds_leases(who))
+        self._judge(lambda: self.truth.waits(who, is_idle, beat.waits_for))
+        if beat.has_version:
             expected = self.run_fingerprints.get(Version(beat.version))
             holds = beat.fingerprint == expected
             self.truth.holds(3, holds, f"{who} is at version {beat.version} with {beat.fingerprint}, not {expected}")
@@ -105,7 +124,7 @@ class Witness:
         is_kept = (LeaseId(ticket.lease_id), ticket.attempt) in self.kept_leases
         self.truth.holds(5, is_kept, f"lease {ticket.lease_id} is told before it is kept")
         if ticket.worker_peer_id in self.truth.liar_ids:
-            self.truth.tainted.add(GroupId(ticket.group_id))
+            self.truth.lied(GroupId(ticket.group_id))
 
     def _learner_said(self, message: coordinator_pb2.LearnerMessage) -> None:
         match message.WhichOneof("kind"):

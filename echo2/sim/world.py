@@ -33,7 +33,9 @@ from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
+from echo2.sim.looking import Daemon, Looking
 from echo2.sim.made_up_engine import EngineFaults
+from echo2.sim.malice import Liar
 from echo2.sim.memory_net import MemoryNet
 from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.scene import Scene
@@ -48,6 +50,7 @@ from echo2.sim.world_parts import NoPage, VirtualEngines, WatchedStore
 from echo2.weights.fingerprint import fingerprint, key_of_run
 from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.daemon import WorkerDaemon
+from echo2.worker.runtime.make_engine import Engines
 
 RUN = RunId("simulated")
 STEPS_MAX = 100_000
@@ -85,9 +88,7 @@ class WorkerTraits:
     step_s: float
     price: float
     faults: EngineFaults = field(default_factory=EngineFaults)
-
-
-Daemon = CoordinatorDaemon | LearnerDaemon | WorkerDaemon
+    liar: Liar | None = None
 
 
 class World:
@@ -100,8 +101,9 @@ class World:
         self.story = Story(self.loop.time, self.root.name)
         self.truth = Truth(scene.staleness_bound)
         self.wires = Wires(self.loop, derived_rng(scene.seed, "network"))
+        self.wires.chunk_scale = scene.chunk_scale
         self.failure: Violation | None = None
-        self.witness = Witness(self.truth, self._failed, self.story.trace)
+        self.witness = Witness(self.truth, self._failed, self.story.trace, self._holds_leases)
         self.wires.taps.append(self.witness.tap)
         self.rng: random.Random = derived_rng(scene.seed, "cluster")
         self.faults: Counter[str] = Counter()
@@ -109,11 +111,13 @@ class World:
         self.machines: dict[str, VirtualMachine] = {}
         self.traits: dict[str, WorkerTraits] = {}
         self.daemons: dict[str, Daemon] = {}
+        self.looking = Looking(self.truth, self.machines, self.loop.time, self.faults)
         self.gone: set[str] = set()
         self.join_links: dict[str, str] = {}
         self._key = key_of_run(RUN)
         self.train_s = scene.train_s
-        for name, up, down, rtt_s in (("coordinator", 400, 400, 0.02), ("learner", 200, 400, 0.04)):
+        learner_up = 200 if scene.chunk_scale == 1 else 40  # slow enough for others to pass chunks on
+        for name, up, down, rtt_s in (("coordinator", 400, 400, 0.02), ("learner", learner_up, 400, 0.04)):
             self._add_machine(name, AccessLink(up * MBIT, down * MBIT, rtt_s))
         for _ in range(workers or self.rng.randint(2, 4)):
             self.add_worker()
@@ -123,17 +127,24 @@ class World:
     def _add_machine(self, name: str, link: AccessLink) -> VirtualMachine:
         host = f"127.1.0.{len(self.machines) + 1}"
         machine = VirtualMachine(name, host, link, VirtualDisk(self.root / name), self.scene.seed)
+        machine.sync_s = self.scene.sync_s
         self.machines[name] = machine
         self.wires.names[host] = name
         return machine
 
-    def add_worker(self) -> str:
+    def add_worker(self, liar: Liar | None = None) -> str:
         """One more machine; its process is started by `start`."""
         name = f"w{len(self.traits)}"
         rng = derived_rng(self.scene.seed, "machine", name)
         up = rng.choice((50, 100, 200)) * MBIT
         self._add_machine(name, AccessLink(up, 2 * up, rng.choice((0.02, 0.08, 0.16))))
-        self.traits[name] = WorkerTraits(rng.choice((4, 8, 12)), rng.uniform(0.1, 0.3), rng.uniform(0.2, 2.0))
+        self.traits[name] = WorkerTraits(
+            rng.choice((4, 8, 12)), rng.uniform(0.1, 0.3), rng.uniform(0.2, 2.0), liar=liar
+        )
+        if liar is not None:
+            self.machines[name].mouth = liar
+            self.truth.liars.add(name)
+            self.faults[f"malicious worker: {liar.name}"] += 1
         return name
 
     @property
@@ -166,7 +177,9 @@ class World:
         if name == "learner":
             return LearnerDaemon(self._learner_options(process), make_prepared=self._preparer(process))
         traits = self.traits[name]
-        engines = VirtualEngines(self.scene.sampler, traits.slot_count, traits.step_s, traits.faults)
+        engines: Engines = VirtualEngines(self.scene.sampler, traits.slot_count, traits.step_s, traits.faults)
+        if traits.liar is not None:
+            engines = traits.liar.engines(engines)
         return WorkerDaemon(self._worker_options(name, process), engines=engines)
 
     def _coordinator_options(self, process: Process) -> CoordinatorOptions:
@@ -187,6 +200,7 @@ class World:
             checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
             host=host, port=LEARNER_PORT, advertise=f"{host}:{LEARNER_PORT}", join_link=self.join_link("learner"),
             drops_equal_rewards=scene.drops_equal_rewards, keyframe_chain_max=scene.keyframe_chain_max,
+            uplink_limit_bytes_per_s=process.machine.link.up / scene.chunk_scale,
         )  # fmt: skip
 
     def _worker_options(self, name: str, process: Process) -> WorkerOptions:
@@ -195,6 +209,7 @@ class World:
             self.join_link("worker"), process.machine.disk.folder / "worker", name, EngineChoice.EMBEDDED,
             price_usd_per_hour=self.traits[name].price, listen_host=host, listen_port=WORKER_PORT,
             advertised_addresses=(f"{host}:{WORKER_PORT}",), swap_mode=self.scene.swap_mode, seed=self.scene.seed,
+            uplink_limit_bytes_per_s=process.machine.link.up / self.scene.chunk_scale,
         )  # fmt: skip
 
     def join_link(self, role: str) -> str:
@@ -345,7 +360,8 @@ class World:
         if not isinstance(learner, LearnerDaemon) or learner.loop is None:
             return ["learner"]
         newest = learner.loop.publisher.newest_version
-        return [name for name in self.workers if self._version_of(name) != newest]
+        honest = [name for name in self.workers if name not in self.truth.liars]
+        return [name for name in honest if self._version_of(name) != newest]
 
     def _version_of(self, name: str) -> Version | None:
         daemon = self.daemons.get(name)
@@ -362,8 +378,13 @@ class World:
         return "; ".join(parts)
 
     def _look(self) -> None:
-        """Every `LOOK_S`: nobody waits silently or without end."""
+        """Every `LOOK_S`."""
+        self.looking.look(self.daemons, self._failed)
         self.after(LOOK_S, self._look)
+
+    def _holds_leases(self, name: str) -> bool:
+        daemon = self.daemons.get(name)
+        return isinstance(daemon, WorkerDaemon) and bool(daemon.desk.machine.lease_ids)
 
 
 class _WatchedTrainer(TinyTrainer):

@@ -22,11 +22,11 @@ from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
 from echo2.coordinator.membership import Liveness, Member, Setting
 from echo2.coordinator.provisioning import Machine, MachineState
-from echo2.coordinator.runtime import store_mark
 from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
 from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.coordinator.tokens import Token
+from echo2.outside import files
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.unit.coordinator import test_daemon as daemon_tests
@@ -334,7 +334,7 @@ def test_after_a_power_cut_the_last_moments_may_be_missing_but_nothing_that_was_
     shutil.copytree(left, tmp_path / "older")
     boot = tmp_path / "boot_id"
     boot.write_text("the machine was started again")
-    monkeypatch.setattr(store_mark, "_BOOT_ID", boot)
+    monkeypatch.setattr(files, "_BOOT_ID", boot)
     with closing(kept_in(left)) as store:
         assert store.load().members == (MEMBER,) and "the last 41 changes of 42" in caplog.text
     with closing(
@@ -353,7 +353,7 @@ def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatc
     with closing(kept_in(tmp_path)) as store:
         store.write(Changes(members=[BANNED]))
     (tmp_path / "state.sqlite").write_bytes(older)
-    monkeypatch.setattr(store_mark, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(files, "_BOOT_ID", tmp_path / "none")
     with pytest.raises(StateError, match="expected all of 2 changes, found the first 1"):
         kept_in(tmp_path)
 

@@ -67,11 +67,6 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
         "tests/unit/sim/test_world.py",
         "test_the_same_seed_gives_the_same_trace_under_any_hash_seed",
     ),
-    (
-        r"python -m echo2\.sim\.cluster_run --seed .*",
-        "tests/unit/sim/test_cluster.py",
-        "test_a_seed_replays_exactly_in_another_process",
-    ),
     (r"python -m sphinx .*", "tests/docs/test_docs.py", "test_pages_build_without_a_warning"),
     (r"python docs/generate\.py", "tests/docs/test_docs.py", "test_references_are_those_of_the_code"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py", "test_stubs_are_made_from_the_protocol_as_make_proto_does"),
@@ -88,7 +83,7 @@ AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in test
 ONLY_READ = (
     (r"python -m pytest.*|pytest .*|ruff .*|python -m mypy", "they are what runs the tests and checks"),
     (
-        r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.(broadcast_scenarios|cluster_run)( .*)?",
+        r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.broadcast_scenarios( .*)?",
         "minutes of measuring each",
     ),
     (r"python -m tests\.soak.*", "half an hour of storms"),

@@ -71,11 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.mutants.run", description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--missing", action="store_true", help="only those that are not on record as caught")
     given = parser.parse_args(arguments)
     rows = {row["name"]: row for row in (json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else [])}
     missed = 0
     for mutant in MUTANTS:
-        if given.only not in mutant.name:
+        if given.only not in mutant.name or (given.missing and rows.get(mutant.name, {}).get("is_caught")):
             continue
         row = rows[mutant.name] = run(mutant, given.seeds)
         missed += not row["is_caught"]

@@ -23,7 +23,6 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.outside import here
 
 SIZE_BYTES = 256
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -162,8 +161,4 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _boot() -> str:
-    """Changes when the machine starts anew; empty where the system does not tell."""
-    try:
-        return "".join(filter(str.isalnum, _BOOT_ID.read_text()))[:64]
-    except OSError:
-        return ""
+    return "".join(filter(str.isalnum, here().files.boot_id()))[:64]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
@@ -66,6 +66,7 @@ class Telling:
         self.where = whereabouts
         self._told_links: tuple[tuple[str, str, str], ...] | None = None
         self._beats = 0
+        self._idle_since: float | None = None
         self._memory_bytes, self._memory_due = (0, 0), -math.inf
         self.run_id = run_id
         self._gpu, self._choice, self._price, self._look_at_memory = machine
@@ -114,8 +115,8 @@ class Telling:
     def heartbeat(self, engine: Engine | None, keeper: WeightKeeper | None) -> coordinator_pb2.Heartbeat:
         rates, window = self._desk.rates.rates(self._clock.now()), self._desk.rates
         node = self._node.stats()
-        waits_for, waits_s = self._waits.longest()
         live = keeper.machine.live if keeper else None
+        waits_for, waits_s = self._wait(live, node)
         stats = engine.stats() if engine else None
         used_bytes, total_bytes = self._memory()
         return coordinator_pb2.Heartbeat(
@@ -137,7 +138,7 @@ class Telling:
             newest_chunk_count=node.newest_chunk_count,
             newest_chunks_held=node.newest_chunks_held,
             newest_version_in_flight=node.newest_version_in_flight,
-            waits_for=waits_for or (node.waits_for if live is None else ""),
+            waits_for=waits_for,
             waits_since_s=waits_s,
             fingerprint=keeper.live_fingerprint if keeper else "",
             memory_used_bytes=used_bytes,
@@ -145,6 +146,17 @@ class Telling:
             reach=reach_of(self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator),
             links=self._links_if_changed(node),
         )
+
+    def _wait(self, live: Version | None, node: NodeStats) -> tuple[str, float]:
+        """What holds this worker up longest, and for how many seconds; empty while it generates."""
+        now, has_work = self._clock.now(), bool(self._desk.machine.lease_ids)
+        self._idle_since = None if has_work or live is None else self._idle_since or now
+        text, since_s = self._waits.longest()
+        if text or has_work:
+            return text, since_s
+        if self._idle_since is None:
+            return node.waits_for, 0.0
+        return "a lease", now - self._idle_since
 
     def _memory(self) -> tuple[int, int]:
         now = self._clock.now()

@@ -1,0 +1,166 @@
+"""What is looked at every few virtual seconds in the daemons that live: waits, agreement, weights in memory, who is shunned.
+
+Guarantees: a daemon that is frozen, that lies or that is on its way out is not looked at; what may be so for a moment counts
+only once it has lasted. Leaves to others: what is seen on the wires (witness), what must hold (checkers).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
+
+from echo2.base.ids import GroupId, PeerId
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.stalls import FORGOTTEN_S
+from echo2.coordinator.lease_waits import waits
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.learner.runtime.daemon import LearnerDaemon
+from echo2.sim.checkers import Truth, Violation
+from echo2.sim.process import VirtualMachine
+from echo2.worker.runtime.daemon import WorkerDaemon
+
+VERDICT_WAIT_S = 50.0
+DEADLINE_SLACK_S = 10.0
+STALL_SLACK_S = 7.0
+AGREE_S = 14.0
+"""So long the learner's and the coordinator's lists of groups may differ: three reminders."""
+UNASKED_S = 9.0
+SILENT_S = 9.0
+WORK_S = 60.0
+"""So long a learner may be at work on one step."""
+SHUNNED = "malicious worker is shunned"
+PAUSED = "malicious worker is given no leases for a while"
+STOPPED = "artifact stops coming"
+AGAIN_CAME = "stalled artifact: a chunk of it comes after all"
+AGAIN_TRIED = "stalled artifact: tried again after a while"
+AGAIN_GONE = "stalled artifact: dropped or published anew"
+
+Daemon = CoordinatorDaemon | LearnerDaemon | WorkerDaemon
+
+
+class Looking:
+    """`now`: virtual seconds."""
+
+    def __init__(
+        self, truth: Truth, machines: Mapping[str, VirtualMachine], now: Callable[[], float], counts: Counter[str]
+    ) -> None:
+        self._truth, self._machines, self._now, self._counts = truth, machines, now, counts
+        self._since: dict[Hashable, float] = {}
+        self._shunned: Counter[PeerId] = Counter()
+        self._stalled: dict[tuple[Hashable, ArtifactKey], int] = {}  # chunks of it that were held then
+        self._seen: set[Hashable] = set()
+
+    def look(self, daemons: Mapping[str, Daemon], failed: Callable[[Violation], None]) -> None:
+        """One look at all."""
+        self._seen = set()
+        try:
+            for name, daemon in daemons.items():
+                process = self._machines[name].process
+                if process is not None and self._is_to_be_judged(name):
+                    process.context.copy().run(self._look_at, name, daemon)  # by its clock
+            self._look_at_agreement(daemons)
+        except Violation as violation:
+            failed(violation)
+        self._since = {key: since for key, since in self._since.items() if key in self._seen}
+
+    def _is_to_be_judged(self, name: str) -> bool:
+        process = self._machines[name].process
+        is_up = process is not None and not process.has_ended and not process.is_frozen
+        return is_up and name not in self._truth.liars
+
+    def _look_at(self, name: str, daemon: Daemon) -> None:
+        life = (name, self._machines[name].lives)
+        match daemon:
+            case WorkerDaemon():
+                self._look_at_worker(name, life, daemon)
+            case LearnerDaemon():
+                self._look_at_learner(life, daemon)
+            case CoordinatorDaemon():
+                self._look_at_coordinator(life, daemon)
+
+    def _lasts_s(self, *key: Hashable) -> float:
+        """For how long this has been so at every look."""
+        self._seen.add(key)
+        return self._now() - self._since.setdefault(key, self._now())
+
+    # ---- workers
+
+    def _look_at_worker(self, name: str, life: Hashable, daemon: WorkerDaemon) -> None:
+        if daemon.keeper is not None and daemon.keeper.host.version is not None:
+            self._truth.committed(name, daemon.keeper.host)
+        if not hasattr(daemon, "telling"):
+            return  # it enrols, which `waits` tells
+        reporting, truth = daemon.reporting, self._truth
+        if reporting._under_way and reporting._stub is not None:  # else it waits for the learner, and says so
+            first = reporting._sequence - len(reporting._under_way)
+            truth.waits_since(name, self._lasts_s(life, "verdict", first), VERDICT_WAIT_S, "a verdict")
+        self._look_at_way(name, life, daemon.telling._node)
+
+    def _look_at_way(self, name: str, life: Hashable, node: BroadcastNode) -> None:
+        """Whatever a worker lacks of its way it asks for, or has stopped asking for a while only."""
+        library, wanted = node.library, node.session.artifacts
+        missing = [key for key in library.path(node._reader.version) if not library.entries[key].is_complete]
+        for key in missing:
+            if key not in library.stalled and (key not in wanted or not wanted[key].is_wanted):
+                self._truth.asks(name, [key] if self._lasts_s(life, "unasked", key) >= UNASKED_S else [])
+        for key in library.stalled & library.entries.keys():
+            since_s = self._lasts_s(life, "stalled", key)
+            self._truth.waits_since(name, since_s, FORGOTTEN_S + STALL_SLACK_S, "another try of what has stopped")
+            if (life, key) not in self._stalled:
+                self._stalled[(life, key)] = len(library.entries[key].digests)
+                self._counts[STOPPED] += 1
+        over = [key for owner, key in self._stalled if owner == life and key not in library.stalled]
+        for key in over:
+            count, entry = self._stalled.pop((life, key)), library.entries.get(key)
+            came = entry is not None and len(entry.digests) > count
+            self._counts[AGAIN_GONE if entry is None else AGAIN_CAME if came else AGAIN_TRIED] += 1
+
+    # ---- learner and coordinator
+
+    def _look_at_learner(self, life: Hashable, daemon: LearnerDaemon) -> None:
+        waits_for, _ = daemon.waits_for
+        loop = daemon.loop
+        if loop is not None and not waits_for:
+            works_s = self._lasts_s(life, "works", loop.step)
+            self._truth.waits_since("learner", works_s, WORK_S, "a step, and does not say what it waits for")
+
+    def _look_at_coordinator(self, life: Hashable, daemon: CoordinatorDaemon) -> None:
+        hub = daemon.hub
+        if hub is None:
+            return
+        now = hub.clock.now()
+        for lease in hub.book.leases.values():
+            if now > max(lease.deadline, hub.started_at):
+                late_s = self._lasts_s(life, "late", lease.lease_id, lease.deadline)
+                self._truth.waits_since("coordinator", late_s, DEADLINE_SLACK_S, "a lease past its deadline")
+        told = waits(hub.book, now)
+        self._truth.waits("coordinator", hub.book.queued > 0, told[0][0] if told else "")
+        for peer, record in hub.book.worth.records.items():
+            if record.paused_until > now and peer in self._truth.liar_ids:
+                self._counts[PAUSED] += self._lasts_s(life, "paused", peer, record.paused_until) == 0.0
+        for peer, (times, _) in hub.book.hearsay.shunned.items():
+            if times > self._shunned[peer]:
+                self._shunned[peer] = times
+                member = hub.membership.members.get(peer)
+                self._truth.shunned(member.name if member is not None else "a worker", peer)
+                self._counts[SHUNNED] += 1
+
+    def _look_at_agreement(self, daemons: Mapping[str, Daemon]) -> None:
+        """While the session between them stands, the coordinator knows the groups that the learner waits for, and no others."""
+        learner, coordinator = daemons.get("learner"), daemons.get("coordinator")
+        if not isinstance(learner, LearnerDaemon) or not isinstance(coordinator, CoordinatorDaemon):
+            return
+        if not self._is_to_be_judged("learner") or not self._is_to_be_judged("coordinator"):
+            return
+        session, hub = learner.session, coordinator.hub
+        if hub is None or hub.learner is None or session is None or not session.is_connected or learner.loop is None:
+            return
+        shelf = learner.loop.intake.held
+        lacking = {spec.group_id for spec in shelf.incomplete_specs()}
+        booked, held = set(hub.book.groups), set(shelf.groups)
+        key = (self._machines["learner"].lives, self._machines["coordinator"].lives, hub.learner)
+        self._truth.agree(self._lasting(lacking - booked, key, "unknown"), self._lasting(booked - held, key, "closed"))
+
+    def _lasting(self, groups: Collection[GroupId], key: Hashable, what: str) -> set[GroupId]:
+        return {group for group in groups if self._lasts_s(what, key, group) >= AGREE_S}
