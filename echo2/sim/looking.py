@@ -18,6 +18,7 @@ from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.process import VirtualMachine
+from echo2.sim.wires import Wires
 from echo2.worker.runtime.daemon import WorkerDaemon
 
 VERDICT_WAIT_S = 50.0
@@ -40,12 +41,13 @@ Daemon = CoordinatorDaemon | LearnerDaemon | WorkerDaemon
 
 
 class Looking:
-    """`now`: virtual seconds."""
+    """Times are of `wires`."""
 
     def __init__(
-        self, truth: Truth, machines: Mapping[str, VirtualMachine], now: Callable[[], float], counts: Counter[str]
+        self, truth: Truth, machines: Mapping[str, VirtualMachine], wires: Wires, counts: Counter[str]
     ) -> None:
-        self._truth, self._machines, self._now, self._counts = truth, machines, now, counts
+        self._truth, self._machines, self._wires, self._counts = truth, machines, wires, counts
+        self._now = wires.loop.time
         self._since: dict[Hashable, float] = {}
         self._shunned: Counter[PeerId] = Counter()
         self._stalled: dict[tuple[Hashable, ArtifactKey], int] = {}  # chunks of it that were held then
@@ -153,6 +155,8 @@ class Looking:
             return
         if not self._is_to_be_judged("learner") or not self._is_to_be_judged("coordinator"):
             return
+        if self._wires.is_blocked("learner", "coordinator") or self._wires.is_blocked("coordinator", "learner"):
+            return  # neither knows of it yet
         session, hub = learner.session, coordinator.hub
         if hub is None or hub.learner is None or session is None or not session.is_connected or learner.loop is None:
             return

@@ -111,7 +111,7 @@ class World:
         self.machines: dict[str, VirtualMachine] = {}
         self.traits: dict[str, WorkerTraits] = {}
         self.daemons: dict[str, Daemon] = {}
-        self.looking = Looking(self.truth, self.machines, self.loop.time, self.faults)
+        self.looking = Looking(self.truth, self.machines, self.wires, self.faults)
         self.gone: set[str] = set()
         self.join_links: dict[str, str] = {}
         self._key = key_of_run(RUN)

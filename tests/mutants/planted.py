@@ -24,7 +24,7 @@ _DOOR = "learner/batcher.py"
 _SWAP, _GATE, _WIRE, _TOKENS = "worker/swap.py", "worker/token_gate.py", "wire/coordinator.py", "coordinator/tokens.py"
 _LEARNER, _WORKER = "learner/runtime/daemon.py", "worker/runtime/daemon.py"
 _UNIT = "tests/unit/"
-_W = (_UNIT + "wire/test_coordinator.py",)
+_W = (_UNIT + "wire/test_fields.py",)
 _WF = (_UNIT + "sim/test_said.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -90,7 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "worker/test_token_gate.py",)),
     Mutant("a chunk's signature is not looked at", "broadcast/manifest.py",
            "            verify_signature(publisher, _chunk_body(self.key, self.index, self.ends_block, digest), self.signature)",
-           "            pass", (_UNIT + "broadcast/test_library.py",)),
+           "            pass", (_UNIT + "broadcast/test_manifest.py",)),
     # trust
     Mutant("a revoked token lets in", _TOKENS, "        if self.is_revoked:\n            return", "        if False:\n            return",
            (_UNIT + "coordinator/test_tokens.py",)),
@@ -108,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # lost awaits and calls
     Mutant("a worker does not say good-bye", _WORKER, "        await self.session.leave(reason, LEAVE_S)\n", "", _WF),
     Mutant("a step is reported to nobody", _LEARNER, "        loop.on_step = self._send_report\n", "", _WF),
-    Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._said.offer\n", ""),
+    Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._said.offer\n", "", (_UNIT + "learner/test_daemon.py",)),
     Mutant("closed groups stay open at the coordinator", _LEARNER, "        loop.intake.on_close = self._said.close\n", "", _WF),
     Mutant("versions are published in silence", _LEARNER, "        publisher.on_published = lambda artifact: self._said.published(published_message(artifact))\n", "", _WF),
     Mutant("a restart does not score what it holds", _DOOR,

@@ -65,6 +65,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.published: list[coordinator_pb2.VersionPublished] = []
         self.closed: list[tuple[GroupId, str]] = []
         self.newest = Version(0)
+        self.offers = self.reminders = 0
+        self.orders: list[coordinator_pb2.LearnerOrder] = []  # said after the learner's next message
         self.server: GatedServer | None = None
         self.address = ""
 
@@ -87,6 +89,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             yield coordinator_pb2.LearnerOrder(plan=self.plan)
         async for message in request_iterator:
             self._take(message)
+            while self.orders:
+                yield self.orders.pop(0)
 
     def _take(self, message: coordinator_pb2.LearnerMessage) -> None:
         match message.WhichOneof("kind"):
@@ -94,6 +98,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 self.hellos.append(message.hello)
                 self._offer(message.hello.open_groups)
             case "offer":
+                self.offers += 1
+                self.reminders += len(message.offer.held_tokens) > 0
                 self._offer(message.offer.groups)
             case "close":
                 self.closed += [(GroupId(name), message.close.reason) for name in message.close.group_ids]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 import torch
 
@@ -32,8 +33,9 @@ from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, 
 from echo2.learner.runtime.prometheus import gauge_name
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import Prepared, export_run, prepare
+from echo2.trust.runtime.tls import open_channel
 from echo2.weights import Encoding, HostWeights, fingerprint
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, ingest_pb2_grpc
 from tests.unit.learner.fleet import (
     Coordinator,
     FollowerBroadcaster,
@@ -175,6 +177,7 @@ def test_the_coordinator_hears_offers_closures_versions_and_reports(model_path: 
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
     assert [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
     assert sum(reason == "complete" for _, reason in coordinator.closed) == 10
+    assert coordinator.offers > coordinator.reminders, "groups are offered as they are opened, not by reminders"
     assert coordinator.reports[-1].is_finished and coordinator.reports[-1].step == 5
     assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
 
@@ -360,6 +363,39 @@ def test_the_coordinator_may_go_and_come_back(model_path: Path, tmp_path: Path) 
     assert run.coordinator.hellos[1].step >= 2
     names = {spec.group_id for spec in run.coordinator.groups.values()}
     assert {group.group_id for group in run.coordinator.hellos[1].open_groups} <= names
+
+
+def test_nothing_is_taken_from_a_worker_that_the_coordinator_has_barred(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, steps=16))
+    found: list[grpc.StatusCode] = []
+
+    async def report(worker: RandomWorker) -> None:
+        async with open_channel(worker.learner_address, worker.learner.peer_id, worker.credentials) as channel:
+            group_id = next(iter(run.coordinator.groups))
+            stream = ingest_pb2_grpc.IngestStub(channel).Report()
+            try:
+                await stream.write(ingest_pb2.RolloutReport(sequence=0, ticket=worker.ticket(group_id)))
+                await stream.read()
+            except grpc.aio.AioRpcError as error:
+                found.append(error.code())
+
+    async def scene() -> RunSummary:
+        finishing = asyncio.get_running_loop().create_task(run.finish())
+        tasks = []
+
+        def bar() -> None:
+            barred = RandomWorker(run.coordinator, run.daemon.address, run.workers[0].learner, 60)
+            order = coordinator_pb2.WorkerBanned(peer_id=barred.identity.peer_id, reason="by hand", is_banned=True)
+            run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
+            run.at_step[6] = lambda: tasks.append(asyncio.get_running_loop().create_task(report(barred)))
+
+        run.at_step[1] = bar
+        summary = await finishing
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return summary
+
+    assert go(scene()).is_finished
+    assert found == [grpc.StatusCode.PERMISSION_DENIED]
 
 
 def test_a_second_learner_on_the_same_folder_is_refused(tmp_path: Path) -> None:

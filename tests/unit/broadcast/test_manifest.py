@@ -1,0 +1,32 @@
+"""What the publisher signed, and what nobody else can pass off as signed by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echo2.base.errors import CorruptChunk
+from echo2.broadcast.manifest import ArtifactKey, Chunk
+from echo2.trust.identity import Identity
+
+PUBLISHER, OTHER = Identity.generate(), Identity.generate()
+CHUNK = Chunk.make(ArtifactKey(bytes(16)), 3, False, b"weights", PUBLISHER)
+CHANGED = {
+    "payload": replace(CHUNK, payload=b"weighTs"),
+    "place": replace(CHUNK, index=4),
+    "end of a block": replace(CHUNK, ends_block=True),
+    "artifact": replace(CHUNK, key=ArtifactKey(bytes([1, *bytes(15)]))),
+    "signature": replace(CHUNK, signature=bytes([CHUNK.signature[0] ^ 1, *CHUNK.signature[1:]])),
+    "signer": Chunk.make(CHUNK.key, 3, False, b"weights", OTHER),
+}
+
+
+def test_a_chunk_as_it_was_signed_is_sound() -> None:
+    assert len(CHUNK.verify(PUBLISHER.peer_id)) == 32
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_chunk_of_which_anything_was_changed_is_corrupt(what: str) -> None:
+    with pytest.raises(CorruptChunk, match="signed by"):
+        CHANGED[what].verify(PUBLISHER.peer_id)
