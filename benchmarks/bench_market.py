@@ -1,11 +1,12 @@
 """Plans and predictions against a simulated world that knows nothing of the planner.
 
-    python -m benchmarks.bench_market [--quick] [--only PART ...]
+    python -m benchmarks.bench_market [--quick] [--only PART ...] [--fleets N]
 
 `market_world` is the judge: an event simulation written from the rules alone. `effort`: fleets of which no pool reaches the
 target, against every pool under every period, simulated. `prediction`: random settings. `adding`: one more machine. `named`:
 three fleets that earlier plans got wrong. `offers`: CPU time of a plan over 10,000 offers; the only part that depends on the
 machine, all others depend on the seeds alone.
+`--fleets` lets `effort` and `adding` look at fewer; their rows say at how many.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from benchmarks.bench_capacity import Row, keep, random_fleet, show
 from benchmarks.market_fleets import random_machines, random_world, told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
-from echo2.cost_model.effort import UTILISATION_LEAST
+from echo2.cost_model.effort import QUEUE_SHARE, UTILISATION_LEAST
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
@@ -89,9 +90,9 @@ def best_simulated(case: Case) -> float:
     return best
 
 
-def effort(quick: bool) -> list[Row]:
+def effort(fleets: int) -> list[Row]:
     ratios, reached, possible = [], [], []
-    for seed in range(30 if quick else 600):
+    for seed in range(fleets):
         case = infeasible_case(seed)
         found = case.simulated()
         best = max(found, best_simulated(case))
@@ -123,9 +124,9 @@ def setting(seed: int) -> Case:
     return Case(world, machines, config, plan(replace(fleet, workers=pinned), config))
 
 
-def prediction(quick: bool) -> list[Row]:
+def prediction(settings: int) -> list[Row]:
     errors = []
-    for seed in range(40 if quick else 240):
+    for seed in range(settings):
         case = setting(seed)
         measured = statistics.fmean(case.simulated(150, number) for number in (1, 2))
         errors.append((abs(measured - case.made.predicted_utilisation), seed))
@@ -142,8 +143,8 @@ def prediction(quick: bool) -> list[Row]:
 # ---- one more machine
 
 
-def adding_trial(seed: int) -> tuple[Plan, Plan, PlanConfig]:
-    """The plans of a random fleet without and with one more machine."""
+def adding_trial(seed: int) -> tuple[Plan, Plan, float]:
+    """The plans of a random fleet without and with one more machine, and T_train."""
     rng = random.Random(seed * 15485863 + 3)
     machines = random_machines(rng, rng.randint(2, 9))
     load, transfer = rng.choice([0.3, 0.5, 0.7, 1.0, 1.4]), rng.choice([0.05, 0.2, 0.5, 1.0, 2.0])
@@ -151,29 +152,32 @@ def adding_trial(seed: int) -> tuple[Plan, Plan, PlanConfig]:
     cap = rng.choice([0.0, 0.0, 0.5]) * sum(one.usd_per_hour for one in machines)
     config = wishes(world, usd_per_hour_cap=cap)
     more = [*machines, *random_machines(rng, 1)]
-    return plan(told(world, machines), config), plan(told(world, more), config), config
+    return plan(told(world, machines), config), plan(told(world, more), config), world.train_s
 
 
-def is_worse(before: Plan, after: Plan, config: PlanConfig) -> bool:
+def is_worse(before: Plan, after: Plan, train_s: float) -> bool:
     """By the planner's one objective: first what is short of the target, by more than 2 %; then USD/h, by 1 in 1,000."""
     if before.is_feasible or after.is_feasible:
         if before.is_feasible and after.is_feasible:
             return after.usd_per_hour > before.usd_per_hour * 1.001 + 1e-9
         return before.is_feasible
-    return after.predicted_utilisation < (1 - NOISE) * before.predicted_utilisation - UTILISATION_LEAST
+    had, has = (
+        one.predicted_utilisation * (1.0 if one.transfer_s <= one.kappa * train_s * (1 + 1e-6) else QUEUE_SHARE)
+        for one in (before, after)
+    )
+    return has < (1 - NOISE) * had - UTILISATION_LEAST
 
 
-def adding(quick: bool) -> list[Row]:
+def adding(fleets: int) -> list[Row]:
     worse = []
-    count = 100 if quick else 2000
-    for seed in range(count):
-        before, after, config = adding_trial(seed)
-        if is_worse(before, after, config):
+    for seed in range(fleets):
+        before, after, train_s = adding_trial(seed)
+        if is_worse(before, after, train_s):
             worse.append(seed)
             print(f"adding: seed {seed}: {before.reason} -> {after.reason}")
     return [
         Row("plans that one more machine made worse", len(worse), "fleets", 0, "lower"),
-        Row("fleets given one more machine", count, "fleets", None, "higher"),
+        Row("fleets given one more machine", fleets, "fleets", None, "higher"),
     ]
 
 
@@ -233,18 +237,26 @@ def _timed(name: str, fleet: FleetSnapshot, config: PlanConfig) -> Row:
 
 
 def main() -> None:
-    parts: dict[str, Callable[[bool], list[Row]]] = {
-        "named": lambda _: named(), "offers": lambda _: offers(), "prediction": prediction, "adding": adding,
-        "effort": effort,
-    }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", action="append", choices=sorted(parts), default=[], help="repeat for several parts")
+    parser.add_argument("--only", action="append", choices=sorted(PARTS), default=[], help="repeat for several parts")
+    parser.add_argument("--fleets", type=int, default=1 << 20, help="at most so many in each part")
     own = parser.parse_args()
-    rows = [row for name, part in parts.items() if not own.only or name in own.only for row in part(own.quick)]
+    names = own.only or list(PARTS)
+    rows = [row for name in names for row in PARTS[name][0](min(own.fleets, PARTS[name][1 if own.quick else 2]))]
     show(rows)
     if not own.quick:
         keep(rows, is_whole=not own.only, path=RESULTS)
+
+
+PARTS: dict[str, tuple[Callable[[int], list[Row]], int, int]] = {
+    "named": (lambda _: named(), 1, 1),
+    "offers": (lambda _: offers(), 1, 1),
+    "prediction": (prediction, 40, 240),
+    "effort": (effort, 30, 600),
+    "adding": (adding, 100, 2000),
+}
+"""Each part with how many fleets it looks at: quickly, and in full."""
 
 
 if __name__ == "__main__":

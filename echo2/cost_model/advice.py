@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from echo2.base.ids import PeerId
 from echo2.base.units import format_bytes
-from echo2.cost_model.planner import plan
+from echo2.cost_model.planner import feasible_plan
 from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, FleetSnapshot, PlanConfig
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
@@ -41,8 +41,8 @@ def _least(snapshot: FleetSnapshot, config: PlanConfig, change: Change) -> Advic
     while low < high:
         middle = (low + high) // 2
         changed, wishes, text = change(snapshot, config, FACTORS[middle])
-        answer = plan(changed, wishes)
-        if answer.is_feasible:
+        answer = feasible_plan(changed, wishes)
+        if answer is not None:
             best, high = Advice(text, answer.usd_per_hour, answer.predicted_utilisation), middle
         else:
             low = middle + 1

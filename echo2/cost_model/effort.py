@@ -29,8 +29,8 @@ STEP = 0.01
 QUEUE_SHARE = 0.97
 """Of its utilisation that counts where versions wait for the links: they go out late and may be pushed in vain."""
 UTILISATION_LEAST = 1e-4
-REHEARSALS_MAX = 100
-STARTS = 3
+REHEARSALS_MAX = 120
+STARTS = 4
 REHEARSALS_LARGE_MAX = 6
 LARGE_FLEET, HUGE_FLEET = 64, 500
 PICKS_PER_KAPPA = 4
@@ -100,19 +100,27 @@ class Efforts:
         if not len(pools):
             pools = self.search.is_must[None, :]
         picked: list[tuple[float, float, int, int]] = []
+        with_worker: dict[int, tuple[float, int, int]] = {}  # the most that a pool with this worker promises
         for kappa in self.search.config.kappas:
             promised, price = self._promised(pools, self.period(kappa))
             order = np.lexsort((price, -np.round(promised, 2)))
             lavish = np.lexsort((price, -promised))
             rows = dict.fromkeys([int(row) for pair in zip(order, lavish, strict=True) for row in pair][: 4 * most])
             picked += [(float(promised[row]), float(price[row]), kappa, row) for row in rows]
-        return self._spread(pools, picked, most)
+            for worker in range(len(self.search.columns)) if len(self.search.columns) <= LARGE_FLEET else ():
+                row = int(np.argmax(np.where(pools[:, worker], promised, -1.0)))
+                best = (float(promised[row]), kappa, row)
+                with_worker[worker] = max(with_worker.get(worker, best), best)
+        found = self._spread(pools, picked, most)
+        return found + [self.search.evaluate(self.period(kappa), pools[row]) for _, kappa, row in with_worker.values()]
 
     def _spread(self, pools: Flags, picked: list[tuple[float, float, int, int]], most: int) -> list[Evaluation]:
         """Up to `PICKS_PER_KAPPA` of each period while there is room, best first; pools of like machines once."""
         found: dict[tuple[float, ...], Evaluation] = {}
         of_kappa: dict[int, int] = {}
-        by_promise = sorted(picked, key=lambda one: (-round(one[0], 2), one[1], one[2]))
+        thrifty = sorted(picked, key=lambda one: (-round(one[0], 2), one[1], one[2]))
+        lavish = sorted(picked, key=lambda one: (-one[0], one[1], one[2]))
+        by_promise = [one for pair in zip(thrifty, lavish, strict=True) for one in pair]
         for limit in (1, PICKS_PER_KAPPA, most):
             for _, _, kappa, row in by_promise:
                 if len(found) >= most:

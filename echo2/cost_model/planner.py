@@ -50,7 +50,8 @@ def plan(
         facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=False)
         return plan_of(facts, planner.search.evaluate(planner.period(kappa), nobody), None, "the budget is spent")
     chosen, is_feasible = planner.chosen()
-    standing = Standing(chosen, f"cheapest of {config.kappas[0]}..{config.kappas[-1]} steps a version")
+    aim = "cheapest" if is_feasible else "nearest to the target"
+    standing = Standing(chosen, f"{aim} of {config.kappas[0]}..{config.kappas[-1]} steps a version")
     if previous is not None:
         standing = settled(previous, planner.search, planner.period, chosen, is_feasible)
     final = standing.evaluation
@@ -63,6 +64,17 @@ def plan(
     facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible)
     made = plan_of(facts, refined(planner.search, final), standing.over_provisioned_since_s, standing.reason)
     return replace(made, short_since_s=standing.short_since_s)
+
+
+def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
+    """The plan if one keeps every relation and reaches the target; does not look for a best effort."""
+    planner = _Planner.of(snapshot, config, None)
+    found = planner.feasible([])
+    if found is None:
+        return None
+    facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=True)
+    made = plan_of(facts, found, None, f"cheapest of {config.kappas[0]}..{config.kappas[-1]} steps a version")
+    return made if made.is_feasible else None
 
 
 @dataclass(slots=True)
@@ -89,28 +101,31 @@ class _Planner:
         return PeriodColumns.of(search.snapshot, search.config, search.columns, kappa, self.efficiencies[kappa])
 
     def chosen(self) -> tuple[Evaluation, bool]:
-        """Least USD/h whose predicted utilisation reaches the target, and whether there is one.
+        """The cheapest that reaches the target, else what comes nearest to it; and whether the target is reached."""
+        denied: list[Evaluation] = []
+        found = self.feasible(denied)
+        return (found, True) if found is not None else (Efforts(self.search, self.period).best(denied), False)
+
+    def feasible(self, denied: list[Evaluation]) -> Evaluation | None:
+        """Least USD/h whose predicted utilisation reaches the target; None where there is none.
 
         The relations find each period's cheapest pool; a rehearsal then has the last word on what they promise. Where
-        it denies all of them, larger pools are tried; else the best effort is what comes nearest to the target.
+        it denies all of them, larger pools are tried. Those denied are added to `denied`.
         """
         goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
-        denied: list[Evaluation] = []
-        has_weighed_all = False
         if is_small(self.search):
             first = self._chosen_of_every_pool(goal, denied)
-            if first is not None:
-                return first, True
-            has_weighed_all = len(denied) < EVERY_POOL_CHECKS_MAX
-        for raised, dearer in PASSES if not has_weighed_all else ():
+            if first is not None or len(denied) < EVERY_POOL_CHECKS_MAX:
+                return first
+        for raised, dearer in PASSES:
             for found in self._candidates(raised, dearer)[:REHEARSED_MAX]:
                 predicted = refined(self.search, found)
                 if predicted.utilisation >= goal:
-                    return (self._trimmed(predicted, goal) if denied else predicted), True
+                    return self._trimmed(predicted, goal) if denied else predicted
                 denied.append(predicted)
             if not denied:
                 break
-        return Efforts(self.search, self.period).best(denied), False
+        return None
 
     def _chosen_of_every_pool(self, goal: float, denied: list[Evaluation]) -> Evaluation | None:
         """The first of all pools, cheapest first, that a rehearsal (and the predictor) does not deny; None if it denies

@@ -41,10 +41,10 @@ def test_prediction_is_near_what_is_simulated(seed: int) -> None:
     assert case.made.predicted_utilisation == pytest.approx(case.simulated(150), abs=0.08)
 
 
-@pytest.mark.parametrize("seed", [39, 198, 507, 540, *range(12)])
+@pytest.mark.parametrize("seed", [39, 376, 507, 540, *range(12)])
 def test_one_more_machine_never_makes_a_plan_worse(seed: int) -> None:
-    before, after, config = adding_trial(seed)
-    assert not is_worse(before, after, config), f"{before.reason} -> {after.reason}"
+    before, after, train_s = adding_trial(seed)
+    assert not is_worse(before, after, train_s), f"{before.reason} -> {after.reason}"
 
 
 def test_a_machine_that_the_cap_does_not_allow_is_passed_over() -> None:
@@ -55,10 +55,10 @@ def test_a_machine_that_the_cap_does_not_allow_is_passed_over() -> None:
     assert made.pool == ("w0000", "w0001", "w0002") and not made.is_feasible
     reached = simulate(world(), cheap, made.kappa, made.in_flight_cap_rollouts)
     assert made.predicted_utilisation == pytest.approx(reached, abs=0.03) and reached > 0.7
-    many = [dataclasses.replace(USUAL, usd_per_hour=0.17) for _ in range(30)]
+    many = [dataclasses.replace(USUAL, usd_per_hour=0.17) for _ in range(80)]
     large = world(batch=2048, train_s=TRAIN_S * 2)
     of_many = plan(told(large, [*many, bargain]), wishes(large, usd_per_hour_cap=1.5))
-    assert len(of_many.pool) == 8 and "w0030" not in of_many.pool and of_many.usd_per_hour <= 1.5
+    assert len(of_many.pool) == 8 and "w0080" not in of_many.pool and of_many.usd_per_hour <= 1.5
 
 
 def test_a_slow_uplink_gets_the_period_that_keeps_the_learner_busiest() -> None:

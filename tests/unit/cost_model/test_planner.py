@@ -14,7 +14,7 @@ from echo2.base.ids import PeerId
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
 from echo2.cost_model.exhaustive import pools_in_order
 from echo2.cost_model.plan import Limit, Plan
-from echo2.cost_model.planner import plan
+from echo2.cost_model.planner import feasible_plan, plan
 from echo2.cost_model.search import Search
 from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, LinkEstimate, PlanConfig, WorkerState
 from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
@@ -304,3 +304,11 @@ def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_byt
     made = plan(snapshot(workers, learner=learner(link=slow, train_s=1.0)), PlanConfig(staleness_bound=4))
     assert not made.is_feasible
     assert made.pool and made.predicted_utilisation > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_feasible_plan_alone_is_the_plan_or_nothing(seed: int) -> None:
+    fleet = snapshot(random_workers(5 + seed, seed), learner=learner(train_s=256 / (0.4 * (3 + seed))))
+    made, alone = plan(fleet, PlanConfig(2 + seed % 3)), feasible_plan(fleet, PlanConfig(2 + seed % 3))
+    assert alone == (made if made.is_feasible else None)
+    assert ("cheapest of" in made.reason) == made.is_feasible == ("nearest to the target of" not in made.reason)
