@@ -91,6 +91,26 @@ def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(t
         assert_run_ended_well(cluster, 8, 4)
 
 
+def test_a_learner_killed_on_a_device_that_does_not_give_the_same_bits_goes_on(tmp_path: Path, run_config: str) -> None:
+    """kill -9; weight decay stands for sums in another order. Workers keep what they hold and follow by deltas."""
+    config = run_config.replace("steps = 30", "steps = 16").replace("every_steps = 5", "every_steps = 100")
+    with Cluster(tmp_path, config) as cluster:
+        cluster.start_all()
+        cluster.wait_until(lambda: cluster.step() >= 5, 60, "five steps")
+        cluster.kill("learner")
+        cluster.commands["learner"] += ["--learner.weight_decay", "0.3"]
+        cluster.start("learner")
+        assert cluster.wait("learner", RUN_WITHIN_S) == 0
+        assert_run_ended_well(cluster, 16, 4, kills=1)
+        assert "published versions stay as they are" in cluster.log("learner")
+        assert Counter(trained_groups(cluster).values()) == dict.fromkeys(range(16), 12), "each batch is whole"
+        final = [line for line in cluster.log("learner").splitlines() if "published version 16 (delta" in line]
+        assert final
+        for name in ("w0", "w1"):
+            cluster.wait_until(lambda name=name: "version 16 is live" in cluster.log(name), 20, "the last version")  # type: ignore[misc]
+            assert "a version was bad" not in cluster.log(name)
+
+
 def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: str) -> None:
     """kill -9 and the same command again, one process after the other, in one run."""
     config = run_config.replace("steps = 30", "steps = 28")

@@ -160,6 +160,29 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += length + _LENGTH.size
 
 
+def ends_of_records(path: Path) -> tuple[bytes, bytes]:
+    """The first and the last record that were written whole; empty bytes where none was. Reads no others."""
+    size = path.stat().st_size
+    places: list[tuple[int, int]] = []
+    with path.open("rb") as file:
+        offset = 0
+        while len(prefix := file.read(_LENGTH.size)) == _LENGTH.size:
+            length = _LENGTH.unpack(prefix)[0]
+            offset += _LENGTH.size
+            if length > RECORD_BYTES_MAX or offset + length > size:
+                break
+            places = [*places[:1], (offset, length)]
+            offset += length
+            file.seek(offset)
+        if not places:
+            return b"", b""
+        frames = []
+        for begin, length in (places[0], places[-1]):
+            file.seek(begin)
+            frames.append(file.read(length))
+    return frames[0], frames[1]
+
+
 def _disk_error(error: OSError, folder: Path) -> DiskFull:
     what = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (error.strerror or str(error))
     return DiskFull(f"{folder}: expected to keep chunks there, got: {what}")

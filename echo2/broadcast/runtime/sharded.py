@@ -126,6 +126,10 @@ class HeldVersions:
             if len(self._held) > HELD_VERSIONS_MAX:
                 raise LimitExceeded(f"version {version}: expected {HELD_VERSIONS_MAX} to be held, got {self._names()}")
 
+    def add(self, version: Version, name: str, tensor: torch.Tensor) -> None:
+        """Rows of one more tensor of a version; in the place of what was held under that name."""
+        self.keep(version, {**self._held.get(version, {}), name: tensor})
+
     def of(self, version: Version) -> WeightSet:
         with self._lock:
             if version not in self._held:

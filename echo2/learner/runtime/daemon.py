@@ -334,14 +334,13 @@ class LearnerDaemon:
             await asyncio.sleep(NEWS_S)
 
     async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
-        """Exports the model if the run is complete."""
+        """Exports the model if the run is complete: the version published last."""
         folder: Path | None = None
         if loop.is_finished:
             folder = self.options.folder / "model"
-            team, step = loop.p.team, Version(loop.step)
-            policy = await asyncio.get_running_loop().run_in_executor(
-                self._executor, lambda: team.whole(team.snapshot(), step)
-            )
+            assert publisher.newest_version == loop.step, "the last step is always published"
+            held = publisher.newest_tensors, publisher.newest_version
+            policy = await asyncio.get_running_loop().run_in_executor(self._executor, lambda: loop.p.team.whole(*held))
             await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
         self._send_report()
         counts, sent = loop.intake.held.counts, publisher.bytes

@@ -230,6 +230,9 @@ class LentTrainer:
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
         return dict(snapshot)
 
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return weights
+
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
     ) -> Completions:

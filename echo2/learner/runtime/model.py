@@ -239,9 +239,12 @@ class PolicyModel:
     def snapshot(self) -> dict[str, Tensor]:
         """The policy as published: each tensor by its Hugging Face name, copies in host memory; of several ranks, each
         its own rows."""
-        dtype = torch.bfloat16 if self.is_rounded else torch.float32
         pairs = zip(self.published_names, self.parameters, strict=True)
-        return {name: on_host(parameter, self.ranks, dtype) for name, parameter in pairs}
+        return {name: on_host(parameter, self.ranks, self.published_dtype) for name, parameter in pairs}
+
+    @property
+    def published_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_rounded else torch.float32
 
     def layout_of(self, published_name: str) -> Tensor | None:
         """A tensor that is laid out over the ranks as the one published under this name; None where there is none."""

@@ -147,3 +147,8 @@ class LearnerOptions:
     def longest_tokens(self) -> int:
         """Of any sequence of the run, unless the model can do less."""
         return longest_sequence(self.prompt_tokens_max, self.sampling.max_new_tokens, self.turns_max)
+
+
+def chunk_folder(options: LearnerOptions) -> Path:
+    """Where what was published lies in chunks."""
+    return options.folder / "chunks"

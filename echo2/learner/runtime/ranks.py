@@ -179,6 +179,16 @@ def as_sharded(part: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
     return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
+def own_rows(tensor: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's rows of a whole tensor in host memory, laid out as `like`; no collective."""
+    if not isinstance(like, DTensor):
+        return tensor
+    parts = torch.chunk(tensor, ranks.count, 0)
+    part = parts[ranks.rank].clone() if ranks.rank < len(parts) else tensor[:0].clone()
+    assert part.shape == own_part(like).shape, "tensors are sharded by rows"
+    return as_sharded(part, like, ranks)
+
+
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

@@ -17,7 +17,7 @@ from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import fluid_bound
-from echo2.learner.runtime.options import LearnerOptions
+from echo2.learner.runtime.options import LearnerOptions, chunk_folder
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 from echo2.weights import Encoding
@@ -33,7 +33,7 @@ class SeedNode:
         self.node = BroadcastNode(
             credentials,
             NodeOptions(
-                folder=options.folder / "chunks",
+                folder=chunk_folder(options),
                 chunk_bytes=options.chunk_bytes,
                 store_bytes=options.store_bytes,
                 uplink_limit_bytes_per_s=options.uplink_limit_bytes_per_s,

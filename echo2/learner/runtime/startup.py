@@ -1,8 +1,7 @@
 """From a run folder to a learner that stands exactly where it stood.
 
-Guarantees: after a kill the weights are those of an uninterrupted run: the last checkpoint is loaded and every batch
-that was recorded since is trained on again, in order; where a version was published on the way, its fingerprint must
-be the one recorded, or the start ends with `FingerprintMismatch`. Leaves to others: sockets and the fleet (daemon).
+Guarantees: the last checkpoint is loaded and every batch that was recorded since is trained on again, in order (replay).
+Leaves to others: sockets and the fleet (daemon).
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echo2.base.errors import ConfigError, FingerprintMismatch, StateError
-from echo2.base.ids import Step, Version
+from echo2.base.errors import ConfigError, StateError
+from echo2.base.ids import RunId, Step, Version
 from echo2.base.rng import derived_seed
 from echo2.broadcast.room import store_bytes_min
+from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
-from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions
+from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.runtime.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.runtime.ranks import Ranks, local_device, ranks_of_environment
+from echo2.learner.runtime.replay import Standing, replay
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
@@ -184,7 +185,11 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         prepared.history.apply(record, segment)
     prepared.history.restore(prepared.shelf)
     prepared.journal.go_on(newest_segment)
-    _train_again(prepared)
+    left = LeftVersions(chunk_folder(options), RunId(options.run_id))
+    replayed = replay(Standing(prepared.schedule.newest, prepared.published), prepared, left)
+    prepared.published, prepared.schedule.newest = replayed.newest.weights, replayed.newest.version
+    prepared.cut_off = (replayed.before.version, replayed.before.weights) if replayed.before is not None else None
+    prepared.trained_again = replayed.batches
     _log.info(
         "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
         prepared.trainer.step_count,
@@ -192,31 +197,6 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         prepared.trained_again,
         prepared.shelf.buffered_rollouts,
     )
-
-
-def _train_again(prepared: Prepared) -> None:
-    trainer, history = prepared.trainer, prepared.history
-    while (batch := history.next_batch(prepared.shelf)) is not None:
-        version = Version(trainer.step_count + 1)
-        prepared.team.step(batch, version in history.published)
-        prepared.trained_again += 1
-        for group in batch.groups:
-            prepared.prompts.fared(group.cursor, group.rewards)
-        if version not in history.published:
-            continue
-        recorded = history.published[version]
-        prepared.cut_off = None if recorded else (prepared.schedule.newest, prepared.published)
-        prepared.published = prepared.team.snapshot()
-        prepared.schedule.newest = version
-        prepared.team.coder.forget_before(prepared.cut_off[0] if prepared.cut_off else version)
-        found = f"{prepared.team.coder.fingerprint(version, prepared.published, prepared.fingerprint_key):016x}"
-        if recorded and recorded != found:
-            raise FingerprintMismatch(
-                f"version {version}: expected the fingerprint {recorded} with which it was published, got {found} "
-                "after training on the recorded batches again (another machine, thread count, option or library version?)"
-            )
-    prepared.shelf.take_closures()  # the coordinator learns what is open from the hello
-    prepared.shelf.drop_stale()
 
 
 def follow(options: LearnerOptions, ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from echo2.base.errors import StateError
@@ -35,7 +36,7 @@ from echo2.learner.runtime.checkpoint import (
 )
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions, complete
-from echo2.learner.runtime.ranks import whole
+from echo2.learner.runtime.ranks import own_rows, whole
 from echo2.learner.runtime.trainer import StepResult, Trainer
 
 _log = logging.getLogger("echo2.learner")
@@ -83,6 +84,18 @@ class Team:
         """All rows of a snapshot that is still held, gathered tensor by tensor."""
         self.ranks.tell({"command": "gather", "version": version})
         return {name: whole(snapshot[name]) for name in sorted(snapshot)}
+
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole weights of a published version, by the names of a snapshot: each rank takes its rows of them."""
+        for name in sorted(weights) if self.ranks.count > 1 else ():
+            whole_bytes = weights[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            self.ranks.tell({"command": "hold", "version": version, "name": name}, whole_bytes)
+        return {name: self._rows_of(name, tensor) for name, tensor in weights.items()}
+
+    def _rows_of(self, name: str, tensor: Tensor) -> Tensor:
+        layout = self.model.layout_of(name)
+        assert layout is not None, f"{name} is published"
+        return own_rows(tensor, layout, self.ranks)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
@@ -140,6 +153,8 @@ class Team:
                     held = self._held.of(Version(head["version"]))
                     for name in sorted(held):
                         whole(held[name])
+                case "hold":
+                    self._take_rows(Version(head["version"]), head["name"], payload)
                 case "complete":
                     stops = {"stop_token_ids": tuple(head["sampling"]["stop_token_ids"])}
                     sampling = SamplingParams(**{**head["sampling"], **stops})
@@ -158,6 +173,12 @@ class Team:
                     return
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
+
+    def _take_rows(self, version: Version, name: str, payload: bytes) -> None:
+        layout = self.model.layout_of(name)
+        assert layout is not None, f"{name} is published"
+        tensor = torch.frombuffer(bytearray(payload), dtype=self.model.published_dtype).view(layout.shape)
+        self._held.add(version, name, own_rows(tensor, layout, self.ranks))
 
     def _code(self, follower: ShardFollower) -> None:
         try:

@@ -89,6 +89,10 @@ class TrainingSide(Protocol):
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]: ...
 
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Takes whole weights of a version that was published, by the names of a snapshot, for a snapshot of it."""
+        ...
+
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
     ) -> Completions: ...

@@ -82,6 +82,7 @@ def test_two_ranks_train_as_one_process_does(
     sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(1,))
     assert two["completions"] == one.complete([[5, 6, 7], [8, 9]], sampling, True, 0).token_ids
     assert two["again"] == two["repeated"], "what was loaded is what was saved"
+    assert two["held"], "each rank takes its rows of whole weights, and they come together again"
 
 
 def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: Callable[[str], Path]) -> None:

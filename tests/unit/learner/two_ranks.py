@@ -56,6 +56,10 @@ def lead(team: Team, folder: Path) -> None:
     team.load_newest(store)
     repeated = team.step(batch(STEPS))
     after = team.whole(team.snapshot(), Version(STEPS + 1))
+    moved = {name: tensor + 1 for name, tensor in after.items()}
+    rows = team.hold(Version(STEPS + 1), moved)
+    is_held = all(torch.equal(t, moved[n]) for n, t in team.whole(rows, Version(STEPS + 1)).items())
+    is_shared_out = all(isinstance(tensor, DTensor) for tensor in rows.values())
     team.stop()
     torch.save(
         {
@@ -63,6 +67,7 @@ def lead(team: Team, folder: Path) -> None:
             "policy": policy,
             "after": after,
             "completions": done.token_ids,
+            "held": is_held and is_shared_out,
             "again": again.metrics.loss,
             "repeated": repeated.metrics.loss,
         },

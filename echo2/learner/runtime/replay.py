@@ -1,0 +1,157 @@
+"""Batches recorded since the checkpoint, trained on again after a start.
+
+Guarantees: every recorded batch is trained on once, in order. Where each version comes out with the fingerprint with which it
+was published, the learner stands where it stood. Where one does not (a GPU whose sums come in another order, other
+threads, another machine), nothing is lost: published versions stay as they are, the last of them is rebuilt bit by bit
+from the chunk store, and what was trained leaves as the next version, with a delta from that one. Leaves to others:
+records (history), files (left_versions), sending (publisher).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from echo2.base.errors import EchoError, FingerprintMismatch
+from echo2.base.ids import Version
+from echo2.broadcast.runtime.left_versions import LeftVersions
+from echo2.learner.history import History
+from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.training_side import TrainingSide
+from echo2.learner.shelf import Shelf
+from echo2.weights import HostWeights
+
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A version with its weights, a snapshot of the team."""
+
+    version: Version
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """`before`: the version from which a delta to `newest` is still to leave; None where that one has left."""
+
+    newest: Standing
+    before: Standing | None
+    batches: int
+
+
+class Learner(Protocol):
+    """What is trained, and by which records."""
+
+    @property
+    def team(self) -> TrainingSide: ...
+
+    @property
+    def shelf(self) -> Shelf: ...
+
+    @property
+    def history(self) -> History: ...
+
+    @property
+    def prompts(self) -> Prompts: ...
+
+    @property
+    def fingerprint_key(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """The first version that came out otherwise than it was published."""
+
+    version: Version
+    recorded: str
+    found: str
+
+
+def replay(checkpointed: Standing, learner: Learner, left: LeftVersions) -> Replayed:
+    """Trains all that is recorded. `checkpointed`: the newest version at the checkpoint, with its exact weights."""
+    published = _as_they_left(learner.history.published, left)
+    exact, begun, difference, batches = checkpointed, None, None, 0
+    while (batch := learner.history.next_batch(learner.shelf)) is not None:
+        version = Version(batch.step + 1)
+        learner.team.step(batch, version in published)
+        batches += 1
+        for group in batch.groups:
+            learner.prompts.fared(group.cursor, group.rewards)
+        if version not in published or difference is not None:
+            continue
+        made = Standing(version, learner.team.snapshot())
+        if not published[version]:  # on its way out when the learner was killed, and with no worker
+            begun = made
+            continue
+        difference = _difference(made, published[version], learner)
+        if difference is None:
+            exact, begun = made, None
+            learner.team.coder.forget_before(version)
+    if difference is not None:
+        newest, before = _go_on_from_published(exact, published, difference, learner, left)
+    else:
+        newest, before = (begun, exact) if begun is not None else (exact, None)
+    learner.shelf.take_closures()  # the coordinator learns what is open from the hello
+    learner.shelf.drop_stale()
+    if difference is not None:
+        _tell(difference, newest, before, batches)
+    return Replayed(newest, before, batches)
+
+
+def _as_they_left(recorded: Mapping[Version, str], left: LeftVersions) -> dict[Version, str]:
+    """Fingerprints by version. A version that was sealed may be with a worker, though the kill came before its record."""
+    return {version: known or left.fingerprint_of(version) for version, known in recorded.items()}
+
+
+def _difference(made: Standing, recorded: str, learner: Learner) -> _Difference | None:
+    found = f"{learner.team.coder.fingerprint(made.version, made.weights, learner.fingerprint_key):016x}"
+    return _Difference(made.version, recorded, found) if found != recorded else None
+
+
+def _go_on_from_published(
+    exact: Standing, published: Mapping[Version, str], difference: _Difference, learner: Learner, left: LeftVersions
+) -> tuple[Standing, Standing | None]:
+    """The newest version from now on, and the one from which its delta is to leave."""
+    team = learner.team
+    last = max(version for version, fingerprint in published.items() if fingerprint)
+    host = HostWeights.from_tensors(team.whole(exact.weights, exact.version), exact.version, learner.fingerprint_key)
+    try:
+        applied = left.bring(host, last, published[last])
+    except EchoError as error:
+        raise FingerprintMismatch(
+            f"version {difference.version}: expected the fingerprint {difference.recorded} with which it was published, got "
+            f"{difference.found} after training on the recorded batches again; to go on from version {last}, which workers "
+            f"hold, its weights are needed, and they are not in the chunk store: {error}"
+        ) from None
+    _log.info(
+        "version %d, the last published, is rebuilt from %s", last, ", ".join(map(str, applied)) or "the checkpoint"
+    )
+    tensors = host.tensors()
+    rebuilt = Standing(last, team.hold(last, {name: tensors[name] for name in exact.weights}))
+    team.coder.forget_before(last)
+    step = Version(team.trainer.step_count)
+    if step == last:
+        return rebuilt, None
+    if step > learner.shelf.published[-1]:
+        learner.shelf.publish(step)
+    return Standing(step, team.snapshot()), rebuilt
+
+
+def _tell(difference: _Difference, newest: Standing, before: Standing | None, batches: int) -> None:
+    leaves = (
+        f"what came out leaves as version {newest.version}, with a delta from version {before.version}"
+        if before is not None
+        else f"what came out leaves with the next version, with a delta from version {newest.version}"
+    )
+    _log.warning(
+        "training on the recorded batches again gave version %d the fingerprint %s, it was published with %s: this device, "
+        "its threads or the trainer's options do not give the same bits. No batch is lost and none counts twice: %d were "
+        "trained on again, published versions stay as they are, and %s",
+        difference.version, difference.found, difference.recorded, batches, leaves,
+    )  # fmt: skip

@@ -1,0 +1,209 @@
+"""A learner that is killed on a device which does not give the same bits twice: real daemon, trainer, journal, chunk store."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echo2.base.errors import FingerprintMismatch
+from echo2.base.ids import RunId, Version
+from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.runtime.left_versions import LeftVersions
+from echo2.learner.batch import Batch
+from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, chunk_folder
+from echo2.learner.runtime.ranks import Ranks
+from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.seed import SeedNode
+from echo2.learner.runtime.startup import Prepared, new_team, prepare_with
+from echo2.learner.runtime.team import Team
+from echo2.learner.runtime.trainer import StepResult, Trainer
+from echo2.weights import HostWeights
+from echo2.weights.fingerprint import key_of_run
+from tests.unit.learner.fleet import RUN, options_for
+from tests.unit.learner.test_daemon import Run, crash_image, go
+from tests.unit.learner.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+Killed = tuple[LearnerOptions, dict[int, str]]
+
+
+class OtherDevice(Team):
+    """Its sums come out a little otherwise in the steps from `first_step` on."""
+
+    def __init__(self, trainer: Trainer, first_step: int) -> None:
+        super().__init__(trainer)
+        self.first_step = first_step
+
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+        done = super().step(batch, is_published)
+        if batch.step >= self.first_step:
+            noise = torch.Generator().manual_seed(int(batch.step))
+            for master in self.model.masters:
+                master.add_(1e-3 * torch.randn(master.shape, generator=noise))
+            self.model.round_to_policy()
+        return done
+
+
+def prepared_elsewhere(options: LearnerOptions, folder: RunFolder, first_step: int = 0) -> Prepared:
+    team = new_team(options, Ranks())
+    return prepare_with(OtherDevice(team.trainer, first_step), options, folder)
+
+
+def new_run(options: LearnerOptions, first_step: int | None = None) -> Run:
+    """With the real node and its store; on another device where `first_step` is given."""
+    if first_step is None:
+        return Run(options, make_broadcaster=SeedNode)
+    return Run(options, make_broadcaster=SeedNode, make_prepared=lambda o, f: prepared_elsewhere(o, f, first_step))
+
+
+def fingerprints(run: Run) -> dict[int, str]:
+    return {published.version: published.fingerprint for published in run.coordinator.published}
+
+
+def left_of(options: LearnerOptions) -> LeftVersions:
+    return LeftVersions(chunk_folder(options), RunId(RUN))
+
+
+def worker_at(options: LearnerOptions, version: int, fingerprint: str) -> HostWeights:
+    """What a worker holds that followed the learner to `version` before the kill."""
+    host = HostWeights.empty(key_of_run(RUN))
+    left_of(options).bring(host, Version(version), fingerprint)
+    return host
+
+
+def killed(model: Path, tmp_path: Path, at: int, checkpoint_at: int = 0, **changes: Any) -> Killed:
+    """A run's folder as a kill after step `at` leaves it, with one checkpoint or none; what was published until the end."""
+    every = CheckpointOptions(every_steps=checkpoint_at or 100, kept=8, free_bytes_min=1 << 20)
+    options = options_for(tmp_path / "run", model, staleness_bound=4, checkpoint=every, **changes)
+    run = new_run(options)
+    run.at_step[at] = lambda: crash_image(run, tmp_path / "crashed")
+    go(run.finish())
+    for later in sorted((tmp_path / "crashed" / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+    return replace(options, folder=tmp_path / "crashed"), fingerprints(run)
+
+
+def last_published(options: LearnerOptions) -> int:
+    return max(left.header.artifact.version for left in left_of(options).artifacts)
+
+
+@pytest.mark.parametrize(
+    ("at", "kappa", "checkpoint_at"), [(3, 1, 0), (4, 2, 0), (5, 2, 2), (5, 4, 0), (5, 1, 2), (6, 1, 0)]
+)
+def test_a_killed_learner_whose_replay_differs_goes_on_from_what_is_published(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int, kappa: int, checkpoint_at: int
+) -> None:
+    crashed, before = killed(model_path, tmp_path, at, checkpoint_at, kappa=kappa)
+    last = last_published(crashed)
+    worker = worker_at(crashed, last, before[last])
+    second = new_run(crashed, first_step=0)
+    with caplog.at_level("INFO", logger="echo2.learner"):
+        summary = go(second.finish())
+    assert summary.is_finished and summary.version == 6 and summary.over_stale_tokens == 0
+    assert summary.trained_rollouts == 6 * 8, "each rollout is trained on once"
+    assert "published versions stay as they are" in caplog.text and "rebuilt from" in caplog.text
+    applied = left_of(crashed).bring(worker, Version(6), summary.fingerprint)
+    assert all(artifact.parent is not None for artifact in applied), (
+        "workers go on by deltas, from the bits that they hold"
+    )
+    if last < at:
+        assert f"leaves as version {at}, with a delta from version {last}" in caplog.text
+        assert ArtifactId(Version(at), Version(last)) in [left.header.artifact for left in left_of(crashed).artifacts]
+    if at == 6 == last:
+        assert summary.fingerprint == before[6], "the run's last version had left: that is the model"
+    else:
+        assert summary.fingerprint != before[6], "it was another device"
+
+
+def test_what_is_exported_is_the_version_that_workers_hold(model_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    crashed, before = killed(model_path, tmp_path, 6, kappa=1)
+    summary = go(new_run(crashed, first_step=0).finish())
+    assert summary.export_folder is not None and summary.fingerprint == before[6]
+    exported = dict(
+        AutoModelForCausalLM.from_pretrained(summary.export_folder, dtype=torch.bfloat16).named_parameters()
+    )
+    for name, tensor in worker_at(crashed, 6, before[6]).tensors().items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_rollouts_that_were_admitted_are_kept_and_no_batch_is_drawn_twice(model_path: Path, tmp_path: Path) -> None:
+    crashed, _ = killed(model_path, tmp_path, 5, kappa=2)
+    folder = RunFolder(crashed.folder)
+    plain = prepare_with(new_team(crashed, Ranks()), crashed, folder)
+    plain.journal.close()
+    other = prepared_elsewhere(crashed, folder)
+    folder.release()
+    assert other.trained_again == plain.trained_again >= 1
+    assert other.shelf.ledger.trained == plain.shelf.ledger.trained
+    held = {name: group.rollouts for name, group in plain.shelf.groups.items()}
+    assert {name: group.rollouts for name, group in other.shelf.groups.items()} == held and held
+
+
+def test_a_second_kill_after_a_replay_that_differed_is_survived(model_path: Path, tmp_path: Path) -> None:
+    crashed, before = killed(model_path, tmp_path, 3, kappa=1)
+    last = last_published(crashed)
+    worker = worker_at(crashed, last, before[last])
+    second = new_run(crashed, first_step=1)
+    second.at_step[5] = lambda: crash_image(second, tmp_path / "again")
+    go(second.finish())
+    again = replace(crashed, folder=tmp_path / "again")
+    third = new_run(again, first_step=0)
+    summary = go(third.finish())
+    assert summary.is_finished and summary.trained_rollouts == 6 * 8
+    left_of(again).bring(worker, Version(6), summary.fingerprint)
+
+
+def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hold(
+    model_path: Path, tmp_path: Path
+) -> None:
+    run = new_run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=1))
+
+    def watch() -> None:
+        assert run.daemon.loop is not None
+        publisher = run.daemon.loop.publisher
+        told = publisher.on_published
+
+        def killed_here(artifact: Any) -> None:
+            if artifact.version == 3 and artifact.parent is not None:
+                crash_image(run, tmp_path / "crashed")
+            told(artifact)
+
+        publisher.on_published = killed_here
+
+    run.at_step[1] = watch
+    go(run.finish())
+    crashed = options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=1)
+    before = fingerprints(run)
+    worker = worker_at(crashed, 3, before[3])
+    summary = go(new_run(crashed, first_step=0).finish())
+    applied = left_of(crashed).bring(worker, Version(6), summary.fingerprint)
+    assert all(artifact.parent is not None for artifact in applied)
+
+
+def test_where_the_store_lost_the_published_version_the_start_says_so(model_path: Path, tmp_path: Path) -> None:
+    crashed, _ = killed(model_path, tmp_path, 5, kappa=1)
+    shutil.rmtree(chunk_folder(crashed))
+    folder = RunFolder(crashed.folder)
+    with pytest.raises(FingerprintMismatch, match=r"version \d+: expected the fingerprint.*not in the chunk store"):
+        prepared_elsewhere(crashed, folder)
+    folder.release()
+
+
+def test_on_the_same_device_the_store_is_not_asked(model_path: Path, tmp_path: Path) -> None:
+    crashed, _ = killed(model_path, tmp_path, 5, kappa=2)
+    shutil.rmtree(chunk_folder(crashed))
+    summary = go(new_run(crashed).finish())
+    assert summary.is_finished and summary.version == 6
