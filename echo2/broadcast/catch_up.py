@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey
 from echo2.weights.container import Setting
-from echo2.weights.policy import CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
+from echo2.weights.policy import BaseCheckpoint, CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
 
 SWITCH_SHARE = 0.8
 """What is asked for must be expected in less than this share of the time of what comes by itself: it is paid twice."""
@@ -69,20 +69,29 @@ UNKNOWN_LINK = link_of(0.0, 0.0)
 
 
 def plan_way(
-    offers: Sequence[Offer], start: Version | None, link: WorkerLink, stalled: Collection[ArtifactKey] = ()
+    offers: Sequence[Offer],
+    start: Version | None,
+    link: WorkerLink,
+    stalled: Collection[ArtifactKey] = (),
+    base: BaseCheckpoint | None = None,
 ) -> Way | None:
-    """The way from `start` (or from nothing) to the newest version that can be reached; None: nothing newer is there."""
-    way = _quickest(offers, start, link)
+    """The way from `start` (or from nothing) to the newest version that can be reached; None: nothing newer is there.
+
+    `base`: a version that the node has from elsewhere, on which deltas may begin where `start` is None.
+    """
+    way = _quickest(offers, start, link, base)
     if way is None or not set(way.keys) & set(stalled):
         return way
-    around = _quickest([offer for offer in offers if offer.key not in stalled], start, link)
+    around = _quickest([offer for offer in offers if offer.key not in stalled], start, link, base)
     target_of = {offer.key: offer.artifact.version for offer in offers}
     if around is None or target_of[around.keys[-1]] < target_of[way.keys[-1]]:
         return way
     return replace(around, reason=f"{around.reason}; a part of the quicker way has stopped coming")
 
 
-def _quickest(offers: Sequence[Offer], start: Version | None, link: WorkerLink) -> Way | None:
+def _quickest(
+    offers: Sequence[Offer], start: Version | None, link: WorkerLink, base: BaseCheckpoint | None
+) -> Way | None:
     of_edge: dict[Edge, Offer] = {}
     for offer in offers:
         if start is None or offer.artifact.version > start:
@@ -91,11 +100,14 @@ def _quickest(offers: Sequence[Offer], start: Version | None, link: WorkerLink) 
                 is_coming=offer.is_coming,
             )  # fmt: skip
             of_edge[edge] = offer
-    newest = newest_reachable(start, list(of_edge))
+    base = base if start is None else None
+    newest = newest_reachable(start, list(of_edge), base)
+    if base is not None and newest == base.version:  # a keyframe says whether the base is that version
+        base, newest = None, newest_reachable(start, list(of_edge))
     if newest is None or newest == start:
         return None
     weights_bytes = max(offer.full_snapshot_bytes for offer in offers)
-    plan = plan_catch_up(start, newest, list(of_edge), link, weights_bytes)
+    plan = plan_catch_up(start, newest, list(of_edge), link, weights_bytes, base)
     assert plan is not None, "a version that is reachable has a way to it"
     coming = [edge for edge in of_edge if edge.is_coming]
     if not all(piece.is_coming for piece in plan.pieces):

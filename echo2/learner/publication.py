@@ -10,17 +10,24 @@ made when those deltas together weigh more than `keyframe_share` of a keyframe, 
 
 The merging rule. The n-th publication also gets a delta from the one 2^j before it where 2^j divides n, put together
 from two halves that were published before. So whoever is k publications behind needs at most 2 log2(k) + 1 pieces.
+
+The base rule. Who has the base checkpoint needs a delta from version 0 and the few behind it: at every `BASE_REACH`-th
+publication the newest such delta is put together with the merged one that goes on from there. Each start makes one anew
+from the base, which it has loaded.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import Step, Version
-from echo2.weights.policy import parents_to_publish
+from echo2.weights.policy import BASE_SHARE_MAX, parents_to_publish
 
 MERGED_LAG_MAX = 64
+BASE_REACH = 16
+"""As many publications as a keyframe's chain has by default: the delta from the base is renewed about as often."""
 """No merged delta spans more publications."""
 
 
@@ -104,3 +111,24 @@ class MergeSchedule:
         reaches = [self._ordinal - before for before in parents_to_publish(self._ordinal, MERGED_LAG_MAX)]
         recent = self._recent
         return [Merge(recent[-1 - reach], recent[-1 - reach // 2], version) for reach in reaches if reach > 1]
+
+
+@dataclass(slots=True)
+class BaseSchedule:
+    """To which version the newest delta from version 0 leads; None: none does, and none can be put together."""
+
+    at: Version | None = field(default_factory=lambda: Version(0))
+
+    def step(self, merges: Sequence[Merge], reach: int = BASE_REACH) -> Merge | None:
+        """The delta from 0 that is due beside these merges, the shortest first, in two halves."""
+        if self.at is None or len(merges) < reach.bit_length() - 1:
+            return None
+        merge = merges[reach.bit_length() - 2]
+        if merge.parent != self.at:
+            return None
+        return Merge(Version(0), self.at, merge.version)
+
+    def left(self, delta_bytes: int, keyframe_bytes: int) -> None:
+        """How large it came out: one that saves a newcomer little is not made again."""
+        if delta_bytes > BASE_SHARE_MAX * keyframe_bytes:
+            self.at = None

@@ -223,13 +223,23 @@ def by_usefulness(edges: Sequence[Edge], newest: Version, in_use: Sequence[Versi
     return sorted(set(edges), key=rank)
 
 
+BASE_SHARE_MAX = 0.5
+"""Deltas from the base that weigh more than this share of a keyframe save a newcomer too little to be kept."""
+
+
 def joining_path(edges: Sequence[Edge], newest: Version) -> frozenset[Edge]:
-    """The newest keyframe from which the newest version can be reached, and the fewest bytes from there."""
+    """The newest keyframe from which the newest version can be reached, and the fewest bytes from there; for those who
+    have the base checkpoint, version 0, the fewest bytes from that.
+    """
     keyframes = sorted((edge for edge in edges if edge.parent is None), key=lambda edge: -edge.target)
     link = WorkerLink(1.0, 0.0, dict.fromkeys(Setting, math.inf), math.inf)
     deltas = [edge for edge in edges if edge.parent is not None]
     for keyframe in keyframes:
         way = plan_catch_up(keyframe.target, newest, deltas, link, 0)
-        if way is not None:
-            return frozenset((keyframe, *way.pieces))
+        if way is None:
+            continue
+        of_base = plan_catch_up(Version(0), newest, deltas, link, 0)
+        limit = BASE_SHARE_MAX * keyframe.encoded_bytes
+        is_light = of_base is not None and sum(piece.encoded_bytes for piece in of_base.pieces) <= limit
+        return frozenset((keyframe, *way.pieces, *(of_base.pieces if of_base is not None and is_light else ())))
     return frozenset()

@@ -30,7 +30,7 @@ from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Sea
 from echo2.broadcast.room import expected_bytes, store_bytes_min
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords
 from echo2.broadcast.runtime.progress import AvailableArtifact
-from echo2.weights.policy import Edge, WorkerLink, dropped_to_fit, joining_path
+from echo2.weights.policy import BaseCheckpoint, Edge, WorkerLink, dropped_to_fit, joining_path
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
@@ -107,6 +107,7 @@ class Library:
         self.entries: dict[ArtifactKey, Entry] = {}
         self.link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK
         self.stalled: frozenset[ArtifactKey] = frozenset()
+        self.base: BaseCheckpoint | None = None
         self.unsound_files = 0
         self.trouble = ""
         self._rotten: set[ArtifactKey] = set()
@@ -339,11 +340,15 @@ class Library:
 
     def way(self, start: Version | None) -> Way | None:
         """How the newest version that can be reached is expected first over this node's link."""
-        return plan_way(self.offers(), start, self.link(), self.stalled)
+        return plan_way(self.offers(), start, self.link(), self.stalled, self.base)
 
     def set_stalled(self, keys: frozenset[ArtifactKey]) -> None:
         """What has stopped coming: gone around where that is possible."""
         self.stalled, self._last_way = keys, None
+
+    def set_base(self, base: BaseCheckpoint | None) -> None:
+        """What the node has from elsewhere."""
+        self.base, self._last_way = base, None
 
     def path(self, start: Version | None) -> tuple[ArtifactKey, ...]:
         """The way's artifacts, as they were weighed WAY_KEPT_CHUNKS ago at most."""

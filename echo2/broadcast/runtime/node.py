@@ -1,9 +1,8 @@
 """BroadcastNode: one node's broadcast at work. It owns the connections, the store and the session's clock.
 
-Waits for: frames of peers, slots of the transport, timers of the session, the consumer of `progress`. Every wait is
-shown in `stats().waits_for` or ends by a timer. Guarantees: only chunks signed by the publisher are kept, passed on or
-handed out; a peer that sends anything else is named, dropped and banned. Leaves to others: the plan (coordinator),
-encoding and decoding (delta/), when weights are swapped (worker).
+Waits for: frames of peers, slots of the transport, timers of the session, the consumer of `progress`; shown in
+`stats().waits_for` or ended by a timer. Guarantees: only chunks signed by the publisher are kept, passed on or handed out; a
+peer that sends anything else is named, dropped and banned. Leaves to others: plan, coding (delta/), swaps (worker).
 """
 
 from __future__ import annotations
@@ -69,6 +68,7 @@ from echo2.outside.guard import Refusals
 from echo2.trust.identity import Role
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
+from echo2.weights.policy import BaseCheckpoint
 
 log = logging.getLogger("echo2.broadcast")
 _refusals = Refusals(log)  # identities cost an attacker little
@@ -166,7 +166,7 @@ class BroadcastNode:
 
     def set_publisher(self, peer_id: PeerId, address: str) -> None:
         """Whose signatures count, and where it is dialled even before a plan has come."""
-        self._dialling.publisher = (peer_id, address)
+        self._dialling.publisher = peer_id, address
         self._dialling.refresh(self._now())
         self._trust(peer_id)
 
@@ -180,17 +180,22 @@ class BroadcastNode:
         self._reader.restart_from(version)
         self._update_wants()
 
+    def set_base(self, base: BaseCheckpoint | None, *, is_sought: bool = False) -> None:
+        """A version that the consumer has from elsewhere; nothing is fetched while it is sought."""
+        self.library.set_base(base)
+        if is_sought or self._settled_at == float("inf"):
+            self._settled_at = float("inf" if is_sought else "-inf")
+        self._update_wants()
+
     def adopted(self, artifact: ArtifactId) -> None:
         """The consumer has this version from elsewhere: the artifact is fetched no further."""
-        key = self.library.find(artifact)
-        if key is not None:
+        if (key := self.library.find(artifact)) is not None:
             self._forget(key)
         self.set_live(artifact.version)
 
     def refetch(self, artifact: ArtifactId) -> None:
         """Fetch anew an artifact whose decoded weights did not match, and go back to before it."""
-        key = self.library.find(artifact)
-        if key is not None:
+        if (key := self.library.find(artifact)) is not None:
             self._fetch_anew(key)
         self._reader.restart_from(artifact.parent)
         self._update_wants()
@@ -231,8 +236,7 @@ class BroadcastNode:
         is sealed already is not published again.
         """
         known = self.library.find(artifact)
-        entry = self.library.entries[known] if known is not None else None
-        if entry is not None and entry.is_complete and entry.seal is not None:
+        if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
             return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
         run_id, lineage = self.credentials.run_id, self.options.lineage
         header = Header(artifact, run_id, lineage, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
@@ -409,8 +413,7 @@ class BroadcastNode:
         _refusals.warn("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)
         if is_ban:
             self.bans.find(peer, reason)
-        link = self._links.pop(peer, None)
-        if link is not None:
+        if (link := self._links.pop(peer, None)) is not None:
             self._act(PeerDown(peer))
             self._spawn(link.close())
 

@@ -283,7 +283,8 @@ class LearnerDaemon:
     ) -> RunSummary:
         assert self.session is not None and self._failure is not None
         broadcaster.keep_places(loop.intake.deliveries.is_proven)
-        await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off)
+        await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off, loop.p.base)
+        loop.p.base = None
         loop.intake.tell(batcher.Resumed())
         session = asyncio.get_running_loop().create_task(talk())
         training = asyncio.get_running_loop().create_task(loop.run())

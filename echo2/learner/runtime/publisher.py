@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,7 +22,7 @@ from echo2.base.errors import EchoError
 from echo2.base.ids import Version
 from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import Published
-from echo2.learner.publication import Merge, MergeSchedule, PublicationSchedule
+from echo2.learner.publication import BaseSchedule, Merge, MergeSchedule, PublicationSchedule
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
 from echo2.outside import monotonic
@@ -112,6 +112,7 @@ class Publisher:
         self.key = key
         self.choice = choice or SettingChoice()
         self.merges = MergeSchedule()
+        self.of_base = BaseSchedule()
         self._executor = executor
         self._coder = coder or LocalCoder()
         self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # what left coded densely, as it can be merged
@@ -149,9 +150,16 @@ class Publisher:
         self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
 
     async def take_up(
-        self, tensors: Mapping[str, Tensor], version: Version, cut_off: tuple[Version, Mapping[str, Tensor]] | None
+        self,
+        tensors: Mapping[str, Tensor],
+        version: Version,
+        cut_off: tuple[Version, Mapping[str, Tensor]] | None,
+        base: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """At a start: sends the newest version again where a kill cut its delta off, and whole for newcomers."""
+        """At a start: sends the newest version again where a kill cut its delta off, and for newcomers whole, and as a
+        delta from version 0, whose weights are `base`.
+        """
+        self.of_base.at = Version(0) if version == 0 else None
         if cut_off is None:
             self.hold(tensors, version)
         else:
@@ -160,14 +168,36 @@ class Publisher:
         self._is_taken_up = True
         if not self.schedule.keyframe_bytes or self._is_something_lost:
             await self.publish_keyframe()
+        if base is not None and version > 0:
+            self._begin(self._publish_of_base(base))
+
+    async def _publish_of_base(self, base: Mapping[str, Tensor]) -> None:
+        """The newest version as a delta from the base, so that newcomers who have that fetch no keyframe. Beside the
+        training; the next version waits for it."""
+        version, tensors = self.newest_version, self.newest_tensors
+        parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
+        header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=Setting.FAST)
+        encoding = self._coder.delta(base, tensors, header, self._executor)
+        fingerprint = f"{self.newest_fingerprint:016x}"
+        self.of_base.at = version
+        try:
+            size = await self.broadcaster.publish_merged(
+                version, Version(0), iter(encoding), fingerprint, _bytes_of(tensors)
+            )
+        except EchoError as error:
+            _log.warning("no delta from the base to %d: %s", version, error)
+            self.of_base.at = None
+            return
+        self.bytes.merged += size
+        _log.info("newcomers who have the base fetch %d bytes to version %s", size, self.of_base.at)
+        self.of_base.left(size, self.schedule.keyframe_bytes)
 
     def replace_lost(self, what: str) -> None:
         """A keyframe takes the place of what the disk lost: whoever waits for that goes on from the newest version."""
         _log.error("%s of what was published is lost: the disk changed it; a keyframe takes its place", what)
         self._is_something_lost = True
         if self._is_taken_up and (self._task is None or self._task.done()):
-            self._task = asyncio.get_running_loop().create_task(self.publish_keyframe())
-            self._task.add_done_callback(self._done)
+            self._begin(self.publish_keyframe())
 
     async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
         """Publishes `version` beside the next step. Returns the seconds that it waited for the version before."""
@@ -176,9 +206,12 @@ class Publisher:
         waited_s = monotonic() - began
         self._on_version(version)
         self.schedule.begin(version)
-        self._task = asyncio.get_running_loop().create_task(self._publish(version, tensors))
-        self._task.add_done_callback(self._done)
+        self._begin(self._publish(version, tensors))
         return waited_s
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(work)
+        self._task.add_done_callback(self._done)
 
     async def settled(self) -> None:
         """Returns once no version is on its way out."""
@@ -234,6 +267,12 @@ class Publisher:
         for merge in merges:
             if not await self._publish_merge(merge, artifact):
                 break
+        if (due := self.of_base.step(merges)) is not None:
+            before, self.of_base.at = self.bytes.merged, due.version
+            if due.middle > 0 and not await self._publish_merge(due, artifact):
+                self.of_base.at = None
+            elif due.middle > 0:
+                self.of_base.left(self.bytes.merged - before, self.schedule.keyframe_bytes)
         if merges:
             self._plain.clear()
 

@@ -25,6 +25,7 @@ from echo2.learner.history import Began, History
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
+from echo2.learner.runtime.coding import LocalCoder
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
@@ -48,7 +49,8 @@ class Prepared:
     """Everything that does not need the network. `published`: weights of the newest published version, a snapshot of `team`.
 
     `cut_off`: the version before it with its weights, if a kill may have come before the newest one had left: workers
-    that saw a part of that delta wait for the rest of it.
+    that saw a part of that delta wait for the rest of it. `base`: version 0, where it is a checkpoint that workers may have and
+    lies whole in this process.
     """
 
     folder: RunFolder
@@ -66,6 +68,7 @@ class Prepared:
     trained_again: int
     checkpoint_step: Step | None
     cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
+    base: Mapping[str, Tensor] | None = None
 
 
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
@@ -134,6 +137,8 @@ def prepare_with(
         trained_again=0,
         checkpoint_step=None,
     )
+    if team.starts_from_base and isinstance(team.coder, LocalCoder) and not options.trainer.lora_rank:
+        prepared.base = base
     _resume(prepared, options, team.load_newest(store))
     return prepared
 

@@ -296,6 +296,7 @@ class WorkerDaemon:
         # Where an adapter is published, the base is no version; the engine loads it itself.
         names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
         base = BaseCheckpoint(self.telling.run_id, *names)
+        self._looking = asyncio.create_task(base.offer_to(node), name="base checkpoint")
         lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
         fit = self._engines.fit(self._choice, config, self.options, self._machine, *lengths)
         _log.info("engine: %s", fit.reason)

@@ -53,6 +53,7 @@ class Receiving:
                     self._artifact = header.artifact
                     _log.debug("receiving %s", header.artifact)
                     self._received_bytes = 0
+                    self._stand_on_base(header.artifact)
                     await self._keeper.began(header.artifact.version, header.artifact.parent)
                     await self._adopt(header.artifact)
                 case BlockArrived(artifact, payload):
@@ -78,6 +79,16 @@ class Receiving:
             self._waits.begin("version", f"{exact} evaluation leases to end before version {version} goes live")
         await self._desk.version_may_go_live(version)
         self._waits.end("version")
+
+    def _stand_on_base(self, artifact: ArtifactId) -> None:
+        """A first artifact that is a delta: it applies to the base checkpoint, if that is the parent whose fingerprint it
+        names."""
+        if artifact.parent is None or self._keeper.machine.host is not None:
+            return
+        weights = self._base.candidate()
+        if weights is not None:
+            self._keeper.host = weights
+            _log.info("this machine's base checkpoint and %s lead to version %d", artifact, artifact.version)
 
     async def _adopt(self, artifact: ArtifactId) -> bool:
         """Takes the base checkpoint in the place of a keyframe that is only the same from elsewhere."""
@@ -110,6 +121,7 @@ class Receiving:
         assert self._artifact is not None, "an artifact was under way"
         self._node.refetch(self._artifact)
         if version is None:
+            self._node.set_base(None)  # it is not what the delta was made from
             self._node.set_live(None)
 
     def _more_is_here(self, version: Version) -> bool:

@@ -114,7 +114,7 @@ class WeightKeeper:
         except EchoError as error:
             await self._send(swap.DecodeFailed(str(error)))
             return
-        if self._staged.parent is None:
+        if self._staged.parent is None or self.machine.host is None:
             self._hooks.check_model((s.name, s.shape, s.element.name) for s in self._staged.table.specs)
         weights_bytes = sum(s.element_count * s.element.bits_dtype.itemsize for s in self._staged.table.specs)
         self._hooks.decoded(self._staged.parent is None, weights_bytes, self._decode_s)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from echo2.base.ids import Version
 from echo2.broadcast.catch_up import Offer, Way, link_of, plan_way
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey
+from echo2.weights.policy import BaseCheckpoint
 
 SNAPSHOT = 10**9
 LINK = link_of(1e6, 0.1, 1e12, 1e12)
@@ -35,6 +36,21 @@ def test_a_worker_takes_what_is_expected_first() -> None:
     assert way(None, *STEPS, MERGED, offer(None, 0, 6e8)) == ("keyframe+merged", ["None>0", "0>8"])
     assert plan_way([*STEPS, KEYFRAME], Version(8), LINK) is None
     assert plan_way(STEPS, None, LINK) is None
+
+
+def test_who_has_the_base_begins_there_where_that_is_sooner() -> None:
+    base = BaseCheckpoint(Version(0), 0.0)
+
+    def begun_at(start: int | None, *offers: Offer) -> tuple[str, list[str]] | None:
+        found = plan_way(offers, None if start is None else Version(start), LINK, (), base)
+        return (found.kind, [key.decode() for key in found.keys]) if found is not None else None
+
+    assert begun_at(None, *STEPS, MERGED, KEYFRAME) == ("base+merged", ["0>8"])
+    assert begun_at(None, *STEPS, KEYFRAME) == ("base+chain", [f"{v}>{v + 1}" for v in range(8)])
+    assert begun_at(None, offer(None, 0, 6e8)) == ("keyframe", ["None>0"]), "its seal proves the base"
+    assert begun_at(None) is None
+    assert begun_at(6, *STEPS, MERGED, KEYFRAME) == ("chain", ["6>7", "7>8"])
+    assert begun_at(None, offer(0, 8, 7e8), KEYFRAME) == ("keyframe", ["None>8"])
 
 
 def test_what_comes_by_itself_is_left_only_for_a_clear_gain() -> None:

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from echo2.base.ids import Step, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK
-from echo2.learner.publication import MERGED_LAG_MAX, Merge, MergeSchedule, PublicationConfig, PublicationSchedule
+from echo2.learner.publication import (
+    BASE_REACH,
+    MERGED_LAG_MAX,
+    BaseSchedule,
+    Merge,
+    MergeSchedule,
+    PublicationConfig,
+    PublicationSchedule,
+)
 from echo2.staleness.rule import is_admissible
 from echo2.weights.policy import Edge, plan_catch_up
 
@@ -65,3 +73,33 @@ def test_merging_begins_anew_where_the_chain_was_broken() -> None:
     assert schedule.published(Version(6), Version(5)) == [Merge(Version(4), Version(5), Version(6))]
     assert schedule.published(Version(9), Version(8)) == [], "what led to 8 was published by another process"
     assert schedule.published(Version(10), Version(9)) == [Merge(Version(8), Version(9), Version(10))]
+
+
+@given(start=st.integers(0, 40), count=st.integers(1, 100))
+def test_deltas_from_the_base_are_made_of_what_has_left_and_leave_few_pieces(start: int, count: int) -> None:
+    merges, of_base = MergeSchedule(), BaseSchedule(Version(start))
+    edges: set[tuple[Version, Version]] = {(Version(0), Version(start))} if start else set()
+    versions = [Version(start)]
+    for at in range(start, start + count):
+        version = Version(at + 1)
+        edges.add((versions[-1], version))
+        made = merges.published(version, versions[-1])
+        edges.update((merge.parent, version) for merge in made)
+        due = of_base.step(made)
+        if due is not None:
+            halves = {(due.parent, due.middle), (due.middle, due.version)}
+            assert due.parent == 0 and (halves <= edges or due.middle == 0)
+            edges.add((Version(0), version))
+            of_base.at = version
+        versions.append(version)
+    newest = versions[-1]
+    way = plan_catch_up(Version(0), newest, [Edge(a, b, 1) for a, b in edges], UNKNOWN_LINK, 0)
+    assert way is not None and len(way.pieces) <= 1 + 2 * math.log2(BASE_REACH)
+
+
+def test_a_delta_from_the_base_that_saves_little_is_not_made_again() -> None:
+    schedule = BaseSchedule()
+    schedule.left(499, 1000)
+    assert schedule.at == 0
+    schedule.left(501, 1000)
+    assert schedule.at is None and schedule.step([Merge(Version(0), Version(8), Version(16))] * 9) is None

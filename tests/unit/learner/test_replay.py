@@ -15,7 +15,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.batch import Batch
-from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, chunk_folder
+from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.runtime.ranks import Ranks
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
@@ -207,3 +207,19 @@ def test_on_the_same_device_the_store_is_not_asked(model_path: Path, tmp_path: P
     shutil.rmtree(chunk_folder(crashed))
     summary = go(new_run(crashed).finish())
     assert summary.is_finished and summary.version == 6
+
+
+def test_a_start_offers_the_newest_version_as_a_delta_from_the_base(model_path: Path, tmp_path: Path) -> None:
+    """And goes on putting it together with what follows."""
+    trainer = TrainerOptions(str(model_path), device="cpu", lr=1e-6)
+    crashed, before = killed(model_path, tmp_path, 3, kappa=1, trainer=trainer)
+    last = last_published(crashed)
+    run = new_run(replace(crashed, steps=22), first_step=None)
+    summary = go(run.finish())
+    of_base = {left.header.artifact.version for left in left_of(crashed).artifacts if left.header.artifact.parent == 0}
+    newest = max(of_base)
+    assert newest >= last + 16
+    base = new_team(crashed, Ranks()).model.snapshot()
+    host = HostWeights.from_tensors(base, Version(0), key_of_run(RUN))
+    applied = left_of(crashed).bring(host, Version(22), summary.fingerprint)
+    assert applied[0].parent == 0 and applied[0].version == newest and before[last]

@@ -332,6 +332,71 @@ def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_t
     asyncio.run(scene())
 
 
+def saved(folder: Path, model: torch.nn.Module) -> str:
+    folder.mkdir()
+    tensors = {key: value.detach().clone() for key, value in model.named_parameters()}
+    save_file(tensors, str(folder / "model.safetensors"))
+    return str(folder)
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """A later version: few weights differ."""
+    later = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.view(-1)[::50] *= 1.01
+    return later
+
+
+def test_a_newcomer_with_the_base_fetches_one_merged_delta_and_no_keyframe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            later = moved(models[0])
+            await run.publish_of_base(7, later, models[0])
+            run.coordinator.learner.newest_version = 7
+            await run.publish(8, moved(later))
+            await asyncio.to_thread(saved, tmp_path / "base", models[0])
+            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")) as daemon:
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 8)
+                beat = run.coordinator.heartbeats[-1]
+                assert run.published is not None and beat.fingerprint == f"{run.published.fingerprint():016x}"
+                assert daemon.keeper is not None and daemon.keeper.host.version == 8
+                daemon.keeper.host.verify()
+            assert "catching up by base" in caplog.text and "base checkpoint and delta 0->7" in caplog.text
+            held = [left.name for left in (tmp_path / "w1" / "chunks").glob("*.artifact")]
+            sizes = [(tmp_path / "w1" / "chunks" / name).stat().st_size for name in held]
+            assert sum(sizes) < run.published.total_bytes / 3, "no keyframe was fetched"
+
+    asyncio.run(scene())
+
+
+def test_a_base_that_is_another_models_is_given_up_for_a_keyframe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            later = moved(models[0])
+            await run.publish_of_base(7, later, models[0])
+            await asyncio.to_thread(saved, tmp_path / "base", models[1])
+            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")) as daemon:
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 7)
+                assert daemon.keeper is not None
+                daemon.keeper.host.verify()
+                assert run.published is not None
+                assert run.coordinator.heartbeats[-1].fingerprint == f"{run.published.fingerprint():016x}"
+            assert "parent's fingerprint" in caplog.text
+
+    asyncio.run(scene())
+
+
 def test_its_rate_is_declared_before_it_asks_for_work_and_its_clock_is_compared(tmp_path: Path) -> None:
     async def scene() -> None:
         async with SmallRun(tmp_path / "run") as run:
