@@ -56,6 +56,7 @@ def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:
         usd_budget=section.usd_budget,
         planner_mode=PlannerMode(section.planner_mode),
         offers_file=Path(section.offers) if section.offers else None,
+        model_path=config.model.path,
         over_provision=section.over_provision,
         quantised_workers=section.quantised_workers,
         database_url=section.database_url,

@@ -43,7 +43,8 @@ class CoordinatorOptions:
     runs again at least so often. `offers_file`: machines that may be rented; None: `manual` and `local` by hand alone.
     `over_provision` above 1: so many times the groups that the plan asks for are let in, and a step's stragglers are
     stopped once it has begun, to go on elsewhere (long_tail). `quantised_workers`: workers may generate by rounded
-    weights, which they say when they come. Times without a unit in the name are seconds, as everywhere.
+    weights, which they say when they come. `model_path`: the base checkpoint, hub id or folder, as join commands name
+    it: a worker that has it fetches one delta instead of a keyframe. Times without a unit in the name are seconds, as everywhere.
     """
 
     run_id: RunId
@@ -68,6 +69,7 @@ class CoordinatorOptions:
     usd_budget: float = 0.0
     planner_mode: PlannerMode = PlannerMode.AUTO
     offers_file: Path | None = None
+    model_path: str = ""
     over_provision: float = 1.0
     quantised_workers: bool = False
     plan_interval_s: float = 5.0

@@ -7,6 +7,7 @@ builds the tasks; the cloud behind it is a double.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,3 +247,12 @@ def test_offers_are_read_and_wrong_settings_named(tmp_path: Path) -> None:
         make_provider(Offer("k", "kubernetes"), RUN, tmp_path)
     with pytest.raises(ConfigError, match="expected a file at"):
         load_offers(tmp_path / "none.toml")
+
+
+def test_rented_workers_are_told_where_the_base_checkpoint_is(tmp_path: Path) -> None:
+    manual = make_provider(Offer("m", "manual"), RUN, tmp_path, "org/base")
+    words = shlex.split(asyncio.run(manual.rent(FIRST, LINK)))
+    assert words == ["echo-worker", "join", LINK, "--model.path", "org/base"]
+    assert "--model.path" not in asyncio.run(make_provider(Offer("m", "manual"), RUN, tmp_path).rent(FIRST, LINK))
+    cloud = SkyPilotProvider(sky_offer(arguments="--verbose"), RUN, Sky(), "/models/a base")
+    assert "--model.path '/models/a base' --verbose" in cloud.task(FIRST, LINK).run

@@ -5,6 +5,7 @@ Guarantees: what a command has done is kept before it returns. Leaves to others:
 
 from __future__ import annotations
 
+import shlex
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from echo2.coordinator.lease_waits import slowest, waits
 from echo2.coordinator.membership import Member, Setting
 from echo2.coordinator.provisioning import Offer, Provider
 from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.providers.manual import join_command
 from echo2.coordinator.runtime.provisioner import Provisioner
 from echo2.coordinator.tokens import LABEL_CHARS_MAX, Token
 from echo2.outside import here
@@ -56,6 +58,16 @@ class Commands:
 
     def join_link(self, secret: str) -> str:
         return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))
+
+    def join_command(self, role: str, join_link: str) -> str:
+        """To be run by who joins, or looks on from afar."""
+        match Role(role):
+            case Role.WORKER:
+                return join_command(join_link, self.hub.options.model_path)
+            case Role.LEARNER:
+                return shlex.join(["echo-learner", "join", join_link])
+            case _:
+                return shlex.join(["echo2", "status", join_link])
 
     def create_token(self, role: str, label: str, lifetime_s: float, use_limit: int) -> tuple[Token, str]:
         """The token and its join link, which is shown this once."""

@@ -128,7 +128,9 @@ class CoordinatorDaemon:
     async def _serve(self, files: ExitStack, servers: AsyncExitStack, pauses: ShortPauses) -> None:
         options, keys = self.options, self.options.folder / "coordinator"
         offers = load_offers(options.offers_file)
-        providers = {offer.name: make_provider(offer, options.run_id, options.folder) for offer in offers}
+        providers = {
+            offer.name: make_provider(offer, options.run_id, options.folder, options.model_path) for offer in offers
+        }
         identity = tls.load_or_create_identity(keys)
         authority = tls.load_or_create_authority(keys, identity, options.run_id)
         url = options.database_url or f"sqlite:///{keys / 'state.sqlite'}"

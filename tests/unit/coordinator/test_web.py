@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,10 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"
 
 def test_actions_need_our_header_our_origin_and_our_host(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        async with (
+            running(options(tmp_path, model_path="org/base")) as daemon,
+            httpx.AsyncClient(base_url=daemon.dashboard_url) as web,
+        ):
             csrf = (await web.get("/api/session")).json()["csrf"]
             wish = {"role": "worker", "lifetime_s": 60}
             assert (await web.post("/api/tokens", json=wish)).status_code == 403
@@ -32,6 +36,8 @@ def test_actions_need_our_header_our_origin_and_our_host(tmp_path: Path) -> None
             good = {"x-echo2-csrf": csrf}
             made = await web.post("/api/tokens", json=wish, headers=good)
             assert made.json()["join_link"].startswith("echo2://")
+            words = shlex.split(made.json()["command"])
+            assert words == ["echo-worker", "join", made.json()["join_link"], "--model.path", "org/base"]
             for body in ({}, {"role": "king", "lifetime_s": 1}, {"role": "worker", "lifetime_s": "x"}, [1], "no"):
                 answer = await web.post("/api/tokens", json=body, headers=good)
                 assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)

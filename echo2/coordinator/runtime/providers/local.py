@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from asyncio.subprocess import DEVNULL
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,11 +50,15 @@ class LocalProvider:
     link_uses = 1
 
     def __init__(
-        self, offer: Offer, folder: Path, arguments: Callable[[Path, Path, str], list[str]] = _worker_arguments
+        self,
+        offer: Offer,
+        folder: Path,
+        arguments: Callable[[Path, Path, str], list[str]] = _worker_arguments,
+        base: Sequence[str] = (),
     ) -> None:
         offer.allow("arguments")
         self._offer, self._folder, self._arguments = offer, folder / offer.name, arguments
-        self._more = offer.setting("arguments", "").split()
+        self._more = [*base, *offer.setting("arguments", "").split()]
         self._reaping: dict[str, asyncio.Task[int]] = {}
 
     async def rent(self, machine_id: str, join_link: str) -> str:

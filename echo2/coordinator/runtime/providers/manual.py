@@ -7,9 +7,14 @@ import shlex
 from echo2.coordinator.provisioning import Offer, Sighting
 
 
-def join_command(join_link: str) -> str:
+def base_arguments(model_path: str) -> list[str]:
+    """By which a worker looks for the base checkpoint, on its machine or on the hub, before it asks peers for weights."""
+    return ["--model.path", model_path] if model_path else []
+
+
+def join_command(join_link: str, model_path: str = "") -> str:
     """What makes a machine a worker of the run."""
-    return f"echo-worker join {shlex.quote(join_link)}"
+    return shlex.join(["echo-worker", "join", join_link, *base_arguments(model_path)])
 
 
 class ManualProvider:
@@ -18,11 +23,12 @@ class ManualProvider:
     name = "manual"
     link_uses = 1
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: Offer, model_path: str = "") -> None:
         offer.allow()
+        self._model_path = model_path
 
     async def rent(self, machine_id: str, join_link: str) -> str:
-        return join_command(join_link)
+        return join_command(join_link, self._model_path)
 
     async def release(self, machine_id: str) -> None:
         """The person ends the machine; here there is nothing to end."""

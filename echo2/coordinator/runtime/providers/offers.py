@@ -17,7 +17,7 @@ from echo2.base.ids import RunId
 from echo2.coordinator.provisioning import Offer, Provider
 from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
 from echo2.coordinator.runtime.providers.local import LocalProvider
-from echo2.coordinator.runtime.providers.manual import ManualProvider
+from echo2.coordinator.runtime.providers.manual import ManualProvider, base_arguments
 from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
 
 OFFERS_MAX = 64
@@ -72,16 +72,18 @@ def _offer(table: Mapping[str, Any], whose: str) -> Offer:
     return Offer(**{**table, "is_automatic": is_automatic})
 
 
-def make_provider(offer: Offer, run_id: RunId, folder: Path) -> Provider:
-    """The provider of one offer; ConfigError for settings that it cannot use or a library that is not installed."""
+def make_provider(offer: Offer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
+    """The provider of one offer, whose workers look for the base at `model_path`.
+
+    ConfigError for settings that it cannot use or a library that is not installed."""
     match offer.provider:
         case "manual":
-            return ManualProvider(offer)
+            return ManualProvider(offer, model_path)
         case "local":
-            return LocalProvider(offer, folder / "local-workers")
+            return LocalProvider(offer, folder / "local-workers", base=base_arguments(model_path))
         case "kubernetes":
             return KubernetesProvider(offer)
         case "skypilot":
-            return SkyPilotProvider(offer, run_id)
+            return SkyPilotProvider(offer, run_id, model_path=model_path)
         case other:
             raise ConfigError(f"offer {offer.name}: expected a provider of {', '.join(PROVIDERS)}, got {other!r}")

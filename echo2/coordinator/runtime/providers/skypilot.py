@@ -12,6 +12,7 @@ run once; pip install of this release by default), `arguments` (more options of 
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import echo2
 from echo2.base.errors import ConfigError, ResourceError, Unreachable
 from echo2.base.ids import RunId
 from echo2.coordinator.provisioning import MachineState, Offer, Sighting, machine_prefix
+from echo2.coordinator.runtime.providers.manual import base_arguments
 
 PRICE_MARGIN = 1.05
 RESOURCES = ("accelerators", "infra", "cpus", "memory", "image_id", "disk_size")
@@ -43,9 +45,10 @@ class SkyPilotProvider:
     name = "skypilot"
     link_uses = 1
 
-    def __init__(self, offer: Offer, run_id: RunId, sky: Any = None) -> None:
+    def __init__(self, offer: Offer, run_id: RunId, sky: Any = None, model_path: str = "") -> None:
         offer.allow(*RESOURCES, "setup", "arguments")
         self._offer, self._prefix = offer, machine_prefix(run_id, offer.name)
+        self._base = shlex.join(base_arguments(model_path))
         self._sky = sky if sky is not None else _library(offer)
         with suppress(Unreachable):  # settings that make no task are refused now, not at the first rent
             self.task("check", "echo2://check")
@@ -54,7 +57,7 @@ class SkyPilotProvider:
         """The SkyPilot task of one machine, with its resources, as SkyPilot validates it."""
         offer = self._offer
         setup = offer.setting("setup", f"pip install 'echo2[worker]=={echo2.__version__}'")
-        more = offer.setting("arguments", "")
+        more = f"{self._base} {offer.setting('arguments', '')}".strip()
         run = (
             'umask 077 && printf %s "$ECHO2_JOIN_LINK" > ~/echo2-join.link && '
             f"exec echo-worker join @$HOME/echo2-join.link --name {machine_id} "

@@ -153,7 +153,8 @@ class Web:
             _number(body, "lifetime_s"),
             int(_number(body, "use_limit", 0)),
         )
-        return {"token_id": token.token_id, "join_link": link}
+        command = self._commands.join_command(token.role, link)
+        return {"token_id": token.token_id, "join_link": link, "command": command}
 
     def _revoke_token(self, body: Body) -> Body:
         self._commands.revoke_token(_text(body, "token_id"))

@@ -68,7 +68,7 @@ def document() -> dict[str, Any]:
                 ["peer_id", "activation"],
             ),
             "/api/tokens": _post(
-                "Makes a join token.", "`token_id` and `join_link`, which is shown this once.",
+                "Makes a join token.", "`token_id`, `join_link` and the `command` that joins by it; shown this once.",
                 {
                     "role": {"enum": ["worker", "learner", "operator"]}, "label": _TEXT, "lifetime_s": _NUMBER,
                     "use_limit": _INTEGER,

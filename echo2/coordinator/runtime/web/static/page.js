@@ -126,8 +126,7 @@ $("token-form").onsubmit = async (event) => {
   const f = event.target.elements, role = f.role.value;
   const made = await act("/api/tokens", { role, label: f.label.value, lifetime_s: Number(f.lifetime_s.value), use_limit: Number(f.use_limit.value) });
   if (!made) return;
-  const command = role === "worker" ? `echo-worker join '${made.join_link}'` : role === "learner" ? `echo-learner join '${made.join_link}'` : `echo2 status '${made.join_link}'`;
-  showCommand(command, `It is shown this once: only a hash is kept. ${role === "operator" ? "Who runs this sees the run from afar" : "Run this on the machine that shall join"}:`);
+  showCommand(made.command, `It is shown this once: only a hash is kept. ${role === "operator" ? "Who runs this sees the run from afar" : "Run this on the machine that shall join"}:`);
 };
 $("theme").onclick = () => {
   const isDark = (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
