@@ -1,10 +1,19 @@
-"""What real sizes take: sequences by kind of machine, and memory of a worker's engine that takes a keyframe and generates.
+"""What real sizes take, one row a claim.
 
     python -m benchmarks.bench_scale [--only PART ...]
 
-Writes benchmarks/results/scale.json, one row a claim. `sizing` needs nothing; `engine` and `keyframe` measure processes of
-their own, an embedded engine beside the host's copy, with random weights of SmolLM2-135M's shape (and Qwen3-0.6B's for the
-keyframe). A worker's process has some 0.1 GB of sockets and codec on top. GB are 10^9 bytes.
+Writes benchmarks/results/scale.json after each part; each runs in processes of its own, within its own time limit.
+
+    sizing     sequences by model and GPU
+    engine     memory of the embedded engine beside the host's copy, SmolLM2-135M's shape (a worker's process has some 0.1 GB
+               of sockets and codec on top)
+    keyframe   what the engine takes beside the weights while a keyframe goes in
+    pull       what fetching 165,000 chunks costs the session core (the figures of bench_pull)
+    newcomer   bytes from peers for a worker that has the base, at version 200 (scale_newcomer)
+    spread     a keyframe and a delta of Qwen3-4B's shape to three node processes, and a restart on the store (scale_spread)
+
+GB are 10^9 bytes; a row of seconds tells the machine's load beside it. Another part is a function that returns rows and an
+entry in PARTS.
 """
 
 from __future__ import annotations
@@ -16,10 +25,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
-PARTS = ("sizing", "engine", "keyframe")
 MODELS = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b")
 LONGEST = 2560
 SEQUENCES, TOKENS, PROMPT = 32, 80, 40
@@ -27,8 +37,11 @@ ENGINE_BYTES_MAX = 1.5e9
 Row = dict[str, object]
 
 
-def _row(part: str, name: str, value: float, unit: str, target: float | None = None) -> Row:
-    return {"name": name, "value": value, "unit": unit, "target": target, "better": "lower", "part": part}
+SPREAD_WITHIN_S, NEWCOMER_WITHIN_S = 900, 1200
+
+
+def _row(part: str, name: str, value: float, unit: str, target: float | None = None, better: str = "lower") -> Row:
+    return {"name": name, "value": value, "unit": unit, "target": target, "better": better, "part": part}
 
 
 def sizing() -> list[Row]:
@@ -47,9 +60,8 @@ def sizing() -> list[Row]:
                     continue
                 where = f"{count} x {gib} GiB"
                 whole = f"{fit.whole_sequences} at full length"
-                rows.append(
-                    _row("sizing", f"{name} on {where}: sequences of {LONGEST} tokens ({whole})", fit.sequences, "")
-                )
+                told = f"{name} on {where}: sequences of {LONGEST} tokens ({whole})"
+                rows.append(_row("sizing", told, fit.sequences, "", better="higher"))
                 break
     return rows
 
@@ -122,23 +134,86 @@ async def inside(part: str, model: str) -> Row:
     return _row(part, name, round(peak_bytes() / 1e9, 3), "GB", ENGINE_BYTES_MAX / 1e9)
 
 
+def engine() -> list[Row]:
+    return [apart("engine", "smollm2-135m")]
+
+
+def keyframe() -> list[Row]:
+    return [apart("keyframe", model) for model in ("smollm2-135m", "qwen3-0.6b")]
+
+
+def pull() -> list[Row]:
+    """As bench_pull last measured them."""
+    found: list[Row] = json.loads((RESULTS.parent / "pull.json").read_text())
+    return [{**row, "part": "pull"} for row in found if str(row["name"]).startswith("165,000 chunks of 64 KiB, ")]
+
+
+def told_by(module: str, within_s: float, *arguments: str) -> Any:
+    """The JSON that a benchmark of its own prints."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=within_s)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def newcomer() -> list[Row]:
+    return newcomer_rows(told_by("scale_newcomer", NEWCOMER_WITHIN_S))
+
+
+def newcomer_rows(found: dict[str, Any]) -> list[Row]:
+    fetched, whole = sum(found["bytes"]), found["keyframe_bytes"]
+    way = ", ".join(f"{parent}->{version}" for parent, version in found["way"])
+    name = (
+        f"a newcomer with the base at version 200, learning rate 1e-6, a 7M model: bytes from peers ({way}; "
+        f"{found['changed']:.1%} of the weights differ from the base), of a keyframe"
+    )
+    return [_row("newcomer", name, round(100 * fetched / whole, 2), "%", 3.0)]
+
+
+def spread() -> list[Row]:
+    return spread_rows("qwen3-4b", told_by("scale_spread", SPREAD_WITHIN_S, "qwen3-4b"))
+
+
+def spread_rows(model: str, found: list[dict[str, Any]]) -> list[Row]:
+    keyframe, delta, peaks, restart = found
+    rows = []
+    for each in (keyframe, delta):
+        gb, kind = each["bytes"] / 1e9, each["kind"]
+        told = f"{each['weights_bytes'] / 1e9:.2f} GB of weights, {gb:.3f} GB coded, at a load of {each['load']:.0f}"
+        where = f"{model}-shaped {kind} to three node processes on loopback, every element checked ({told})"
+        rows.append(_row("spread", f"{where}: seconds", round(each["seconds"], 1), "s"))
+        rate = 3 * each["weights_bytes"] / 1e9 / each["seconds"]
+        rows.append(_row("spread", f"{where}: weights delivered", round(rate, 3), "GB/s", better="higher"))
+    rows.append(_row("spread", f"{model}-shaped: peak of the publisher", round(peaks["publisher"]), "MiB"))
+    rows.append(_row("spread", f"{model}-shaped: largest peak of the fetchers", round(max(peaks["fetchers"])), "MiB"))
+    name = f"{model}: a node starts again on its store of {restart['bytes'] / 1e9:.2f} GB, every chunk verified"
+    return [*rows, _row("spread", name, round(restart["start_s"], 1), "s")]
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "sizing": sizing, "engine": engine, "keyframe": keyframe, "pull": pull, "newcomer": newcomer, "spread": spread,
+}  # fmt: skip
+
+
+def keep(part: str, rows: list[Row]) -> None:
+    """In the place of what was measured of that part before."""
+    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    of_part = {name: [row for row in kept if row["part"] == name] for name in PARTS} | {part: rows}
+    RESULTS.write_text(json.dumps({"rows": [row for name in PARTS for row in of_part[name]]}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=PARTS, default=[], help="repeat for several parts")
+    parser.add_argument("--only", action="append", choices=list(PARTS), default=[], help="repeat for several parts")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     own = parser.parse_args()
     if own.inside:
         print(json.dumps(asyncio.run(inside(*own.inside))))
         return
-    parts = own.only or list(PARTS)
-    rows = sizing() if "sizing" in parts else []
-    rows += [apart("engine", "smollm2-135m")] if "engine" in parts else []
-    rows += [apart("keyframe", model) for model in ("smollm2-135m", "qwen3-0.6b")] if "keyframe" in parts else []
-    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    kept = [row for row in kept if row["part"] not in parts]
-    RESULTS.write_text(json.dumps({"rows": kept + rows}, indent=1) + "\n")
-    for row in rows:
-        print(row)
+    for part in own.only or list(PARTS):
+        rows = PARTS[part]()
+        keep(part, rows)
+        for row in rows:
+            print(row, flush=True)
 
 
 if __name__ == "__main__":
