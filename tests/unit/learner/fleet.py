@@ -96,6 +96,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         match message.WhichOneof("kind"):
             case "hello":
                 self.hellos.append(message.hello)
+                self.newest = max(self.newest, Version(message.hello.newest_version))
                 self._offer(message.hello.open_groups)
             case "offer":
                 self.offers += 1
@@ -241,7 +242,8 @@ class RandomWorker:
                 sequence += 1
 
     def _known(self) -> list[int]:
-        return [0, *(published.version for published in self.coordinator.published)]
+        told = (hello.newest_version for hello in self.coordinator.hellos)  # what left before it came
+        return [0, *told, *(published.version for published in self.coordinator.published)]
 
 
 def prepare_node(folder: Path, authority: RunAuthority, coordinator_address: str) -> Identity:

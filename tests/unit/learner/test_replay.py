@@ -99,7 +99,7 @@ def last_published(options: LearnerOptions) -> int:
 
 
 @pytest.mark.parametrize(
-    ("at", "kappa", "checkpoint_at"), [(3, 1, 0), (4, 2, 0), (5, 2, 2), (5, 4, 0), (5, 1, 2), (6, 1, 0)]
+    ("at", "kappa", "checkpoint_at"), [(3, 1, 0), (4, 2, 0), (5, 1, 2), (6, 2, 2), (6, 4, 0), (6, 1, 0)]
 )
 def test_a_killed_learner_whose_replay_differs_goes_on_from_what_is_published(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int, kappa: int, checkpoint_at: int
