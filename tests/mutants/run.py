@@ -16,11 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.mutants.fields import dropped_fields
 from tests.mutants.planted import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 COPIED = ("echo2", "tests", "proto", "docs", "deploy", "pyproject.toml", "CHANGELOG.md", "README.md")
+ALL = (*MUTANTS, *dropped_fields())
 LIMIT_S = 1200.0
 SEEDS = 40
 
@@ -75,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     rows = {row["name"]: row for row in (json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else [])}
     missed = 0
-    for mutant in MUTANTS:
+    for mutant in ALL:
         if given.only not in mutant.name or (given.missing and rows.get(mutant.name, {}).get("is_caught")):
             continue
         row = rows[mutant.name] = run(mutant, given.seeds)
@@ -83,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{'caught' if row['is_caught'] else 'MISSED'}  {mutant.name}: {row['by']} ({row['seconds']} s)", flush=True
         )
-        known = [rows[one.name] for one in MUTANTS if one.name in rows]
+        known = [rows[one.name] for one in ALL if one.name in rows]
         caught = sum(bool(row["is_caught"]) for row in known)
         sums = [
             {"name": "defects planted and run", "value": len(known), "unit": "defects"},

@@ -6,11 +6,12 @@ import ast
 
 import pytest
 
+from tests.mutants.fields import dropped_fields
 from tests.mutants.planted import MUTANTS, Mutant
 from tests.tidy.test_layout import PACKAGE, ROOT
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", (*MUTANTS, *dropped_fields()), ids=lambda mutant: mutant.name)
 def test_a_planted_defect_changes_one_line_of_the_product(mutant: Mutant) -> None:
     text = (PACKAGE / mutant.file).read_text()
     assert text.count(mutant.old) == 1 and mutant.old != mutant.new
@@ -20,3 +21,8 @@ def test_a_planted_defect_changes_one_line_of_the_product(mutant: Mutant) -> Non
 
 def test_there_are_forty_and_names_are_their_own() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 40
+
+
+def test_every_message_that_is_made_by_keywords_has_a_dropped_field() -> None:
+    names = [mutant.name.split()[0] for mutant in dropped_fields()]
+    assert len(names) == len(set(names)) >= 70

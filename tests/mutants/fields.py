@@ -1,0 +1,72 @@
+"""One dropped field for every message of the protocol: generated from the product's own lines that make it.
+
+Of each message the last field is left out of one place that makes it: where core types become messages (`wire`), else where
+a daemon says it. Guarantees: a message that is made by keywords somewhere has its defect without anybody listing it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.mutants.planted import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "echo2"
+SAID = frozenset((ROOT / "tests/unit/sim/said.txt").read_text().split())
+WORLD = ("tests/unit/sim/test_said.py",)
+TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
+    "wire/": ("tests/unit/wire",),
+    "learner/runtime/journal.py": ("tests/unit/learner/test_journal.py",),
+    "learner/runtime/ingest.py": ("tests/unit/learner/test_ingest.py",),
+    "learner/runtime/": ("tests/unit/learner/test_session.py", "tests/unit/learner/test_daemon.py"),
+    "coordinator/runtime/barring.py": ("tests/unit/coordinator/test_barring.py",),
+    "coordinator/runtime/session.py": ("tests/unit/coordinator/test_services.py",),
+    "coordinator/runtime/probe.py": ("tests/unit/coordinator/test_probe.py",),
+    "coordinator/runtime/enrolment.py": ("tests/unit/coordinator/test_daemon.py",),
+    "coordinator/runtime/": ("tests/unit/coordinator/test_daemon.py", "tests/unit/coordinator/test_services.py"),
+    "broadcast/runtime/probing.py": ("tests/unit/coordinator/test_probe.py",),
+    "trust/": ("tests/unit/coordinator/test_daemon.py",),
+    "worker/": ("tests/unit/worker/test_reporting.py", "tests/unit/worker/test_daemon.py"),
+    "cli/": ("tests/e2e/test_operator_commands.py",),
+}
+
+
+@functools.cache
+def dropped_fields() -> tuple[Mutant, ...]:
+    """In the order of their messages' names."""
+    chosen: dict[str, Mutant] = {}
+    for path in sorted(PACKAGE.rglob("*.py"), key=lambda path: (path.parent.name != "wire", str(path))):
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith(("sim/", "wire/gen/")):
+            continue
+        for kind, mutant in _of_file(name, path.read_text()):
+            chosen.setdefault(kind, mutant)
+    return tuple(chosen[kind] for kind in sorted(chosen))
+
+
+def _of_file(name: str, text: str) -> Iterator[tuple[str, Mutant]]:
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not _is_proto(node.func.value):
+            continue
+        kind, call = node.func.attr, ast.get_source_segment(text, node)
+        named = [keyword for keyword in node.keywords if keyword.arg is not None]
+        if not kind[0].isupper() or not named or call is None or text.count(call) != 1:
+            continue
+        dropped = next((one for one in reversed(named) if f"{kind}.{one.arg}" in SAID), named[-1])
+        kept = [ast.unparse(argument) for argument in node.args]
+        kept += [f"{one.arg}={ast.unparse(one.value)}" if one.arg else f"**{ast.unparse(one.value)}"
+                 for one in node.keywords if one is not dropped]  # fmt: skip
+        tests = next(tests for start, tests in TESTS.items() if name.startswith(start))
+        if f"{kind}.{dropped.arg}" in SAID and not name.startswith("wire/"):
+            tests = WORLD
+        yield (
+            kind,
+            Mutant(f"{kind} loses {dropped.arg}", name, call, f"{ast.unparse(node.func)}({', '.join(kept)})", tests),
+        )
+
+
+def _is_proto(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and (value.id == "pb" or value.id.endswith("_pb2"))
