@@ -62,9 +62,11 @@ def run(mutant: Mutant, seeds: int) -> dict[str, object]:
             code, said = 0, "too slow"
         words = ("FAILED", "ERROR", "seed ")
         lines = [line for line in said.splitlines() if line.startswith(words) and "everything held" not in line]
-        by = lines[0][:200] if lines else "the end of its run"
+        if code and not lines:
+            raise RuntimeError(f"{mutant.name}: expected a verdict, the run ended with {code}: {said[-500:]}")
+        by = lines[0][:200] if lines else ""
         return {
-            "name": mutant.name, "file": mutant.file, "is_caught": code != 0, "by": by if code else "",
+            "name": mutant.name, "file": mutant.file, "is_caught": code != 0, "by": by,
             "seconds": round(time.monotonic() - began, 1),
         }  # fmt: skip
 
