@@ -153,7 +153,11 @@ def watched(
     """Looks at all rollouts of up to `groups` groups: what is held against the worker, after how many, and of what it is
     accused."""
     suspicion, rollouts_seen = Suspicion(SuspicionConfig(), 0.0), 0
-    worker, scorer = PeerId("w"), VersionScorer(bench.kept)
+    worker, scorer, dice = PeerId("w"), VersionScorer(bench.kept), random.Random(first_group)
+
+    def back() -> int:
+        return 1 if dice.random() < 0.5 else 2
+
     for number in range(first_group, first_group + groups):
         rollouts = make(number)
         spec = spec_of(int(rollouts[0].group_id[1:]))
@@ -162,7 +166,7 @@ def watched(
         senders = tuple((Sent(worker, len(rollout.token_ids)),) for rollout in rollouts)
         group = TrainGroup(spec, number, tuple(rollouts), (0.0,) * len(rollouts), (), senders)
         passages = [passage_of(group, member, lambda peer: Habits(draws_by_seed)) for member in range(len(rollouts))]
-        for passage, found in zip(passages, examined(passages, bench.kept.versions, scorer), strict=True):
+        for passage, found in zip(passages, examined(passages, bench.kept.versions, scorer, back), strict=True):
             rollouts_seen += 1
             for evidence in found:
                 suspicion.observe(evidence)

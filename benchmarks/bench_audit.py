@@ -64,8 +64,6 @@ ALLOWED_NATS = SuspicionConfig().noise_nats
 
 OWN = ", says that it cannot draw by its seeds"
 WORST = {
-    "tokens of the version before, with honest numbers of the one named": "they train as if a version older, and cost as much",
-    "tokens of the oldest version admitted, with honest numbers of the newest": "they train as if that old, no more",
     "hands back prompts whose first completion is poor, the rest honest": "others draw them by the same seeds; one lease in 17",
     f"best of four by reward{OWN}": "its rollouts are the best of four; it is looked at more often",
 }

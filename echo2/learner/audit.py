@@ -1,7 +1,7 @@
 """Which tokens to score under which version, for an audit: exact numbers beside those that a worker claimed.
 
 Guarantees: a rollout is examined whole, whatever its versions, workers and turns: every token under the version that its
-span names, behind the key-value cache that an honest engine had there, and under the version published before. Leaves
+span names, behind the key-value cache that an honest engine had there, and under an older version. Leaves
 to others: which rollouts (audit_draw), keeping the versions and running the forward pass (`ScoreUnderVersion`,
 learner/runtime/snapshots), what the numbers say about the worker (suspicion).
 
@@ -90,13 +90,15 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was claimed of a piece and what is so. `previous`: the exact numbers under the version before; empty where that is
-    not kept. `uniforms`: empty where the worker does not say that it draws by its seeds."""
+    """What was claimed of a piece and what is so. `older`: under an older version; None where none is kept.
+    `is_next_older`: no version was published between the two.
+    `uniforms`: empty where the worker does not say that it draws by its seeds."""
 
     piece: Piece
     claimed: Column
     exact: TokenScores
-    previous: Column
+    older: TokenScores | None
+    is_next_older: bool
     uniforms: Column
 
 
@@ -164,31 +166,52 @@ def _siblings_of(group: TrainGroup, member: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def examined(passages: Sequence[Passage], kept: Sequence[Version], score: ScoreUnderVersion) -> list[list[Evidence]]:
-    """Of each passage, the evidence of its pieces whose version is among the `kept` ones (ascending). Pieces that stand alone
-    are scored version by version, so that each is loaded once."""
-    before = {version: kept[place - 1] for place, version in enumerate(kept) if place > 0}
+def one_back() -> int:
+    return 1
+
+
+def examined(
+    passages: Sequence[Passage],
+    kept: Sequence[Version],
+    score: ScoreUnderVersion,
+    steps_back: Callable[[], int] = one_back,
+) -> list[list[Evidence]]:
+    """Of each passage, the evidence of its pieces whose version is among the `kept` ones (ascending); the older version that it
+    is compared with lies `steps_back` before, as far as so many are kept, and one where its workers do not draw by their seeds.
+    Pieces that stand alone are scored version by version, so that each is loaded once."""
     found: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
+    compared: list[_Compared] = []
     for number, passage in enumerate(passages):
+        back = steps_back() if all(piece.draws_by_seed for piece in passage.pieces) else 1
+        older_of = {version: kept[max(0, place - back)] for place, version in enumerate(kept) if place > 0}
+        compared.append(_Compared(older_of, back == 1))
         for chain in _chains(passage.pieces):
             if len(chain) == 1:
                 alone += [(number, piece) for piece in chain if piece.version in kept]
             elif all(piece.version in kept for piece in chain):
-                found[number] += _examined_chain(passage, chain, before, score)
+                found[number] += _examined_chain(passage, chain, compared[number], score)
     exact: dict[tuple[int, int], TokenScores] = {}
-    previous: dict[tuple[int, int], Column] = {}
+    older: dict[tuple[int, int], TokenScores] = {}
     for version in kept:
         for number, piece in alone:
             key = (number, piece.start)
             if piece.version == version:
                 exact[key] = score(version, passages[number], piece, None)[0]
-            elif before.get(piece.version) == version:
-                previous[key] = score(version, passages[number], piece, None)[0].logprobs
+            elif compared[number].older_of.get(piece.version) == version:
+                older[key] = score(version, passages[number], piece, None)[0]
     for number, piece in alone:
         key = (number, piece.start)
-        found[number].append(_evidence(passages[number], piece, exact[key], previous.get(key, NOTHING)))
+        found[number].append(_evidence(passages[number], piece, exact[key], older.get(key), compared[number].is_next))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """With which older version those of a passage are compared."""
+
+    older_of: dict[Version, Version]
+    is_next: bool
 
 
 def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -204,21 +227,23 @@ def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _examined_chain(
-    passage: Passage, chain: Sequence[Piece], before: dict[Version, Version], score: ScoreUnderVersion
+    passage: Passage, chain: Sequence[Piece], compared: _Compared, score: ScoreUnderVersion
 ) -> Iterator[Evidence]:
     cache: object | None = None
     for piece in chain:
-        previous = NOTHING
-        if piece.version in before:
-            previous = score(before[piece.version], passage, piece, cache)[0].logprobs
+        older = None
+        if piece.version in compared.older_of:
+            older = score(compared.older_of[piece.version], passage, piece, cache)[0]
         exact, cache = score(piece.version, passage, piece, cache)
-        yield _evidence(passage, piece, exact, previous)
+        yield _evidence(passage, piece, exact, older, compared.is_next)
 
 
-def _evidence(passage: Passage, piece: Piece, exact: TokenScores, previous: Column) -> Evidence:
+def _evidence(
+    passage: Passage, piece: Piece, exact: TokenScores, older: TokenScores | None, is_next_older: bool
+) -> Evidence:
     own = slice(piece.start, piece.stop)
     numbers = passage.uniforms[own] if piece.draws_by_seed else NOTHING
-    return Evidence(piece, passage.claimed[own], exact, previous, numbers)
+    return Evidence(piece, passage.claimed[own], exact, older, is_next_older, numbers)
 
 
 def copies(passage: Passage, evidence: Sequence[Evidence]) -> float | None:

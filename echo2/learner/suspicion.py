@@ -6,7 +6,7 @@ Leaves to others: the numbers (audit), what is done to an accused worker.
 
 The test bets against honesty (Ville's inequality; Wald 1945 for the ratio of likelihoods, Waudby-Smith and Ramdas 2024
 for bounded means). Each bet starts with 1 and, while the worker is honest, grows on average never; so the mean of all
-bets reaches 1/alpha with probability at most alpha. Seven bets, each with what it takes for granted of honest workers:
+bets reaches 1/alpha with probability at most alpha. Eight bets, each with what it takes for granted of honest workers:
 
 - *noise*: the mean square of claimed minus exact log-probability is at most `noise_nats` squared. Catches altered and
   coarsely quantised models.
@@ -23,6 +23,11 @@ bets reaches 1/alpha with probability at most alpha. Seven bets, each with what 
   part's edge, but for a share `CHOICE_MISSES` of the tokens at most (Chebyshev's inequality gives less than half of it). Catches
   every choice between samples, whoever made it and by whatever rule, and tokens of another version. Made only of workers
   that say they draw so.
+- *older*: where that random number picks one token under the version named and another under an older one, the worker's
+  is not the older one's more often than its own noise explains: a noise of `sigma` moves the edge between the two tokens
+  by `x` with probability at most `sigma`^2 / (`sigma`^2 + `x`^2) (Cantelli), and with `OLDER_LEAN` at most, as it leans to no
+  version. Catches tokens of an older version, whose numbers were recomputed under the one named, also where the two differ by
+  less than honest noise. Made of the same workers.
 
 How much honest engines differ is the one thing here that depends on kernels and cards, so a finding that rests on
 *noise* alone is not certain (`Accusation.is_certain`): what is done then can be undone, and a person decides. Nor is one
@@ -40,7 +45,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echo2.base.errors import ConfigError
-from echo2.learner.audit import FLOOR_NATS, Column, Evidence
+from echo2.learner.audit import FLOOR_NATS, Column, Evidence, TokenScores
 
 DAY_S = 86_400.0
 NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)
@@ -66,6 +71,10 @@ UNCERTAIN_TOKENS = 600
 EXPLAINED_MIN = 0.75
 """The share of a worker's differences (in squares) that the version before must explain for that to be certain."""
 SIGMA_MIN = 1e-7
+OLDER_LEAN = 0.6
+OLDER_CHANCE_MIN = 0.02
+OLDER_STAKES = (0.05, 0.3, 0.9)
+"""Shares of a worker's tokens that an older version drew, for the alternatives that are bet on."""
 SHIFT_MIN = 0.2
 """Two versions closer than this share of a worker's noise are not told apart: the noise of another precision is a fixed
 function of the tokens, and may by chance lean a little towards the version before."""
@@ -129,6 +138,8 @@ class Suspicion:
     _draw: _Mixture = field(default_factory=lambda: _Mixture(DRAW_STAKES))
     _stops: list[float] = field(default_factory=lambda: [0.0] * len(STOP_FACTORS))
     _choice: list[float] = field(default_factory=lambda: [0.0] * len(CHOICE_STAKES))
+    _next_older: _Mixture = field(default_factory=lambda: _Mixture(OLDER_STAKES))
+    _far_older: _Mixture = field(default_factory=lambda: _Mixture(OLDER_STAKES))
     _version: float = 0.0
     _copies: float = 0.0
     _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
@@ -147,23 +158,26 @@ class Suspicion:
             self._noise.bet(np.minimum(1.0, shares) - NOISE_CAP**-2)
         self._fabrication.bet(np.minimum(1.0, shares / FABRICATION**2) - NOISE_CAP**-2)
         self._all_squares += float(differences @ differences)
-        if len(evidence.previous):
-            self._bet_on_version(differences, evidence)
+        if evidence.older is not None and evidence.is_next_older:
+            self._bet_on_version(differences, evidence.older.logprobs - exact.logprobs)
         self._draw.bet((np.maximum(exact.drawn, FLOOR_NATS) - exact.expected) / -FLOOR_NATS)
         self._bet_on_stops(exact.stop_chances, exact.stopped)
         if len(evidence.uniforms):
-            self._bet_on_choice(evidence)
+            sigma = min(CHOICE_SIGMA_MAX, max(CHOICE_SIGMA_MIN, 2.0 * self.noise_nats))
+            self._bet_on_choice(exact, evidence.uniforms, sigma)
+            if evidence.older is not None:
+                older = self._next_older if evidence.is_next_older else self._far_older
+                older.bet(_older_excess(exact, evidence.older, evidence.uniforms, sigma))
 
     def observe_copies(self, likelihood: float) -> None:
         """`audit.copies` of a group."""
         self._copies += math.log1p(COPY_STAKE * (min(likelihood, 1e12) - 1.0))
 
-    def _bet_on_version(self, differences: Column, evidence: Evidence) -> None:
+    def _bet_on_version(self, differences: Column, shifts: Column) -> None:
         """Wald's ratio for a shift by the difference of two versions, in Gaussian noise of the worker's own size.
 
         Shift and noise are cut at one and three standard deviations: what counts is the direction.
         """
-        shifts = evidence.previous - evidence.exact.logprobs
         is_clear = self._shift_squares >= SHIFT_MIN**2 * self._squares and self._counted >= LEARN_TOKENS
         if is_clear:
             sigma = math.sqrt(2.0 * self._squares / self._counted + SIGMA_MIN**2)
@@ -183,13 +197,10 @@ class Suspicion:
             ratios = np.where(stopped > 0, others / chances, (1.0 - others) / (1.0 - chances))
             self._stops[number] += float(np.log(ratios).sum())
 
-    def _bet_on_choice(self, evidence: Evidence) -> None:
+    def _bet_on_choice(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
         """The ratio of likelihoods of as many misses, were the piece's tokens drawn by other numbers; a share of the wealth is
         staked on each piece, for a worker may choose some rollouts only."""
-        exact, numbers = evidence.exact, evidence.uniforms
-        sigma = 2.0 * math.sqrt(self._all_squares / self.tokens)
-        sigma = min(CHOICE_SIGMA_MAX, max(CHOICE_SIGMA_MIN, sigma))
-        low, high = exact.below, np.minimum(1.0, exact.below + np.exp(exact.drawn))
+        low, high = _part(exact)
         edges = np.where(numbers < low, low, high)
         allowed = CHOICE_SIGMAS * sigma * np.sqrt(edges * (1.0 - edges)) + CHOICE_ROUNDING
         misses = np.maximum(low - numbers, numbers - high) > allowed
@@ -214,6 +225,7 @@ class Suspicion:
             "length": _log_mean(self._stops),
             "copies": self._copies,
             "choice": _log_mean(self._choice),
+            "older": _log_mean([self._next_older.log_wealth, self._far_older.log_wealth]),
         }
 
     @property
@@ -254,7 +266,27 @@ _TEXTS = {
     "length": "its completions end where the version that it claims would not end them",
     "copies": "its completions of a prompt are copies of one another",
     "choice": "its tokens are not those that the random numbers of its leases pick, as it says of its engine",
+    "older": "its tokens are those that the random numbers of its leases pick under an older version than it claims",
 }
+
+
+def _part(scores: TokenScores) -> tuple[Column, Column]:
+    """Of the cumulative distribution, each token's own."""
+    return scores.below, np.minimum(1.0, scores.below + np.exp(scores.drawn))
+
+
+def _older_excess(exact: TokenScores, older: TokenScores, numbers: Column, sigma: float) -> Column:
+    """Of tokens that are the pick of just one of the two versions. The edge that decides lies between the two picks: the
+    distance to it is the same whichever of them the worker took."""
+    (low, high), (old_low, old_high) = _part(exact), _part(older)
+    is_named, is_older = (low <= numbers) & (numbers < high), (old_low <= numbers) & (numbers < old_high)
+    is_above = np.where(is_older, numbers >= high, numbers >= old_high)
+    edges = np.where(is_above, high, low)
+    distances = np.maximum(0.0, np.abs(edges - numbers) - CHOICE_ROUNDING)
+    variances = sigma**2 * edges * (1.0 - edges)
+    chances = np.clip(variances / (variances + distances**2 + 1e-300), OLDER_CHANCE_MIN, OLDER_LEAN)
+    excess: Column = np.where(is_older, 1.0 / chances - 1.0, -1.0)[is_named != is_older]
+    return excess
 
 
 def _log_mean(logs: Sequence[float]) -> float:

@@ -26,6 +26,7 @@ from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import digest_of
 from echo2.learner.runtime.prompts import PromptSource
 from echo2.learner.runtime.trainer import StepResult
+from echo2.learner.runtime.training_side import Scorer
 from echo2.learner.runtime.world import Answer
 from echo2.sim.tiny_model import (
     SHAPES,
@@ -56,6 +57,9 @@ class TinyModel:
     vocabulary_size, snapshot_bytes = VOCABULARY, SNAPSHOT_BYTES
     stop_token_ids = (STOP_TOKEN,)
     config: Any = None
+
+    def scorer(self, versions_max: int) -> Scorer:
+        raise AssertionError("audits are off")
 
     def check_length(self, tokens: int) -> None:
         pass

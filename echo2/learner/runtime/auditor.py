@@ -5,7 +5,7 @@ Guarantees: training never waits for it; which rollouts is decided after they ar
 (`consider`), in a thread of its own. Leaves to others: the verdict (learner/suspicion), banning and dropping (`on_accused`).
 
 Costs host memory for the versions that rollouts may name (learner/runtime/snapshots) and the thread's time: one forward pass
-over a rollout under its version, one under the version before.
+over a rollout under its version, one under an older one.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
-from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of
+from echo2.learner.audit import Evidence, Habits, Passage, copies, examined, passage_of
 from echo2.learner.audit_draw import AuditDraw, Drawn, kind_of
 from echo2.learner.batch import Batch
 from echo2.learner.episodes import NOBODY
-from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
+from echo2.learner.runtime.training_side import Scorer
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
 
 TURN_TOKENS = 16_384
 """Looked at in one turn of the thread, prompts included; one rollout at least."""
 WORKERS_MAX = 16_384
+STEPS_BACK = 4
 _log = logging.getLogger("echo2.learner")
 
 
@@ -45,22 +45,21 @@ class AuditCounts:
 
 
 class Auditor:
-    """`share` of the rollouts are looked at, and `versions_max` versions kept for it. All methods belong to the event loop's
-    thread."""
+    """`share` of the rollouts are looked at, by a scorer that is made and used in the audit's thread. All methods belong to the
+    event loop's thread."""
 
-    def __init__(self, model_config: Any, share: float, versions_max: int, rng: random.Random) -> None:
+    def __init__(self, make_scorer: Callable[[], Scorer], share: float, rng: random.Random) -> None:
         self.counts = AuditCounts()
         self.draw = AuditDraw(share, rng)
         self.accused: dict[PeerId, Accusation] = {}
         self.on_accused: Callable[[PeerId, Accusation], None] = lambda peer_id, accusation: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.habits_of: Callable[[PeerId], Habits] = lambda peer_id: Habits()
-        self._model_config = model_config
-        self._versions_max = versions_max
+        self._make_scorer = make_scorer
         self._config = SuspicionConfig()
         self._suspicions: dict[PeerId, Suspicion] = {}
         self._excused: set[PeerId] = set()
-        self._kept: KeptVersions | None = None  # of the thread
+        self._made: Scorer | None = None  # of the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_looking = False
@@ -116,19 +115,20 @@ class Auditor:
     # ---- in the audit's thread
 
     def _keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self._model().keep(version, tensors)
+        self._scorer().keep(version, tensors)
 
-    def _score(self, passages: Sequence[Any]) -> list[list[Evidence]]:
-        kept = self._model()
-        return examined(passages, kept.versions, VersionScorer(kept))
+    def _score(self, passages: Sequence[Passage]) -> list[list[Evidence]]:
+        scorer = self._scorer()
+        return examined(passages, scorer.versions, scorer, self._steps_back)
 
-    def _model(self) -> KeptVersions:
-        if self._kept is None:
-            from transformers import AutoModelForCausalLM
+    def _steps_back(self) -> int:
+        """One in half of all cases, two in a quarter, four in an eighth, and so on."""
+        return next((1 << step for step in range(STEPS_BACK) if self.draw.rng.random() < 0.5), 1 << STEPS_BACK)
 
-            model = AutoModelForCausalLM.from_config(self._model_config, dtype=torch.float32)
-            self._kept = KeptVersions(model, self._versions_max)
-        return self._kept
+    def _scorer(self) -> Scorer:
+        if self._made is None:
+            self._made = self._make_scorer()
+        return self._made
 
     def _in_thread(self, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)

@@ -25,6 +25,7 @@ from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
+from echo2.learner.runtime.snapshots import VersionScorer, scorer_of
 from echo2.learner.runtime.trainer import StepResult
 from echo2.outside import monotonic
 from echo2.weights import fingerprint
@@ -102,6 +103,9 @@ class DeclaredModel:
             if tuple(tensors[name].shape) != shape:
                 raise ConfigError(f"publish: expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
         return {name: tensors[name].detach().to(device="cpu", dtype=self.dtype, copy=True) for name in self.shapes}
+
+    def scorer(self, versions_max: int) -> VersionScorer:
+        return scorer_of(self.config, versions_max)
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes `policy` in Hugging Face layout."""

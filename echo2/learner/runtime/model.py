@@ -24,6 +24,7 @@ from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, on_host, own_part
+from echo2.learner.runtime.snapshots import VersionScorer, scorer_of
 
 LOGIT_BYTES_MAX = 64 << 20
 """Logits of more bytes than this are computed in pieces, and again in the backward pass."""
@@ -249,6 +250,9 @@ class PolicyModel:
     def layout_of(self, published_name: str) -> Tensor | None:
         """A tensor that is laid out over the ranks as the one published under this name; None where there is none."""
         return dict(zip(self.published_names, self.masters, strict=True)).get(published_name)
+
+    def scorer(self, versions_max: int) -> VersionScorer:
+        return scorer_of(self.config, versions_max)
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes `policy`, a snapshot, in Hugging Face layout; an adapter as part of the weights that it adapts."""

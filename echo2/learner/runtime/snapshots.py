@@ -138,11 +138,25 @@ class _Cache:
     length: int
 
 
+def scorer_of(config: Any, versions_max: int) -> VersionScorer:
+    """Of a model of this configuration (transformers'), in float32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    return VersionScorer(KeptVersions(AutoModelForCausalLM.from_config(config, dtype=torch.float32), versions_max))
+
+
 class VersionScorer:
     """Scores pieces of passages under kept versions."""
 
     def __init__(self, kept: KeptVersions) -> None:
         self._kept = kept
+
+    @property
+    def versions(self) -> list[Version]:
+        return self._kept.versions
+
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        self._kept.keep(version, tensors)
 
     def __call__(
         self, version: Version, passage: Passage, piece: Piece, cache: object | None

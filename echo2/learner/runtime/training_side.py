@@ -14,11 +14,23 @@ from torch import Tensor
 
 from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
+from echo2.learner.audit import ScoreUnderVersion
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.runtime.coding import VersionCoder
 from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.trainer import StepResult
+
+
+class Scorer(ScoreUnderVersion, Protocol):
+    """Scores tokens under the published `versions` (ascending) that it keeps."""
+
+    @property
+    def versions(self) -> list[Version]: ...
+
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors`: all that is published of it, never changed in place."""
+        ...
 
 
 class PublishedModel(Protocol):
@@ -55,6 +67,10 @@ class PublishedModel(Protocol):
     def digest(self) -> str: ...
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
+
+    def scorer(self, versions_max: int) -> Scorer:
+        """For audits; used in one thread of theirs."""
+        ...
 
 
 class StepCounter(Protocol):

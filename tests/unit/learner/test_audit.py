@@ -82,7 +82,9 @@ def test_each_version_is_loaded_once_the_one_before_is_asked_too_and_caches_are_
     whole = passage([(2, 2), (4, 3), (6, 1)], [(A, 6)])
     (found,) = examined([whole], [Version(4), Version(6)], score)
     assert [version for version, _, _ in asked] == sorted(version for version, _, _ in asked)
-    assert [(e.piece.version, e.exact.logprobs[0], e.previous.tolist()) for e in found] == [
+    assert [
+        (e.piece.version, e.exact.logprobs[0], e.older.logprobs.tolist() if e.older is not None else []) for e in found
+    ] == [
         (4, 4.0, []),
         (6, 6.0, [4.0]),
     ]

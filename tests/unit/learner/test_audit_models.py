@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from benchmarks.audit_workers import (
+    OLDEST,
+    PREVIOUS,
     Alter,
     Bench,
     altered,
@@ -26,6 +28,7 @@ from benchmarks.audit_workers import (
     memorised,
     one_behind,
     one_token,
+    others_tokens,
     perturbed,
     quantised,
     watched,
@@ -95,6 +98,16 @@ def test_a_choice_among_completions_is_found_out_by_the_numbers_of_its_lease(ben
         held, rollouts, accusation = watched(bench, make, 4)
         assert accusation is not None and accusation.bet == "choice" and accusation.is_certain
         assert rollouts <= 8 and held.noise_nats < 1e-4
+
+
+@pytest.mark.parametrize("version", [PREVIOUS, OLDEST])
+def test_tokens_of_an_older_version_are_found_out_though_their_numbers_were_recomputed(
+    bench: Bench, version: int
+) -> None:
+    """By the tokens at which the two versions, given the lease's random numbers, part."""
+    held, rollouts, accusation = watched(bench, others_tokens(bench, version), 20)
+    assert accusation is not None and accusation.bet == "older" and accusation.is_certain
+    assert rollouts <= 160 and held.noise_nats < 1e-4
 
 
 def test_what_intake_refuses_is_never_audited(bench: Bench) -> None:

@@ -94,7 +94,7 @@ def test_tokens_are_scored_as_they_were_sampled(
     spans = [(2, TOKENS // 2), (4, TOKENS // 2)]
     passages = [sampled(model, snapshots, spans, replace(sampling, seed=seed), keeps_cache) for seed in range(2)]
     for passage, found in zip(passages, examined(passages, kept.versions, VersionScorer(kept)), strict=True):
-        assert [(e.piece.version, len(e.previous) > 0) for e in found] == [(2, False), (4, True)]
+        assert [(e.piece.version, e.older is not None) for e in found] == [(2, False), (4, True)]
         for evidence in found:
             exact = evidence.exact
             assert exact.logprobs == pytest.approx(evidence.claimed, abs=2e-5)
@@ -103,7 +103,7 @@ def test_tokens_are_scored_as_they_were_sampled(
             assert np.all((exact.collisions > 0) & (exact.collisions <= 1 + 1e-6))
             tokens = passage.rollout.token_ids[evidence.piece.start : evidence.piece.stop]
             assert exact.stopped.tolist() == [float(token == 1) for token in tokens]
-        assert np.abs(found[1].previous - found[1].claimed).max() > 0.01
+        assert np.abs(found[1].older.logprobs - found[1].claimed).max() > 0.01
 
 
 def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_published(tmp_path: Path) -> None:
@@ -144,6 +144,6 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
     group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((Sent(WORKER, 3),),))
     ((evidence,),) = examined([passage_of(group, 0, lambda peer: Habits())], kept.versions, VersionScorer(kept))
-    assert np.abs(evidence.exact.logprobs - evidence.previous).max() > 1e-4
+    assert np.abs(evidence.exact.logprobs - evidence.older.logprobs).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
         kept.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})

@@ -30,30 +30,31 @@ def evidence(
     numbers: str = "own",
 ) -> Evidence:
     """A piece of a worker. `behind`: it samples, and claims numbers, under the version before, `shift_nats` away. `numbers`:
-    it draws by its `own` random numbers and says so; by `others` than it says; or by the numbers of its lease, `leased`."""
+    it draws by its `own` random numbers and says so; by `others` than it says; by the numbers of its lease, `leased`; or by them
+    under the version before, `older`, with numbers recomputed under the one named."""
     rows = []
     for _ in range(PIECE_TOKENS):
         scores = [rng.gauss(0, 1.5) for _ in range(VOCABULARY)]
         logs = _log_softmax(scores)
         before = _log_softmax([x + rng.gauss(0, shift_nats) for x in scores])
-        own = before if behind else logs
+        own = before if behind or numbers == "older" else logs
         number, leased = rng.random(), rng.random()
         sums = list(itertools.accumulate(math.exp(coldness * x) for x in own))
-        if numbers == "leased":  # by an engine whose every number is off by its noise
+        if numbers in ("leased", "older"):  # by an engine whose every number is off by its noise
             off = [math.exp(x + noise()) for x in own]
             sums, number = list(itertools.accumulate(off)), leased
         token = min(bisect.bisect_right(sums, number * sums[-1]), VOCABULARY - 1)
         chances = [math.exp(x) for x in logs]
         expected = sum(p * max(x, FLOOR_NATS) for p, x in zip(chances, logs, strict=True))
-        claimed = min(0.0, own[token] + noise())
-        rows.append(
-            (logs[token], before[token], expected, claimed, leased, sum(chances[:token]), sum(p * p for p in chances))
-        )
-    exact, previous, expected_T, claimed_T, leased_T, below, collisions = np.array(rows).T
+        claimed = min(0.0, (logs if numbers == "older" else own)[token] + noise())
+        below = [sum(math.exp(x) for x in row[:token]) for row in (logs, before)]
+        rows.append((logs[token], before[token], expected, claimed, leased, *below, sum(p * p for p in chances)))
+    exact, before_T, expected_T, claimed_T, leased_T, below_T, before_below, collisions = np.array(rows).T
     never = np.zeros(PIECE_TOKENS)
-    scores_T = TokenScores(exact, exact, expected_T, never, never, below, collisions)
+    scores_T = TokenScores(exact, exact, expected_T, never, never, below_T, collisions)
+    previous_T = TokenScores(before_T, before_T, expected_T, never, never, before_below, collisions)
     piece = Piece(PeerId("w"), Version(2), 0, PIECE_TOKENS)
-    return Evidence(piece, claimed_T, scores_T, previous, NOTHING if numbers == "own" else leased_T)
+    return Evidence(piece, claimed_T, scores_T, previous_T, True, NOTHING if numbers == "own" else leased_T)
 
 
 def _log_softmax(scores: list[float]) -> list[float]:
@@ -179,7 +180,33 @@ def test_tokens_that_the_leases_numbers_pick_accuse_nobody_of_choosing(noise_nat
         suspicion = Suspicion(SuspicionConfig(), 0.0, excuses_noise=True)
         while suspicion.tokens < 10_000:
             suspicion.observe(evidence(rng, lambda r=rng: heavy_tailed(r, noise_nats), numbers="leased"))  # type: ignore[misc]
-            assert suspicion.log_wealths["choice"] < 3.0
+            assert max(suspicion.log_wealths[bet] for bet in ("choice", "older")) < 3.0
+
+
+@pytest.mark.parametrize("shift_nats", [0.003, 0.02, 0.1])
+@pytest.mark.parametrize("noise_nats", [0.0, 1e-3, 0.02])
+def test_engines_whose_noise_flips_picks_do_not_look_like_an_older_version(
+    noise_nats: float, shift_nats: float
+) -> None:
+    for seed in range(3):
+        rng = random.Random(seed)
+        suspicion = Suspicion(SuspicionConfig(), 0.0)
+        while suspicion.tokens < 20_000:
+            suspicion.observe(evidence(rng, lambda r=rng: heavy_tailed(r, noise_nats), shift_nats, numbers="leased"))  # type: ignore[misc]
+            assert suspicion.log_wealths["older"] < 3.0
+
+
+@pytest.mark.parametrize(
+    ("shift_nats", "noise_nats", "limit"), [(0.01, 0.0, 10_000), (0.05, 0.01, 4000), (0.3, 0.0, 500)]
+)
+def test_tokens_of_an_older_version_with_recomputed_numbers_are_found_out(
+    shift_nats: float, noise_nats: float, limit: int
+) -> None:
+    rng = random.Random(4)
+    tokens, bet = tokens_until_accused(
+        lambda: evidence(rng, lambda: rng.gauss(0, noise_nats), shift_nats, numbers="older"), limit
+    )
+    assert tokens < limit and bet in ("older", "choice")
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.05])
