@@ -172,7 +172,7 @@ def rows_of(kept: dict[str, Any]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for one in (Finding(**given) for given in kept["findings"]):
         is_altered = one.worker.startswith("weights")
-        is_allowed = not one.rollouts and (one.worker in WORST or (is_altered and one.noise_nats <= ALLOWED_NATS))
+        is_allowed = (not one.rollouts and one.worker in WORST) or (is_altered and one.noise_nats <= ALLOWED_NATS)
         rate = 100.0 * len(one.rollouts) / one.watched
         rows.append(row(f"{one.worker}: found", rate, "%", None if is_allowed else 100.0, "higher"))
         median = statistics.median(one.rollouts) if one.rollouts else None

@@ -29,7 +29,7 @@ from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChu
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, load_base
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import load_config
-from echo2.worker.runtime.engines.vllm_weights import ADAPTER_ID, VllmWeights
+from echo2.worker.runtime.engines.vllm_weights import ADAPTER_ID, POSITION, STREAM, VllmWeights
 from echo2.worker.slots import WAITING_MAX
 
 STOP_TIMEOUT_S = 9.0
@@ -125,7 +125,7 @@ class VllmEngine:
 
     @property
     def draws_by_seed(self) -> bool:
-        return False  # vLLM draws by a generator of its own
+        return not self._draft_tokens  # whether a draft is accepted, vLLM draws by a generator of its own
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -368,8 +368,11 @@ class VllmEngine:
             max_tokens=min(sampling.max_new_tokens - len(request.token_ids), self._context_tokens - length),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
-            # A continuation draws from a stream of its own: vLLM's cannot be entered in the middle.
-            seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids)),
+            # With drafts a continuation draws from a stream of its own: vLLM's cannot be entered in the middle.
+            seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids))
+            if self._draft_tokens
+            else None,
+            extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)},
             logprobs=1,  # the sampled token, and one place for its raw log-probability
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

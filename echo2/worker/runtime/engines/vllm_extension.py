@@ -1,4 +1,5 @@
-"""What runs inside vLLM's worker process: the weight map, updates in place, the fingerprint, both log-probabilities.
+"""What runs inside vLLM's worker process: the weight map, updates in place, the fingerprint, both log-probabilities, draws
+by the seeds of leases.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and reaches its methods by collective RPC.
 Importing this module keeps vLLM's CPU backend from packing linear weights away, which must happen before the model is
@@ -17,8 +18,9 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from echo2.base.errors import EchoError, EngineError
+from echo2.base.noise import uniform
 from echo2.worker.runtime.engines.vllm_adapter import map_adapter, without_adapters
-from echo2.worker.runtime.engines.vllm_weights import Entry, read_patches
+from echo2.worker.runtime.engines.vllm_weights import POSITION, STREAM, Entry, read_patches
 from echo2.worker.runtime.engines.weight_map import WeightMap, record_map
 
 vllm_ops._supports_onednn = False
@@ -26,6 +28,8 @@ vllm_ops._supports_onednn = False
 RAW_LOGPROB_ID = -1
 """Stands in for a token id: the entry that carries the raw model's log-probability of the sampled token."""
 
+SUMS_MAX = 1 << 24
+"""Cumulative probabilities held at a time: 128 MiB, which vLLM has not reckoned with."""
 _BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
 _NUMBERS_EXACT_MAX = 1 << 24  # what float32 counts exactly
 
@@ -55,6 +59,40 @@ def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Ten
 if not torch.cuda.is_available():
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
+
+
+class SeededDraws(torch.nn.Module):
+    """In the place of vLLM's draw from filtered logits: the tokens that the numbers of their places pick (base/noise), so that
+    they depend on nothing else in the batch, and a sequence that goes on elsewhere goes on in its stream."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self._runner = model_runner
+
+    def forward(
+        self, logits: torch.Tensor, generators: object, k: torch.Tensor | None, p: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens by row, and the log-probabilities of the sampling distribution."""
+        logprobs = _top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+        numbers = torch.tensor(self._numbers(len(logits)), dtype=torch.float64, device=logits.device)
+        rows = max(1, SUMS_MAX // logits.shape[-1])
+        parts = zip(logprobs.split(rows), numbers.split(rows), strict=True)
+        return torch.cat([_picked(*part) for part in parts]), logprobs
+
+    def _numbers(self, count: int) -> list[float]:
+        states = (self._runner.requests[request_id] for request_id in self._runner.input_batch.req_ids[:count])
+        return [uniform(*place_of(state.sampling_params.extra_args, len(state.output_token_ids))) for state in states]
+
+
+def place_of(told: dict[str, int], sampled_tokens: int) -> tuple[int, int]:
+    """The stream and the position in it of the token that a request draws next."""
+    return told[STREAM], told[POSITION] + sampled_tokens
+
+
+def _picked(logprobs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    sums = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    picked = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)
+    return picked.clamp_(max=logprobs.shape[-1] - 1)[:, 0]
 
 
 class SamplerOfBoth(Sampler):  # type: ignore[misc]
@@ -101,13 +139,14 @@ class WorkerExtension:
     model_runner: Any
 
     def echo2_report_both_logprobs(self) -> str:
-        """Makes vLLM report sampling and raw log-probabilities of each sampled token."""
+        """Makes vLLM report sampling and raw log-probabilities of each sampled token, and draw by seeds where it drafts none."""
         sampler = self.model_runner.sampler
         if type(sampler) is not Sampler:
             return f"error: expected the sampler {Sampler.__name__}, got {type(sampler).__name__}"
         self.model_runner.sampler = SamplerOfBoth(logprobs_mode="processed_logprobs")
         drafts = getattr(self.model_runner, "rejection_sampler", None)
         if drafts is None:
+            self.model_runner.sampler.topk_topp_sampler = SeededDraws(self.model_runner)
             return ""
         if type(drafts) is not RejectionSampler:
             return f"error: expected the sampler {RejectionSampler.__name__}, got {type(drafts).__name__}"

@@ -29,6 +29,8 @@ from echo2.worker.runtime.engines.checking import UpdateCheck
 from echo2.worker.runtime.engines.ranks import Ranks, joined
 from echo2.worker.runtime.engines.weight_map import Patch
 
+STREAM, POSITION = "echo2_stream", "echo2_position"
+"""Of a request, as vLLM hands on: the seed of its random numbers, and how many of its tokens were sampled before."""
 ADAPTER_ID = 1
 """The number under which vLLM knows the one adapter."""
 NO_FINGERPRINT = -1
