@@ -26,7 +26,8 @@ from echo2.broadcast.manifest import ArtifactKey
 from echo2.learner.batch import Batch
 from echo2.learner.episodes import Insertion, TurnOf, root_of
 from echo2.learner.shelf import Shelf
-from echo2.sim.tiny_model import FINGERPRINT_KEY, logprob_of
+from echo2.sim.tiny_model import FINGERPRINT_KEY
+from echo2.sim.tiny_policy import logprobs_of
 from echo2.weights import HostWeights
 
 RolloutName = tuple[GroupId, int]
@@ -46,6 +47,7 @@ class SampledTurn:
 
     group_id: GroupId
     index: int
+    token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version_spans: tuple[VersionSpan, ...]
 
@@ -58,7 +60,11 @@ def turns_of(rollout: Rollout, insertions: Sequence[Insertion]) -> list[SampledT
     for number, (begin, end) in enumerate(pairwise(cuts)):
         spans = tuple(VersionSpan(version, 1) for version in versions[begin:end])
         name = TurnOf(rollout.group_id, rollout.index, number).group_id
-        turns.append(SampledTurn(name, 0 if number else rollout.index, rollout.logprobs[begin:end], spans))
+        turns.append(
+            SampledTurn(
+                name, 0 if number else rollout.index, rollout.token_ids[begin:end], rollout.logprobs[begin:end], spans
+            )
+        )
     return turns
 
 
@@ -125,7 +131,8 @@ class Truth:
             fingerprint = self.fingerprints.get(span.version)
             self._check(3, fingerprint is not None, f"{who}: version {span.version} was never published")
             for _ in range(span.count):
-                expected = logprob_of(fingerprint or 0, group_id, index, offset + position)
+                token = tokens.token_ids[position]
+                expected = logprobs_of(fingerprint or 0, group_id, offset + position)[token]
                 self._check(
                     3,
                     tokens.logprobs[position] == expected,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import EngineError
-from echo2.base.ids import GroupId, Version
+from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.sim.tiny_model import SHAPES, VOCABULARY, Sampler, fingerprint_of
+from echo2.sim.tiny_model import SHAPES, VOCABULARY, fingerprint_of
+from echo2.sim.tiny_picks import Picks
 from echo2.weights import HostWeights, apply_updates
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.slots import SlotSequence, SlotTable
@@ -48,12 +49,10 @@ class _Swap:
 class MadeUpEngine:
     """`step_s`: of one decode step of all slots."""
 
-    def __init__(
-        self, sampler: Sampler, slot_count: int, step_s: float, faults: EngineFaults, rng: random.Random
-    ) -> None:
+    def __init__(self, picks: Picks, slot_count: int, step_s: float, faults: EngineFaults, rng: random.Random) -> None:
         self.slot_count = slot_count
         self.version: Version | None = None
-        self._sampler, self._step_s, self._faults, self._rng = sampler, step_s, faults, rng
+        self._picks, self._step_s, self._faults, self._rng = picks, step_s, faults, rng
         self._table = SlotTable(slot_count, CONTEXT_TOKENS)
         self._weights: dict[str, Tensor] = {name: torch.zeros(shape).bfloat16() for name, shape in SHAPES.items()}
         self._bits = 0
@@ -66,7 +65,7 @@ class MadeUpEngine:
 
     @property
     def draws_by_seed(self) -> bool:
-        return False
+        return self._picks.draws_by_seed
 
     async def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -156,16 +155,10 @@ class MadeUpEngine:
         self._table.filled(self._table.next_fills(PREFILL_TOKENS_MAX))
         self._table.next_copies()
         for sequence in self._table.decodable():
-            group_id, index = place_of(sequence.request)
-            token, logprob = self._sampler.token(self._bits, group_id, index, sequence.completion_count)
+            token, logprob = self._picks.pick(self._bits, sequence.request, sequence.completion_count)
             finish = self._table.extend(sequence, token)
             if finish is not FinishReason.UNFINISHED:
                 self._table.release(sequence)
             self._sampled += 1
             request_id = sequence.request.request_id
             self._give(TokenChunk(request_id, (token,), (logprob,), (logprob,), version, finish))
-
-
-def place_of(request: GenerateRequest) -> tuple[GroupId, int]:
-    """Which completion a request is of: the prefix key is the group's name, the id ends in the index."""
-    return GroupId(request.prefix_key), int(request.request_id.rpartition("/")[2])

@@ -5,11 +5,9 @@ Guarantees: a pure function of the seed. Leaves to others: faults (fault_plan), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from echo2.base.rng import derived_rng
-from echo2.sim.lengths import Lengths
-from echo2.sim.tiny_model import Sampler
 from echo2.worker.engine import SwapMode
 
 
@@ -29,6 +27,7 @@ class Scene:
     reward_fails: float = 0.01
     turns: int = 1  # completions that a prompt may want, one after another
     keyframe_chain_max: int = 16
+    audit_share: float = 0.25
     chunk_scale: int = 1  # bytes on the wire for each of a chunk
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     heartbeat_s: float = 2.0
@@ -37,10 +36,6 @@ class Scene:
     lease_timeout_s: float = 25.0
     report_interval_s: float = 2.0
     plan_interval_s: float = 20.0
-    sampler: Sampler = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sampler = Sampler(self.seed, Lengths(median_tokens=20.0, sigma=0.9, max_tokens=400))
 
     @classmethod
     def of(cls, seed: int) -> Scene:

@@ -41,6 +41,7 @@ from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.scene import Scene
 from echo2.sim.story import Story
 from echo2.sim.tiny_model import base_weights, copied, fingerprint_of
+from echo2.sim.tiny_picks import SeededPicks
 from echo2.sim.tiny_trainer import TinyTrainer, tiny_source
 from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
@@ -177,7 +178,7 @@ class World:
         if name == "learner":
             return LearnerDaemon(self._learner_options(process), make_prepared=self._preparer(process))
         traits = self.traits[name]
-        engines: Engines = VirtualEngines(self.scene.sampler, traits.slot_count, traits.step_s, traits.faults)
+        engines: Engines = VirtualEngines(SeededPicks(), traits.slot_count, traits.step_s, traits.faults)
         if traits.liar is not None:
             engines = traits.liar.engines(engines)
         return WorkerDaemon(self._worker_options(name, process), engines=engines)
@@ -200,6 +201,7 @@ class World:
             checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
             host=host, port=LEARNER_PORT, advertise=f"{host}:{LEARNER_PORT}", join_link=self.join_link("learner"),
             drops_equal_rewards=scene.drops_equal_rewards, keyframe_chain_max=scene.keyframe_chain_max,
+            audit_share=scene.audit_share,
             uplink_limit_bytes_per_s=process.machine.link.up / scene.chunk_scale,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from echo2.coordinator.saved import Changes, SavedState
 from echo2.cost_model.sizing import Fit
 from echo2.outside import here
 from echo2.sim.made_up_engine import CONTEXT_TOKENS, EngineFaults, MadeUpEngine
-from echo2.sim.tiny_model import Sampler
+from echo2.sim.tiny_picks import Picks
 from echo2.trust.runtime.tls import Credentials
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
@@ -79,8 +79,12 @@ class WatchedStore:
 class VirtualEngines:
     """`Engines` of a virtual machine."""
 
-    def __init__(self, sampler: Sampler, slot_count: int, step_s: float, faults: EngineFaults) -> None:
-        self._sampler, self._slot_count, self._step_s, self._faults = sampler, slot_count, step_s, faults
+    def __init__(self, picks: Picks, slot_count: int, step_s: float, faults: EngineFaults) -> None:
+        self._picks, self._slot_count, self._step_s, self._faults = picks, slot_count, step_s, faults
+
+    def picking(self, picks: Picks) -> VirtualEngines:
+        """The same machine with engines that pick tokens otherwise."""
+        return VirtualEngines(picks, self._slot_count, self._step_s, self._faults)
 
     def look(self, folder: Path) -> Machine:
         return Machine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
@@ -106,7 +110,7 @@ class VirtualEngines:
         )
 
     def make(self, choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
-        return MadeUpEngine(self._sampler, fit.sequences, self._step_s, self._faults, here().rng)
+        return MadeUpEngine(self._picks, fit.sequences, self._step_s, self._faults, here().rng)
 
     async def reach(self, addresses: list[str]) -> Finding:
         return Finding("reach", "as virtual machines are reached", True)
