@@ -101,18 +101,18 @@ def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_g
 
 @pytest.mark.parametrize("malice", CLAIMS, ids=lambda malice: malice.name.lower())
 def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(malice: Malice) -> None:
-    """Three of them beside two honest ones, which alone would make about as many steps."""
+    """Three of them beside two honest ones, which alone would make about as many steps, over two seeds."""
 
-    def steps(liars: int) -> int:
-        world = World(replace(Scene.of(1), plan_interval_s=5.0), workers=2)
+    def steps(seed: int, liars: int) -> int:
+        world = World(replace(Scene.of(seed), plan_interval_s=5.0), workers=2)
         for number in range(liars):
-            traits = world.traits[world.add_worker(LyingMouth(malice, derived_rng(1, "liar", number)))]
+            traits = world.traits[world.add_worker(LyingMouth(malice, derived_rng(seed, "liar", number)))]
             traits.slot_count, traits.step_s = 1, 1.0
-        outcome = world.run(100.0)
+        outcome = world.run(70.0)
         assert not outcome.failure, told(outcome)
         return outcome.steps
 
-    assert steps(3) >= 0.75 * steps(0)
+    assert sum(steps(seed, 3) for seed in (1, 2)) >= 0.75 * sum(steps(seed, 0) for seed in (1, 2))
 
 
 def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up() -> None:
@@ -129,6 +129,6 @@ def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up() -> None:
 
 
 def test_what_has_stopped_coming_in_a_long_outage_is_tried_again() -> None:
-    found = outcome_of(14)
+    found = outcome_of(13)
     assert not found.failure, told(found)
     assert found.faults[AGAIN_TRIED] or found.faults[AGAIN_CAME], found.faults
