@@ -76,7 +76,7 @@ class SeededDraws(torch.nn.Module):
         logprobs = _top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
         numbers = torch.tensor(self._numbers(len(logits)), dtype=torch.float64, device=logits.device)
         rows = max(1, SUMS_MAX // logits.shape[-1])
-        parts = zip(logprobs.split(rows), numbers.split(rows), strict=True)
+        parts = zip(torch.split(logprobs, rows), torch.split(numbers, rows), strict=True)
         return torch.cat([_picked(*part) for part in parts]), logprobs
 
     def _numbers(self, count: int) -> list[float]:
