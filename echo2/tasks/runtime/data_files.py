@@ -1,7 +1,7 @@
 """Reads problems from local files: JSON lines, parquet, or a folder in Hugging Face layout.
 
 Guarantees: rows come in a fixed order (files by name, rows as they stand); a missing column, an empty cell or a broken
-line is a `TaskError` that names the file, the row and what was found. Leaves to others: downloading; a data set is
+line is a `TaskError` that names the file, the row and what was found. Leaves to others: downloading (hub_data); a data set is
 given by its local path.
 
 Columns. The prompt is `prompt`, `problem` or `question`: text, or a chat as a list of {role, content}. The answer is
@@ -40,11 +40,13 @@ class ColumnChoice:
     answer: str = ""
 
 
-def read_math_rows(path: Path, split: str = "train", columns: ColumnChoice | None = None) -> list[MathRow]:
-    """All problems under `path`; of a folder, the files of `split`."""
+def read_math_rows(
+    path: Path, split: str = "train", columns: ColumnChoice | None = None, subset: str = ""
+) -> list[MathRow]:
+    """All problems under `path`; of a folder, the files of `split`, and of `subset` where it has several."""
     choice = columns or ColumnChoice()
     rows: list[MathRow] = []
-    for file in data_files(path, split):
+    for file in data_files(path, split, subset):
         for number, row in enumerate(_rows_of(file), start=1):
             rows.append(_math_row(row, f"{file.name} row {number}", choice))
             if len(rows) > ROWS_MAX:
@@ -54,7 +56,7 @@ def read_math_rows(path: Path, split: str = "train", columns: ColumnChoice | Non
     return rows
 
 
-def data_files(path: Path, split: str) -> list[Path]:
+def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
     """The file itself, or the folder's files of `split` (`train-00000-of-00002.parquet`, `train/*.arrow`, ...)."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -64,10 +66,21 @@ def data_files(path: Path, split: str) -> list[Path]:
         raise TaskError(f"data set {path}: expected a file or folder, found nothing there")
     found = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}") if not p.name.startswith("cache-"))
     chosen = [p for p in found if split in _split_words(p.relative_to(path))]
+    folders = sorted({folder for p in chosen if (folder := _subset_of(p.relative_to(path), split))})
+    if subset:
+        chosen = [p for p in chosen if subset in p.relative_to(path).parts[:-1]]
+    elif len(folders) > 1:
+        raise TaskError(f"data set {path}: expected the argument subset, one of {', '.join(folders)}")
     if not chosen or len(chosen) > FILES_MAX:
         names = ", ".join(str(p.relative_to(path)) for p in found[:8]) or "no data files"
         raise TaskError(f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}")
     return chosen
+
+
+def _subset_of(relative: Path, split: str) -> str:
+    """The folder that a configuration of the data set has to itself: `main/train-00000-of-00001.parquet` -> main."""
+    own = [part for part in relative.parts[:-1] if part not in (split, "data")]
+    return own[0] if own else ""
 
 
 def _split_words(relative: Path) -> set[str]:

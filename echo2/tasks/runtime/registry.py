@@ -17,6 +17,7 @@ from echo2.tasks.environment import EnvironmentSource
 from echo2.tasks.mathematics import MathTask
 from echo2.tasks.procedural import DEFAULT_SIZE, ReasoningGym
 from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
+from echo2.tasks.runtime.hub_data import local_data_set
 from echo2.tasks.runtime.verifiers_task import SIZE_MAX, VerifiersTask
 from echo2.tasks.sort_digits import SortDigits
 from echo2.tasks.sums import Sums
@@ -96,10 +97,19 @@ def _reasoning_gym(
     return ReasoningGym(dataset, seed, size, options)
 
 
-def _math(seed: int, path: str = "", split: str = "train", prompt_column: str = "", answer_column: str = "") -> Task:
+def _math(
+    seed: int,
+    path: str = "",
+    split: str = "train",
+    prompt_column: str = "",
+    answer_column: str = "",
+    subset: str = "",
+) -> Task:
     if not path:
-        raise ConfigError("task math: expected the argument path, a .jsonl or .parquet file or a data set's folder")
-    rows = read_math_rows(Path(path), split, ColumnChoice(prompt_column, answer_column))
+        raise ConfigError(
+            "task math: expected the argument path, a .jsonl or .parquet file, a data set's folder or hub id"
+        )
+    rows = read_math_rows(local_data_set(path), split, ColumnChoice(prompt_column, answer_column), subset)
     return MathTask(rows, f"math/{Path(path).name}")
 
 

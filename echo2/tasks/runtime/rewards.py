@@ -33,6 +33,7 @@ from echo2.contain.runtime.sandbox import Launch
 from echo2.tasks.environment import Observation
 from echo2.tasks.executing import trusted_text
 from echo2.tasks.runtime import scorer as child
+from echo2.tasks.runtime.hub_data import folder_to_show, local_data_set
 from echo2.tasks.runtime.registry import is_users_own
 from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
 
@@ -254,7 +255,10 @@ def _launch(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> L
         ) from None
     modules = [spec.name.partition(":")[0]] if is_users_own(spec) else []
     path = spec.args.get("path")
-    data = (str(path),) if isinstance(path, str) and path and not modules else ()
+    data: tuple[str, ...] = ()
+    if isinstance(path, str) and path and not modules:  # what runs contained has no network: it is given the folder
+        local = local_data_set(path)
+        spec, data = replace(spec, args={**spec.args, "path": str(local)}), (str(folder_to_show(local)),)
     view = view_here(modules, (*containment.readable, *data), containment.hidden)
     return Launch(module, spec.to_json(), bounds, view)
 

@@ -9,7 +9,9 @@ import pytest
 
 from echo2.base.errors import TaskError
 from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
-from echo2.tasks.task import ChatMessage
+from echo2.tasks.runtime.hub_data import folder_to_show, local_data_set
+from echo2.tasks.runtime.rewards import Containment, RewardLimits, _launch
+from echo2.tasks.task import ChatMessage, TaskSpec
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 ROWS = [
@@ -46,6 +48,47 @@ def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_f
     with ipc.new_stream(str(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
     assert [row.answer for row in read_math_rows(tmp_path / "saved")] == ["2", "4"]
+
+
+def hub_cache(home: Path, rows: list[dict[str, object]]) -> Path:
+    """The layout that the hub's client leaves: snapshots are links to blobs."""
+    kept = home / "hub" / "datasets--org--puzzles"
+    for subset in ("main", "worked"):
+        blob = write_jsonl(kept / "blobs" / subset, rows)
+        for commit in ("aaa", "bbb"):
+            link = kept / "snapshots" / commit / subset / "train-00000-of-00001.jsonl"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("aaa")
+    return kept
+
+
+def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = hub_cache(tmp_path, ROWS)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    folder = local_data_set("org/puzzles")
+    assert folder == kept / "snapshots" / "aaa" and folder_to_show(folder) == kept
+    assert len(read_math_rows(folder, subset="main")) == 3
+    with pytest.raises(TaskError, match="expected the argument subset, one of main, worked"):
+        read_math_rows(folder)
+    with pytest.raises(TaskError, match=r"org/other: expected a folder or one in the hub's cache"):
+        local_data_set("org/other")
+    with pytest.raises(TaskError, match="found nothing there"):
+        read_math_rows(local_data_set("./org/puzzles"))
+
+
+def test_a_contained_scorer_reads_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_cache(tmp_path, [{"prompt": "1+1?", "answer": "2"}])
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    spec = TaskSpec("math", {"path": "org/puzzles", "subset": "main"}, 0)
+    launch = _launch(spec, RewardLimits(), Containment())
+    assert str(tmp_path / "hub" / "datasets--org--puzzles") in (launch.view.readable if launch.view else ())
+    told = json.loads(launch.setup)
+    assert told["args"]["path"] == str(tmp_path / "hub" / "datasets--org--puzzles" / "snapshots" / "aaa")
 
 
 def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:

@@ -162,6 +162,22 @@ def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> Non
         pool.close()
 
 
+def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no network, and of the cache it sees this data set alone."""
+    pytest.importorskip("math_verify")
+    with TemporaryDirectory() as home:
+        kept = Path(home) / "hub" / "datasets--org--puzzles"
+        (kept / "blobs").mkdir(parents=True)
+        (kept / "blobs" / "b").write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
+        (kept / "snapshots" / "aaa").mkdir(parents=True)
+        (kept / "snapshots" / "aaa" / "train.jsonl").symlink_to(Path("../../blobs/b"))
+        monkeypatch.setenv("HF_HOME", home)
+        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+        with opened(TaskSpec("math", {"path": "org/puzzles"}), RewardLimits()) as scorer:
+            result = scorer.submit(0, "\\boxed{\\frac{1}{2}}").result(WAIT_S)
+            assert result.reward is not None and result.reward.value == pytest.approx(1.0, abs=0.3), result.message
+
+
 def test_real_scorers_fit_within_the_default_limits() -> None:
     pytest.importorskip("math_verify")
     pytest.importorskip("reasoning_gym")
