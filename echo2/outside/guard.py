@@ -26,6 +26,7 @@ from echo2.outside import monotonic
 QUIET_S = 60.0
 KEYS_MAX = 1024
 REFUSALS_QUIET_S = 0.2
+PEERS_MAX = 16_384
 _log = logging.getLogger("echo2.guard")
 
 
@@ -85,6 +86,40 @@ class FairShare:
         self._owed_s = max(0.0, self._owed_s - passed_s * self.SHARE) + worked_s
         self._at = now
         return min(self.PAUSE_MAX_S, max(0.0, self._owed_s - self.BURST_S) / self.SHARE)
+
+
+class FairShares:
+    """Of each peer, whether or not it has a stream open at the moment: a new stream is no new share."""
+
+    def __init__(self) -> None:
+        self._by_peer: OrderedDict[str, FairShare] = OrderedDict()
+
+    def of(self, peer: str) -> FairShare:
+        """The PEERS_MAX that were asked for last are remembered."""
+        share = self._by_peer.pop(peer, None) or FairShare()
+        self._by_peer[peer] = share
+        while len(self._by_peer) > PEERS_MAX:
+            self._by_peer.popitem(last=False)
+        return share
+
+
+class Pace:
+    """How long a caller's next call waits: BURST at once, then PER_S a second, each call behind those that wait already."""
+
+    PER_S, BURST, WAIT_MAX_S = 20.0, 200, 5.0
+
+    def __init__(self) -> None:
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, caller: str, now: float) -> float:
+        """Seconds; above WAIT_MAX_S the call is to be refused after so long, and takes nobody's turn."""
+        level, at = self._levels.pop(caller, (float(self.BURST), now))
+        level = min(float(self.BURST), level + (now - at) * self.PER_S)
+        wait_s = max(0.0, 1.0 - level) / self.PER_S
+        self._levels[caller] = (level - 1.0 if wait_s <= self.WAIT_MAX_S else level, now)
+        while len(self._levels) > PEERS_MAX:
+            self._levels.popitem(last=False)
+        return wait_s
 
 
 MISHAPS = Mishaps()

@@ -11,9 +11,12 @@ import grpc.aio
 from echo2.base.errors import Unreachable
 from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.trust.identity import JoinLink, NodeCertificate
 from echo2.trust.runtime import tls
+from echo2.trust.runtime.enrolling import fetch_certificate
 from echo2.wire import broadcast as wire
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, enrolment_pb2, ingest_pb2, probe_pb2
+from tests.redteam.grammar import Grammar
 from tests.redteam.scene import Scene, Target, attacker, closed
 
 STREAM_MESSAGES = 120
@@ -26,7 +29,7 @@ def _kind(message: Any) -> Any:
     return message.DESCRIPTOR
 
 
-async def _stream(call: Any, messages: list[bytes]) -> int:
+async def _stream(call: Any, messages: list[bytes], *, is_unary: bool = False) -> int:
     """Writes until the other side has enough; how many were taken."""
     sent = 0
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
@@ -35,7 +38,11 @@ async def _stream(call: Any, messages: list[bytes]) -> int:
                 await call.write(message)
                 sent += 1
             await call.done_writing()
-    await closed(call, 1.0)
+    if is_unary:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(call, 1.0)
+    else:
+        await closed(call, 1.0)
     return sent
 
 
@@ -116,6 +123,34 @@ async def calls(scene: Scene, until: float) -> int:
                 if scene.rng.random() < 0.2:
                     data = scene.rng.randbytes(len(data) + 3)
                 sent += await _unary(channel, f"/echo2.v1.{name}", data)
+    return sent
+
+
+@attacker("enrolment and probes by grammar, by a stranger with a join link")
+async def enrolment(scene: Scene, until: float) -> int:
+    """Its token is among what the grammar knows; a probe's first block may be followed by many."""
+    sent, loop = 0, asyncio.get_running_loop()
+    link = JoinLink.parse((scene.folder / "links" / "worker.link").read_text().strip())
+    shown = await asyncio.to_thread(fetch_certificate, link, 5.0)
+    grammar = Grammar(scene.rng, [link.token, "worker", "operator", scene.run_id])
+    while loop.time() < until:
+        async with tls.open_enrolment_channel(link, NodeCertificate.parse(shown, "enrolment").pem) as channel:
+            for _ in range(40):
+                name, kind = scene.rng.choice(list(OF_STRANGERS.items()))
+                message: Any = grammar.message(_kind(kind), scene.rng.random() < 0.4)
+                if scene.rng.random() < 0.5 and "protocol_version" in kind.DESCRIPTOR.fields_by_name:
+                    message.protocol_version = tls.PROTOCOL_VERSION
+                data = message.SerializeToString()
+                if scene.rng.random() < 0.1:
+                    data = scene.rng.randbytes(len(data) + 3)
+                if name == "Probe/Upload":
+                    sent += await _stream(channel.stream_unary(f"/echo2.v1.{name}")(), [data] * 6, is_unary=True)
+                elif name == "Probe/Download":
+                    call = channel.unary_stream(f"/echo2.v1.{name}")(data)
+                    await closed(call, 1.0)
+                    sent += 1
+                else:
+                    sent += await _unary(channel, f"/echo2.v1.{name}", data)
     return sent
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from echo2.trust.runtime.tls import Credentials
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS, WINDOW_UPDATE, HEADERS, DATA, PING = 4, 8, 1, 0, 6
+SETTINGS, WINDOW_UPDATE, HEADERS, DATA, PING, RST_STREAM = 4, 8, 1, 0, 6, 3
 
 
 @contextlib.contextmanager
@@ -36,16 +36,18 @@ def idle_connections(port: int, count: int, source: str = "127.0.0.1") -> Iterat
 
 def still_open(sockets: list[socket.socket]) -> int:
     """How many of them the other side has not ended."""
-    count = 0
-    for one in sockets:
-        one.setblocking(False)
-        try:
-            count += one.recv(1 << 16) != b""
-        except BlockingIOError:
-            count += 1
-        except OSError:
-            pass
-    return count
+    return sum(is_open(one) for one in sockets)
+
+
+def is_open(one: socket.socket) -> bool:
+    """Whether the other side has not ended it."""
+    one.setblocking(False)
+    try:
+        return one.recv(1 << 16) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def tls_to(port: int, credentials: Credentials | None = None, source: str = "127.0.0.1") -> ssl.SSLSocket:
@@ -71,12 +73,23 @@ def _as_file(data: bytes) -> Iterator[str]:
         os.close(fd)
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def _literal(name: str, value: str) -> bytes:
     return b"\x00" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+
+
+def head_of(path: str) -> bytes:
+    """Of a call."""
+    return b"".join(
+        _literal(*pair)
+        for pair in (
+            (":method", "POST"), (":scheme", "https"), (":path", path), (":authority", "x"),
+            ("content-type", "application/grpc"), ("te", "trailers"),
+        )
+    )  # fmt: skip
 
 
 class Stalled:
@@ -89,18 +102,11 @@ class Stalled:
         self._windows: dict[int, int] = {}
         self._initial, self._whole = 65_535, 65_535
         self._buffer = b""
-        connection.sendall(PREFACE + _frame(SETTINGS, 0, 0, b""))
+        connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
 
     def begin(self, path: str) -> int:
         stream, self._next = self._next, self._next + 2
-        head = b"".join(
-            _literal(*pair)
-            for pair in (
-                (":method", "POST"), (":scheme", "https"), (":path", path), (":authority", "x"),
-                ("content-type", "application/grpc"), ("te", "trailers"),
-            )
-        )  # fmt: skip
-        self.connection.sendall(_frame(HEADERS, 4, stream, head))
+        self.connection.sendall(frame(HEADERS, 4, stream, head_of(path)))
         self._windows[stream] = self._initial
         return stream
 
@@ -111,17 +117,17 @@ class Stalled:
         while left and time.monotonic() < until:
             room = min(len(left), self._windows.get(stream, 0), self._whole, 16_384)
             if room <= 0:
-                if not self._hear(0.2):
+                if not self.hear(0.2):
                     return
                 continue
-            self.connection.sendall(_frame(DATA, 0, stream, bytes(left[:room])))
+            self.connection.sendall(frame(DATA, 0, stream, bytes(left[:room])))
             left = left[room:]
             self.sent_bytes += room
             self._whole -= room
             self._windows[stream] -= room
-            self._hear(0.0)
+            self.hear(0.0)
 
-    def _hear(self, timeout_s: float) -> bool:
+    def hear(self, timeout_s: float) -> bool:
         """Takes windows and settings in; whether the connection lives."""
         self.connection.settimeout(timeout_s or 0.0001)
         try:
@@ -150,9 +156,9 @@ class Stalled:
                         for one in self._windows:
                             self._windows[one] += value - self._initial
                         self._initial = value
-                self.connection.sendall(_frame(SETTINGS, 1, 0, b""))
+                self.connection.sendall(frame(SETTINGS, 1, 0, b""))
             elif kind == PING and not flags & 1:
-                self.connection.sendall(_frame(PING, 1, 0, payload))
+                self.connection.sendall(frame(PING, 1, 0, payload))
         return True
 
 

@@ -20,7 +20,9 @@ RUN_WITHIN_S = 150
             "tests.redteam.choosing_worker",
             "is banned: audit: its tokens are not those that the random numbers of its leases pick",
         ),
-        ("tests.redteam.forging_worker", "of its reports could not be true"),
+        pytest.param(  # what refuses it has tests of its own (tests/unit/learner/test_plausible.py)
+            "tests.redteam.forging_worker", "of its reports could not be true", marks=pytest.mark.soak
+        ),
     ],
     ids=["chooses", "forges raw numbers"],
 )

@@ -9,34 +9,35 @@ from pathlib import Path
 
 import pytest
 
-import tests.redteam.attackers
 from tests.e2e.cluster import Cluster, small_run
-from tests.redteam.scene import ATTACKERS, Attacker, Cost, cost_of, scene_of
+from tests.redteam.attacking import ATTACKERS
+from tests.redteam.cost import Cost, attacking, cost_of
+from tests.redteam.scene import scene_of
 from tests.unit.learner.tiny import make_tiny_model
 
-assert tests.redteam.attackers  # registers them
-GRAMMARS = {name: attack for name, attack in ATTACKERS.items() if "by grammar" in name}
-FLOODS = {name: attack for name, attack in ATTACKERS.items() if "flood" in name}
+GRAMMARS = [name for name in ATTACKERS if "by grammar" in name]
+FLOODS = ["flood of whole have-maps", "flood of the largest reports"]
 KEPT_BYTES_MAX = 48 << 20
 """Of one daemon in one attack beside an honest run, which grows by itself: caches fill and the allocator keeps pages."""
 HELD_MS_MAX = 50
 
 
-async def attacked(cluster: Cluster, config: str, attackers: dict[str, Attacker], seconds: float) -> dict[str, Cost]:
-    scene = await scene_of(cluster, config)
+async def attacked(cluster: Cluster, attackers: list[str], seconds: float) -> dict[str, Cost]:
+    scene = await scene_of(cluster.run_folder)
     costs: dict[str, Cost] = {}
-    for name, attack in attackers.items():
-        await cost_of(scene, attack, 0.5)  # what is made on first use is not kept of an attack
-        costs[name] = await cost_of(scene, attack, seconds)
+    for name in attackers:
+        with attacking(cluster, name) as attack:
+            await cost_of(cluster, scene, attack, 0.5)  # what is made on first use is not kept of an attack
+            costs[name] = await cost_of(cluster, scene, attack, seconds)
     return costs
 
 
-def costs_of(folder: Path, attackers: dict[str, Attacker], seconds: float) -> dict[str, Cost]:
+def costs_of(folder: Path, attackers: list[str], seconds: float) -> dict[str, Cost]:
     config = small_run(folder, make_tiny_model(folder / "model"), steps=100_000, eval_every_steps=100_000)
     with Cluster(folder, config, workers=1) as cluster:
         cluster.start_all()
         cluster.wait_until(lambda: cluster.step() >= 2, 120, "the first steps")
-        costs = asyncio.run(attacked(cluster, config, attackers, seconds))
+        costs = asyncio.run(attacked(cluster, attackers, seconds))
         after = cluster.step()
         cluster.wait_until(lambda: cluster.step() > after, 60, "a step after the attacks")
         for name in ("coordinator", "learner", "w0"):
@@ -52,8 +53,18 @@ def check(costs: dict[str, Cost]) -> None:
         assert cost.held_ms["coordinator"] <= HELD_MS_MAX, (name, cost)
 
 
+SOME = ["control streams by grammar", "reports by grammar", "peer messages by grammar, to a worker"]
+
+
+def test_a_few_thousand_messages_end_no_daemon_nor_hold_it_up_nor_stay_in_its_memory(tmp_path: Path) -> None:
+    costs = costs_of(tmp_path, SOME, 1.5)
+    check(costs)
+    assert sum(cost.messages for cost in costs.values()) > 300
+
+
+@pytest.mark.soak
 def test_no_message_ends_a_daemon_nor_holds_it_up_nor_stays_in_its_memory(tmp_path: Path) -> None:
-    costs = costs_of(tmp_path, {**GRAMMARS, **FLOODS}, 2.0)
+    costs = costs_of(tmp_path, [*GRAMMARS, *FLOODS], 2.0)
     check(costs)
     assert sum(cost.messages for cost in costs.values()) > 1000
 

@@ -7,25 +7,32 @@ Leaves to others: closing what stands (node).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from echo2.base.errors import EchoError, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
-from echo2.outside.guard import MISHAPS
+from echo2.outside.guard import MISHAPS, Refusals
 
 FOUND_MAX = 4096
+_log = logging.getLogger("echo2.broadcast")
 
 
 class Bans:
     def __init__(self) -> None:
+        self._drops = Refusals(_log)  # newcomers may come and go without end
         self.found: dict[PeerId, str] = {}
         self._named: set[PeerId] = set()
 
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._named or peer in self.found
 
-    def find(self, peer: PeerId, reason: str) -> None:
-        """This node's own finding."""
+    def accused(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
+        """Logs why a peer goes; `is_ban`: for good, as this node's own finding."""
+        if not is_ban:
+            self._drops.warn("peer %s dropped: %s", peer, reason)
+            return
+        _log.warning("peer %s banned: %s", peer, reason)
         self.found.pop(peer, None)
         self.found[peer] = reason
         while len(self.found) > FOUND_MAX:

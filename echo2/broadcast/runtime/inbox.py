@@ -1,12 +1,13 @@
 """Frames of peers -> checked events. Whatever a peer sends that is not what the publisher signed raises here.
 
 Guarantees: a chunk enters the library only after its signature held; a header only from the trusted publisher. While
-no publisher is known yet, headers wait, HELD_HEADERS_MAX of them.
+no publisher is known yet, headers wait, HELD_HEADERS_MAX of them; of the peer that holds most, the first gives way.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from echo2.base.errors import IntegrityError, MalformedMessage, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
@@ -22,7 +23,7 @@ from echo2.broadcast.events import (
     SealSeen,
     WidthWished,
 )
-from echo2.broadcast.manifest import Header
+from echo2.broadcast.manifest import ArtifactKey, Header
 from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.meter import Meter
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
@@ -39,7 +40,7 @@ class Inbox:
         self.publisher: PeerId | None = None
         self._library = library
         self._meter = meter
-        self._held: list[tuple[PeerId, Header]] = []
+        self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
 
     def check_hello(self, peer: PeerId, frame: bytes) -> bool:
         """The first frame of a connection; whether it is one more of a link that is there."""
@@ -54,8 +55,14 @@ class Inbox:
         return message.hello.is_further
 
     def take_held_headers(self) -> list[tuple[PeerId, Header]]:
-        held, self._held = self._held, []
-        return held
+        held, self._held = self._held, {}
+        return [(peer, header) for (peer, _), header in held.items()]
+
+    def _hold(self, peer: PeerId, header: Header) -> None:
+        self._held[peer, header.key] = header
+        if len(self._held) > HELD_HEADERS_MAX:
+            counts = Counter(whose for whose, _ in self._held)
+            del self._held[max(self._held, key=lambda held: counts[held[0]])]
 
     def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:
         """What a frame means; EchoError when the peer must not be believed any more."""
@@ -87,8 +94,7 @@ class Inbox:
         if header.publisher == self._me:
             return []  # our own that is here no more: nobody is to hear of it from us again
         if self.publisher is None:
-            if len(self._held) < HELD_HEADERS_MAX:
-                self._held.append((peer, header))
+            self._hold(peer, header)
             return []
         if header.publisher != self.publisher or header.run_id != self._library.run_id:
             log.debug("peer %s: header of %s by %s, not our publisher", peer, header.artifact, header.publisher)

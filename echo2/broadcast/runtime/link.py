@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded, Unreachable
 from echo2.base.ids import PeerId, RunId
@@ -24,7 +24,7 @@ from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.runtime.sockets import Remote
 from echo2.broadcast.runtime.transport import Connection, Widenable
 from echo2.outside import monotonic
-from echo2.outside.guard import FairShare
+from echo2.outside.guard import FairShares
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
 
@@ -57,6 +57,7 @@ class LinkCalls:
     sent: Callable[[SendChunk, int | None], None]  # bytes on the wire; None: the store no longer had it
     received: Callable[[PeerId, bytes], bool]  # whether it brought what was missing
     widened: Callable[[PeerId], None]  # another number of connections is there now
+    shares: FairShares = field(default_factory=FairShares)
 
 
 class _Further:
@@ -82,7 +83,7 @@ class PeerLink:
         self._chunks: deque[SendChunk] = deque()
         self._further: list[_Further] = []
         self._changed = asyncio.Event()
-        self._share = FairShare()
+        self._share = calls.shares.of(self.peer_id)
         self._closed = asyncio.Event()
 
     @property

@@ -64,14 +64,12 @@ from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import Session
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
 from echo2.outside import unix_now
-from echo2.outside.guard import Refusals
 from echo2.trust.identity import Role
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 from echo2.weights.policy import BaseCheckpoint
 
 log = logging.getLogger("echo2.broadcast")
-_refusals = Refusals(log)  # identities cost an attacker little
 CONNECT_INTERVAL_S = 0.5
 SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
@@ -349,7 +347,7 @@ class BroadcastNode:
     async def _dial(self, target: Target, address: str) -> None:
         try:
             connection = await self._transport.dial(address, target.peer_id)
-        except Unreachable as error:
+        except EchoError as error:  # also a peer ID that is none, of a plan
             if target.failures == 0:
                 log.info("%s", error)
             self._dialling.failed(target, str(error), self._now())
@@ -410,9 +408,7 @@ class BroadcastNode:
         return Place(link.peer_id, host, is_planned, token, self.is_proven(link.peer_id))
 
     def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
-        _refusals.warn("peer %s %s: %s", peer, "banned" if is_ban else "dropped", reason)
-        if is_ban:
-            self.bans.find(peer, reason)
+        self.bans.accused(peer, reason, is_ban=is_ban)
         if (link := self._links.pop(peer, None)) is not None:
             self._act(PeerDown(peer))
             self._spawn(link.close())

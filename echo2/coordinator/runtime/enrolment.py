@@ -17,6 +17,7 @@ from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, Tr
 from echo2.coordinator.membership import Setting
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter
+from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.trust.runtime.tls import PROTOCOL_VERSION, peer_of
 from echo2.wire.bounds import check
@@ -45,9 +46,9 @@ def caller_host(context: Any) -> str:
     return caller_address(context)[0]
 
 
-async def refuse(context: Any, error: EchoError, what: str) -> None:
+async def refuse(context: Any, error: EchoError, what: str, refusals: Refusals) -> None:
     """Ends a call with the status and the words of `error`."""
-    _log.warning("%s for %s refused: %s: %s", what, context.peer(), type(error).__name__, error)
+    refusals.warn("%s for %s refused: %s: %s", what, context.peer(), type(error).__name__, error)
     await context.abort(_STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error)[:2000])
 
 
@@ -58,12 +59,13 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._hub, self._authority, self._services_address = hub, authority, services_address
         limits = hub.options.limits
         self._rates = RateLimiter(limits.enrolments_per_s, limits.enrolments_burst)
+        self._refusals = Refusals(_log)
 
     async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolReply:
         try:
             certificate = self._enrol(request, caller_host(context))
         except EchoError as error:
-            await refuse(context, error, "enrolment")
+            await refuse(context, error, "enrolment", self._refusals)
             raise
         return enrolment_pb2.EnrolReply(
             certificate_pem=certificate.pem,
@@ -109,12 +111,13 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         self._hub, self._authority = hub, authority
         limits = hub.options.limits
         self._rates = RateLimiter(limits.enrolments_per_s, limits.enrolments_burst)
+        self._refusals = Refusals(_log)
 
     async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewReply:
         try:
             certificate = self._renew(request, peer_of(context), caller_host(context))
         except EchoError as error:
-            await refuse(context, error, "renewal")
+            await refuse(context, error, "renewal", self._refusals)
             raise
         return enrolment_pb2.RenewReply(certificate_pem=certificate.pem)
 

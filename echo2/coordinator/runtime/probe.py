@@ -20,6 +20,7 @@ from echo2.coordinator.runtime.enrolment import TOKEN_CHARS_MAX, caller_address,
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter, Token
 from echo2.outside import monotonic
+from echo2.outside.guard import Refusals
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
@@ -35,6 +36,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._rates = RateLimiter(CALLS_PER_S, CALLS_BURST)
+        self._refusals = Refusals(_log)
         self._transfer = asyncio.Lock()
         self._waiting = 0
 
@@ -50,7 +52,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
             if request.port > 65_535 or (request.port and len(request.nonce) != NONCE_BYTES):
                 raise MalformedMessage(f"probe: expected a port and a nonce of {NONCE_BYTES} bytes")
         except EchoError as error:
-            await refuse(context, error, "probe")
+            await refuse(context, error, "probe", self._refusals)
             raise
         host, port = caller_address(context)
         failure = await _dial_back(host, request.port, request.nonce) if request.port else "it does not listen"
@@ -74,7 +76,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
                     yield block
                     sent.add(BLOCK_BYTES, monotonic())
         except EchoError as error:
-            await refuse(context, error, "probe")
+            await refuse(context, error, "probe", self._refusals)
             raise
 
     async def Upload(self, request_iterator: AsyncIterator[pb.UploadBlock], context: Any) -> pb.UploadReply:
@@ -91,7 +93,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
                             if received.is_enough(monotonic()):
                                 break
         except EchoError as error:
-            await refuse(context, error, "probe")
+            await refuse(context, error, "probe", self._refusals)
             raise
         return pb.UploadReply(received_bytes=received.total_bytes, bytes_per_s=received.bytes_per_s)
 

@@ -2,7 +2,8 @@
 
 Guarantees: the caller is whom its certificate names, in the role that the service is for; the first message is a hello;
 a message that is malformed or out of order changes nothing and ends the stream with a refusal that says what was
-expected; messages that come too fast are read more slowly. Waits for messages and for orders; either end of the stream
+expected; messages that come too fast are read more slowly, and those of newcomers of one join link together take a fifth of
+the loop, so that new identities gain nothing by it. Waits for messages and for orders; either end of the stream
 ends both. Leaves to others: what messages mean (hub).
 """
 
@@ -26,8 +27,9 @@ from echo2.coordinator.runtime.enrolment import caller_host
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.session import Order, Session, refusal_of
 from echo2.coordinator.tokens import RateLimiter
-from echo2.outside.guard import Refusals, handling
-from echo2.trust.identity import Role
+from echo2.outside import monotonic
+from echo2.outside.guard import FairShare, FairShares, Refusals, handling
+from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.runtime.tls import peer_of
 from echo2.wire import coordinator as wire
 from echo2.wire.bounds import check
@@ -181,6 +183,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._hub = hub
         self._rates = RateLimiter(hub.options.limits.messages_per_s, MESSAGES_BURST, hub.options.limits.workers_max)
         self._hellos = RateLimiter(HELLOS_PER_S, HELLOS_BURST, hub.options.limits.workers_max)
+        self._shares = FairShares()
         self._refusals = Refusals(_log)
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -215,13 +218,13 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             await context.write(as_order(refusal_of(error)))
             return
         try:
-            await self._talk(context, party, caller.peer_id, session)
+            await self._talk(context, party, caller, session)
         finally:
             session.end()
             party.ended(caller.peer_id, session)
 
-    async def _talk(self, context: Any, party: Party[Order], peer_id: PeerId, session: Session[Order]) -> None:
-        reader = asyncio.create_task(self._read(context, party, peer_id, session))
+    async def _talk(self, context: Any, party: Party[Order], caller: PeerIdentity, session: Session[Order]) -> None:
+        reader = asyncio.create_task(self._read(context, party, caller, session))
         writer = asyncio.create_task(_write(context, session))
         self._streams.add(writer)
         try:
@@ -235,7 +238,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 task.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
-    async def _read(self, context: Any, party: Party[Order], peer_id: PeerId, session: Session[Order]) -> None:
+    def _share_of(self, caller: PeerIdentity) -> FairShare:
+        """A worker that has delivered has one of its own, as the learner has; once there are such, newcomers share their link's."""
+        proven = self._hub.book.worth.proven
+        is_known = caller.role is not Role.WORKER or not proven or caller.peer_id in proven
+        return self._shares.of(caller.peer_id if is_known else f"link {caller.token_id}")
+
+    async def _read(self, context: Any, party: Party[Order], caller: PeerIdentity, session: Session[Order]) -> None:
+        peer_id = caller.peer_id
         try:
             while isinstance(message := await context.read(), Message):
                 early_s = self._rates.take(peer_id, self._hub.clock.now())
@@ -243,8 +253,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                     await asyncio.sleep(early_s)
                 if not session.is_open:  # another stream has taken its place: what still comes on this one is late
                     return
+                begun = monotonic()
                 with handling("the control stream", peer_id):
                     party.said(peer_id, message)
+                now = monotonic()
+                if (pause_s := self._share_of(caller).pause_s(2 * (now - begun), now)) > 0:  # reading it took as long
+                    await asyncio.sleep(pause_s)
         except EchoError as error:
             self._refusals.warn("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
             session.refuse(error)

@@ -2,7 +2,8 @@
 
 Guarantees: a segment is looked at only if its lease's ticket was signed by this run's coordinator for the very peer
 whose certificate opened the connection; reports of a stream are answered in order, one at a time, so a worker's
-unanswered reports are bounded by its stream's flow control; every message is within the limits of wire/rollout.
+unanswered reports are bounded by its stream's flow control; every message is within the limits of wire/rollout; what a peer
+sends and asks for takes its fair share of the loop (outside/guard), however many streams it opens one after another.
 Waits for: the next report of each stream, and for the journal before a verdict. Leaves to others: what is done with
 the segments (intake).
 """
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -24,7 +26,7 @@ from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.audit import Habits
 from echo2.learner.runtime.intake import Intake
 from echo2.outside import monotonic
-from echo2.outside.guard import FairShare, Refusals
+from echo2.outside.guard import FairShares, Refusals
 from echo2.trust.runtime.tls import peer_of
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
@@ -49,7 +51,8 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self.refused_reports = 0
         self._habits: dict[PeerId, Habits] = {}
         self._streams: Counter[PeerId] = Counter()
-        self._shares: dict[PeerId, FairShare] = {}
+        self._shares = FairShares()
+        self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
         self._refusals = Refusals(_log)
 
     async def Report(
@@ -57,7 +60,6 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     ) -> AsyncIterator[ingest_pb2.RolloutVerdict]:
         peer_id = await self._admitted_peer(context)
         self._streams[peer_id] += 1
-        self._shares.setdefault(peer_id, FairShare())
         tickets: dict[LeaseId, Ticket] = {}
         try:
             if self._streams[peer_id] > STREAMS_PER_PEER_MAX:
@@ -72,7 +74,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         finally:
             self._streams[peer_id] -= 1
             if not self._streams[peer_id]:
-                del self._streams[peer_id], self._shares[peer_id]
+                del self._streams[peer_id]
 
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
         peer_id = await self._admitted_peer(context)
@@ -83,16 +85,29 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         except EchoError as error:
             await self._end(context, error, peer_id)
             raise
-        held = self.intake.held_rollouts(ticket.group_id, ticket.attempt)
-        if held is None:
+        async with self._turns.setdefault(peer_id, asyncio.Lock()):
+            reply = await self._partials(ticket, peer_id)
+        if reply is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"group {ticket.group_id} is closed or was taken over")
             raise AssertionError("abort raises")
+        return reply
+
+    async def _partials(self, ticket: Ticket, peer_id: PeerId) -> ingest_pb2.GetPartialsReply | None:
+        """What is held of a group. A small question with a large answer: one at a time, within the asker's share."""
+        held = self.intake.held_rollouts(ticket.group_id, ticket.attempt)
+        if held is None:
+            return None
         reply = ingest_pb2.GetPartialsReply()
         for rollout in held:
             if rollout.token_ids:
+                begun = monotonic()
                 reply.rollouts.append(rollout_to_message(rollout))
-                await asyncio.sleep(0)  # a large group holds nobody up
+                await self._pause(2 * (monotonic() - begun), peer_id)  # gRPC writes it all once more
         return reply
+
+    async def _pause(self, worked_s: float, peer_id: PeerId) -> None:
+        """After so much work for a peer, for as long as its share of the loop asks; others have their turn in any case."""
+        await asyncio.sleep(self._shares.of(peer_id).pause_s(worked_s, monotonic()))
 
     async def _answer(
         self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]
@@ -101,11 +116,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         check(report, peer_id)
         ticket = self._ticket_of(report, peer_id, tickets)
         segments = segments_from_report(report)
-        now = monotonic()
-        if (
-            pause_s := self._shares[peer_id].pause_s(2 * (now - begun), now)
-        ) > 0:  # as much again goes into what follows
-            await asyncio.sleep(pause_s)
+        await self._pause(2 * (monotonic() - begun), peer_id)  # as much again goes into what follows
         own = [segment for segment in segments if segment.group_id == ticket.group_id]
         self._note_habits(peer_id, Habits(report.draws_by_seed, report.keeps_cache))
         verdicts = await self.intake.report(own, ticket.attempt, peer_id)

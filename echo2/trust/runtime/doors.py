@@ -3,8 +3,9 @@
 gRPC accepts connections by itself and shows none of them, so the process's own descriptors are looked through: each
 connection to a watched port is a caller's, who is a stranger until a call on it has proven who it is (`know`). Guarantees,
 within two looks: a stranger stays for `stranger_s`; an address has `strangers_per_host` strangers, of which the oldest go,
-and `per_host` connections in all; a peer has `per_peer`; what has come and was not taken as a message holds IN_FLIGHT_PER_PEER
-of memory for a peer and IN_FLIGHT_IN_ALL for all, beyond which the connections that hold most are ended. Waits LOOK_S
+and `per_host` connections in all; a peer has `per_peer`; what has come and was not taken as a message holds `in_flight_bytes`
+of memory for a peer, IN_FLIGHT_OF_TRUSTED for those whom all trust, and IN_FLIGHT_IN_ALL for all, beyond which the connections
+that hold most are ended. Waits LOOK_S
 between looks, in a thread of its own. Leaves to others: how many are accepted at all (port_limits), calls (gate).
 
 Linux only; elsewhere callers are limited by gRPC's own counts alone.
@@ -30,7 +31,7 @@ from echo2.trust.runtime.port_limits import PortLimits
 LOOK_S = 0.2
 LOOK_SHARE_MAX = 0.05
 """Of the time, that looking may take: with many connections it is done less often."""
-IN_FLIGHT_PER_PEER = 48 << 20
+IN_FLIGHT_OF_TRUSTED = 48 << 20
 IN_FLIGHT_IN_ALL = 192 << 20
 OVERHEAD_SHARE, OVERHEAD_PER_MESSAGE, OVERHEAD_PER_S, OVERHEAD = 0.03, 512, 256, 256 << 10
 """Of the bytes that a connection brought, those that TLS, HTTP/2, heads of calls, pings and the handshake take at most."""
@@ -42,7 +43,7 @@ Remote = tuple[str, int]
 
 @dataclass(slots=True)
 class Caller:
-    """One connection. `peer` empty: a stranger."""
+    """One connection. `peer` empty: a stranger. `in_flight_max`: bytes of unfinished messages that its peer may hold."""
 
     port: int
     remote: Remote
@@ -52,6 +53,7 @@ class Caller:
     received_bytes: int = 0
     taken_bytes: int = 0
     messages: int = 0
+    in_flight_max: int = IN_FLIGHT_OF_TRUSTED
 
     def in_flight_bytes(self, now: float) -> int:
         """What came and was not taken as a message: at least so much of it lies in memory."""
@@ -94,7 +96,7 @@ def overweight(callers: Iterable[Caller], now: float) -> list[Caller]:
     left: list[tuple[int, list[tuple[int, Caller]]]] = []
     for held in by_peer.values():
         total = sum(size for size, _ in held)
-        if total > IN_FLIGHT_PER_PEER:
+        if total > max(caller.in_flight_max for _, caller in held):
             found += [caller for _, caller in held]
         else:
             left.append((total, held))
@@ -115,7 +117,7 @@ class Doors:
     _ports: dict[int, PortLimits] = field(default_factory=dict)
     _callers: dict[tuple[int, Remote], Caller] = field(default_factory=dict)
     _by_remote: dict[Remote, Caller] = field(default_factory=dict)
-    _known_early: dict[Remote, tuple[str, int, int]] = field(default_factory=dict)
+    _known_early: dict[Remote, tuple[str, bool, int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
 
@@ -131,16 +133,21 @@ class Doors:
         with self._lock:
             self._ports.pop(port, None)
 
-    def know(self, told: str, peer: str) -> None:
-        """A call on the connection from `told` (as gRPC names it) has proven that `peer` is there."""
+    def know(self, told: str, peer: str, *, is_trusted: bool = False) -> None:
+        """A call on the connection from `told` (as gRPC names it) has proven that `peer` is there; `is_trusted`: by all."""
         remote = remote_of(told)
         with self._lock:
             caller = self._by_remote.get(remote)
             if caller is not None:
-                caller.peer = peer
+                self._name(caller, peer, is_trusted)
             elif self._may_enter():  # it came after the last look, and is entered at the next
-                _, size, count = self._known_early.get(remote, ("", 0, 0))
-                self._known_early[remote] = (peer, size, count)
+                _, _, size, count = self._known_early.get(remote, ("", False, 0, 0))
+                self._known_early[remote] = (peer, is_trusted, size, count)
+
+    def _name(self, caller: Caller, peer: str, is_trusted: bool) -> None:
+        limits = self._ports.get(caller.port)
+        caller.peer = peer
+        caller.in_flight_max = IN_FLIGHT_OF_TRUSTED if is_trusted or limits is None else limits.in_flight_bytes
 
     def took(self, told: str, size_bytes: int) -> None:
         """A message from there has come whole."""
@@ -151,8 +158,8 @@ class Doors:
                 caller.taken_bytes += size_bytes
                 caller.messages += 1
             elif self._may_enter():
-                peer, size, count = self._known_early.get(remote, ("", 0, 0))
-                self._known_early[remote] = (peer, size + size_bytes, count + 1)
+                peer, is_trusted, size, count = self._known_early.get(remote, ("", False, 0, 0))
+                self._known_early[remote] = (peer, is_trusted, size + size_bytes, count + 1)
 
     def _may_enter(self) -> bool:
         return bool(self._ports) and len(self._known_early) < EARLY_MAX
@@ -183,7 +190,9 @@ class Doors:
             if caller is None or received_bytes < caller.received_bytes:  # the same ports, another connection
                 caller = self._callers[key] = Caller(*key, now)
                 self._by_remote[caller.remote] = caller
-                caller.peer, caller.taken_bytes, caller.messages = self._known_early.get(caller.remote, ("", 0, 0))
+                early = self._known_early.get(caller.remote, ("", False, 0, 0))
+                self._name(caller, *early[:2])
+                caller.taken_bytes, caller.messages = early[2:]
             caller.fd, caller.received_bytes = fd, received_bytes
         self._known_early.clear()
 

@@ -1,8 +1,9 @@
 """A gRPC server whose callers are known and whose messages are weighed before anything of them is read or made.
 
 Guarantees: of a call that may not be made no message is read; a message is parsed only within the limits of its call
-(wire/weighing); the one message of a unary call comes within BODY_S; a caller has at most CALLS_PER_CALLER calls open; what a
-caller sends ends its call with a status, never in a traceback. Leaves to others: connections (doors), what calls do.
+(wire/weighing); the one message of a unary call comes within BODY_S; a caller's calls go on at a pace (outside/guard), however
+they end, and CALLS_PER_CALLER of them at a time; what a caller sends ends its call with a status and a line in the log, five a
+second at most, never in a traceback. Leaves to others: connections (doors), what calls do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage
-from echo2.outside import MACHINE, here
+from echo2.outside import MACHINE, here, monotonic
+from echo2.outside.guard import Pace, Refusals
 from echo2.outside.net import Shown
 from echo2.trust.runtime.doors import DOORS
 from echo2.trust.runtime.port_limits import PortLimits, merged
@@ -54,8 +56,14 @@ class GatedServer:
         """What is registered by method is not offered a second time, ungated."""
 
     def add_frames(self, service_name: str, handlers: dict[str, Any]) -> None:
-        """Calls whose messages are taken as bytes, by a service that weighs and counts them itself."""
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
+        """Calls whose messages are taken as bytes, by a service that weighs and counts them itself; streams go at a pace, too."""
+        paced = {
+            name: handler._replace(stream_stream=self._gate.framed(handler.stream_stream))
+            if handler.stream_stream
+            else handler
+            for name, handler in handlers.items()
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, paced),))
 
     def listen(self, host: str, port: int, shown: Shown) -> int:
         """Port 0: any; returns the port."""
@@ -80,15 +88,26 @@ class _Gate:
     def __init__(self, admit: Callable[[Any], str]) -> None:
         self._admit = admit
         self._open: Counter[str] = Counter()
+        self._pace = Pace()
+        self._refusals = Refusals(_log)
+
+    async def paced(self, context: Any) -> str:
+        """Who calls, once it is its turn."""
+        caller = self._admit(context)
+        wait_s = self._pace.wait_s(caller, monotonic())
+        if wait_s > 0:
+            await asyncio.sleep(min(wait_s, Pace.WAIT_MAX_S))
+        if wait_s > Pace.WAIT_MAX_S:
+            raise LimitExceeded(f"{caller}: expected at most {Pace.PER_S:.0f} calls a second")
+        return caller
 
     @contextlib.contextmanager
-    def _admitted(self, context: Any) -> Any:
-        caller = self._admit(context)
+    def _admitted(self, caller: str) -> Any:
         if self._open[caller] >= CALLS_PER_CALLER:
             raise LimitExceeded(f"{caller}: expected at most {CALLS_PER_CALLER} calls at a time")
         self._open[caller] += 1
         try:
-            yield caller
+            yield
         finally:
             self._open[caller] -= 1
             if not self._open[caller]:
@@ -111,6 +130,16 @@ class _Gate:
         serve = handler.stream_stream
         wrap = self._many_for_many if inspect.isasyncgenfunction(serve) else self._streamed
         return grpc.stream_stream_rpc_method_handler(wrap(serve, method, kind), _as_is, handler.response_serializer)
+
+    def framed(self, serve: Callable[[Any, Any], Any]) -> Any:
+        async def gated(messages: Any, context: Any) -> None:
+            try:
+                await self.paced(context)
+            except EchoError as error:
+                await self._refuse(context, error, "a stream of frames")
+            await serve(messages, context)
+
+        return gated
 
     def _one_for_one(self, serve: Any, method: str, kind: type[Message]) -> Any:
         async def gated(_: Any, context: Any) -> Any:
@@ -147,14 +176,17 @@ class _Gate:
     @contextlib.asynccontextmanager
     async def _entered(self, context: Any, method: str, kind: type[Message]) -> AsyncIterator[GatedCall]:
         try:
-            with self._admitted(context) as caller:
+            with self._admitted(caller := await self.paced(context)):
                 yield GatedCall(context, kind, method, caller)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected a message within {BODY_S:.0f} s")
         except EchoError as error:
-            _log.warning("%s refused: %s: %s", method, type(error).__name__, error)
-            code = _STATUS.get(type(error), grpc.StatusCode.UNAUTHENTICATED)
-            await context.abort(code, f"{type(error).__name__}: {error}"[:2000])
+            await self._refuse(context, error, method)
+
+    async def _refuse(self, context: Any, error: EchoError, what: str) -> None:
+        self._refusals.warn("%s refused: %s: %s", what, type(error).__name__, error)
+        code = _STATUS.get(type(error), grpc.StatusCode.UNAUTHENTICATED)
+        await context.abort(code, f"{type(error).__name__}: {error}"[:2000])
 
 
 class GatedCall:

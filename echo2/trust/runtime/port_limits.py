@@ -29,7 +29,8 @@ KEEPALIVE: Mapping[str, int] = {
 @dataclass(frozen=True, slots=True)
 class PortLimits:
     """`share`: of the process's descriptors. A stranger is a connection on which no caller has proven who it is; it has
-    `stranger_s` for that. `window_bytes`: of a stream, beyond the message that it is in the middle of.
+    `stranger_s` for that. `window_bytes`: of a stream, beyond the message that it is in the middle of. `in_flight_bytes`: of
+    unfinished messages of one peer, unless it is the learner or an operator, whom all trust.
     """
 
     message_bytes: int
@@ -40,6 +41,7 @@ class PortLimits:
     connections_cap: int
     strangers_per_host: int = 32
     per_peer: int = 64
+    in_flight_bytes: int = 48 << 20
     handshake_s: float = 8.0
     stranger_s: float = 12.0
     idle_s: float = 300.0
@@ -87,9 +89,10 @@ ENROLMENT = PortLimits(
 """Callers have no certificate yet."""
 SERVICES = PortLimits(
     message_bytes=16 << 20, reply_bytes=64 << 20, streams=64, window_bytes=WINDOW_BYTES_MIN, share=0.5,
-    connections_cap=24_000, per_peer=8,
+    connections_cap=24_000, per_peer=8, in_flight_bytes=4 << 20,
 )  # fmt: skip
-"""The coordinator's control streams, the operator's calls and renewals."""
+"""The coordinator's control streams, the operator's calls and renewals. The learner's hello may be of 16 MiB, a worker's messages
+of 2."""
 LEARNER = PortLimits(
     message_bytes=8 << 20, reply_bytes=256 << 20, streams=16, window_bytes=STREAM_WINDOW_BYTES, share=0.5,
     connections_cap=24_000,

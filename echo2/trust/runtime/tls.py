@@ -344,7 +344,7 @@ def peer_of(context: Any) -> PeerIdentity:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
     certificate = _certificate(bytes(pems[0]))
     certificate.check_time(unix_now())
-    DOORS.know(context.peer(), certificate.peer_id)
+    DOORS.know(context.peer(), certificate.peer_id, is_trusted=certificate.role is not Role.WORKER)
     return certificate.whose
 
 

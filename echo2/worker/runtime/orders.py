@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 
 from echo2.base.clock import Clock
-from echo2.base.errors import MalformedMessage
+from echo2.base.errors import MalformedMessage, TrustError
 from echo2.base.ids import LeaseId, PeerId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.control.runtime.session import check_interval
 from echo2.outside import unix_now
+from echo2.trust.peer_id import dns_name_of
 from echo2.wire import broadcast as broadcast_wire
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -89,6 +90,10 @@ class Orders:
                 raise MalformedMessage(f"the coordinator: expected an order, got {kind or 'one of an unknown kind'}")
 
     def _learner(self, whereabouts: coordinator_pb2.LearnerWhereabouts) -> None:
+        try:
+            dns_name_of(whereabouts.peer_id)
+        except TrustError as error:
+            raise MalformedMessage(f"the learner's whereabouts: {error}") from None
         self._learner_is_at(whereabouts)
         peer_id = PeerId(whereabouts.peer_id)
         self._node.set_publisher(peer_id, whereabouts.address)

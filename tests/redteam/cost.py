@@ -1,0 +1,159 @@
+"""What an attack costs the daemons of a real run, read from the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from echo2.trust.identity import Role
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
+from tests.e2e.cluster import ROOT, Cluster, environment_of
+from tests.redteam.scene import Scene, last_step
+
+DAEMONS = ("coordinator", "learner", "w0")
+PROBE_PAUSE_S = 0.1
+
+
+def _kernel(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+def rss_bytes(pid: int) -> int:
+    return int(_kernel(pid, "statm").split()[1]) * 4096
+
+
+def cpu_s(pid: int) -> float:
+    """Of all threads."""
+    user, system = _kernel(pid, "stat").rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / 100
+
+
+def loop_cpu_s(pid: int) -> float:
+    """Of the thread that runs the loop, to the nanosecond."""
+    return int(_kernel(pid, f"task/{pid}/schedstat").split()[0]) / 1e9
+
+
+@dataclass
+class Cost:
+    """Of one window, by daemon. `held_ms`: the most that the loop's thread worked between a call and its answer."""
+
+    messages: int = 0
+    kept_bytes: dict[str, int] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    held_ms: dict[str, float] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    steps: int = 0
+    passed_s: float = 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.steps / self.passed_s
+
+    @property
+    def steps_per_cpu_s(self) -> float:
+        return self.steps / max(1e-9, sum(self.cpu_s.values()))
+
+    def spent_cores(self, daemon: str, quiet: Cost) -> float:
+        """Of a daemon, on the attack: all that its steps do not explain, or, of the coordinator, the time that has passed."""
+        if daemon == "coordinator":
+            honest_s = quiet.cpu_s[daemon] / quiet.passed_s * self.passed_s
+        else:
+            honest_s = quiet.cpu_s[daemon] / max(1, quiet.steps) * self.steps
+        return max(0.0, self.cpu_s[daemon] - honest_s) / self.passed_s
+
+    def __add__(self, other: Cost) -> Cost:
+        """Of two windows."""
+        return Cost(
+            self.messages + other.messages,
+            {name: size + other.kept_bytes.get(name, 0) for name, size in self.kept_bytes.items()},
+            {name: spent + other.cpu_s.get(name, 0.0) for name, spent in self.cpu_s.items()},
+            {name: max(held, other.held_ms.get(name, 0.0)) for name, held in self.held_ms.items()},
+            sorted({*self.ended, *other.ended}),
+            self.steps + other.steps,
+            self.passed_s + other.passed_s,
+        )
+
+
+class Attacking:
+    """An attacker's process; `for_s` makes it attack."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, seconds: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+
+    async def count(self) -> int:
+        """Messages that it sent, once it has ended."""
+        return int(await asyncio.to_thread(self.line) or "0")
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def attacking(cluster: Cluster, name: str, core: int | None = None) -> Iterator[Attacking]:
+    """An attacker by name, ready to begin, on a core of its own where one is named."""
+
+    where = ["taskset", "-c", str(core)] if core is not None else []
+    command = [*where, sys.executable, "-m", "tests.redteam.attacking", str(cluster.run_folder), name]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment_of(cluster.folder),
+    ) as process:  # fmt: skip
+        try:
+            attack = Attacking(process)
+            assert attack.line() == "ready", name
+            yield attack
+        finally:
+            process.kill()
+
+
+async def _probe(scene: Scene, pid: int, cost: Cost) -> None:
+    """An honest operator that asks again and again."""
+    async with scene.channel(scene.coordinator, scene.identity(Role.OPERATOR)) as channel:
+        stub = coordinator_pb2_grpc.OperatorStub(channel)
+        held: list[float] = []
+        while True:
+            before = loop_cpu_s(pid)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+                held.append(loop_cpu_s(pid) - before)
+            cost.held_ms["coordinator"] = 1e3 * sorted(held)[max(0, int(0.99 * len(held)) - 1)] if held else 0.0
+            await asyncio.sleep(PROBE_PAUSE_S)
+
+
+async def cost_of(cluster: Cluster, scene: Scene, attack: Attacking | None, seconds: float) -> Cost:
+    """The run for so long, with an attacker or without; memory is looked at once it has settled."""
+    cost, pids = Cost(), {name: cluster.processes[name].pid for name in DAEMONS}
+    probing = asyncio.create_task(_probe(scene, pids["coordinator"], cost))
+    kept = {name: rss_bytes(pid) for name, pid in pids.items()}
+    spent = {name: cpu_s(pid) for name, pid in pids.items()}
+    loop = asyncio.get_running_loop()
+    begun, step = loop.time(), last_step(scene.folder)
+    try:
+        if attack is None:
+            await asyncio.sleep(seconds)
+        else:
+            attack.start(seconds)
+            cost.messages = await attack.count()
+    finally:
+        cost.passed_s, cost.steps = loop.time() - begun, last_step(scene.folder) - step
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+    cost.ended = [name for name in DAEMONS if cluster.processes[name].poll() is not None]
+    for name, pid in pids.items():
+        if name not in cost.ended:
+            cost.kept_bytes[name] = rss_bytes(pid) - kept[name]
+            cost.cpu_s[name] = cpu_s(pid) - spent[name]
+    return cost
