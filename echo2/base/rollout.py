@@ -55,9 +55,10 @@ class SamplingParams:
 
         At temperature 1 the learner computes the raw model's, so the raw ones count, whatever filter was on; at another
         temperature the sampling distribution's, in which a filter's renormalisation stays as a mismatch that the
-        correction sees.
+        correction sees. Of greedy completions, which are audited and never trained on, the raw ones: no number of a draw
+        says anything.
         """
-        return raw_logprobs if self.temperature == 1.0 else logprobs
+        return raw_logprobs if self.temperature in (0.0, 1.0) else logprobs
 
 
 @dataclass(frozen=True, slots=True)

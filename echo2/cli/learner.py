@@ -20,7 +20,7 @@ from echo2.cli.resolved import available_cores, gradient_checkpointing, threads
 from echo2.config.run import RunConfig
 
 if TYPE_CHECKING:
-    from echo2.learner.runtime.options import LearnerOptions, TaskOptions, TrainerOptions
+    from echo2.learner.runtime.options import EvaluationOptions, LearnerOptions, TaskOptions, TrainerOptions
 
 
 @ended_by_interrupt()
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
     """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
     from echo2.broadcast.runtime.shaper import LinkShape
-    from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions
+    from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
     from echo2.tasks.runtime.registry import turns_of
     from echo2.tasks.task import TaskSpec
 
@@ -66,7 +66,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         trainer=_trainer_options(config),
         task=_task_options(config),
         sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens),
-        evaluation=EvaluationOptions(config.task.eval_prompts, config.task.eval_every_steps),
+        evaluation=_evaluation_options(config),
         checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
         kappa=config.staleness.kappa or None,
         seed=config.run.seed,
@@ -92,6 +92,24 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         turns_max=turns_of(TaskSpec(config.task.name, config.task.args)),
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,
+    )
+
+
+def _evaluation_options(config: RunConfig) -> EvaluationOptions:
+    from echo2.learner.runtime.options import EvaluationOptions, EvaluationSet
+
+    task = config.task
+    sets = (
+        EvaluationSet(name, one.task, one.args, one.prompts, one.samples, one.temperature)
+        for name, one in task.eval_sets.items()
+    )
+    return EvaluationOptions(
+        task.eval_prompts,
+        task.eval_every_steps,
+        task.eval_samples,
+        task.eval_temperature,
+        task.eval_patience,
+        tuple(sets),
     )
 
 

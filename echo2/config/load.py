@@ -106,6 +106,8 @@ def _section_lines(section: BaseModel, with_descriptions: bool, notes: Mapping[s
 
 
 def _toml_value(value: object) -> str:
+    if isinstance(value, BaseModel):
+        value = dict(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):

@@ -34,6 +34,16 @@ class ModelSection(Section):
     ] = 0
 
 
+class EvaluationSetTable(Section):
+    """One of `task.eval_sets`."""
+
+    task: Annotated[str, Field(description="Task adapter, as task.name.")]
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
+    prompts: Annotated[int, Field(ge=0, description="How many of the task's prompts; 0: all of a finite one.")] = 0
+    samples: Annotated[Count, Field(description="Completions of a prompt.")] = 1
+    temperature: Annotated[float, Field(ge=0, le=100, description="0 is greedy.")] = 0.0
+
+
 class TaskSection(Section):
     name: Annotated[
         str, Field(description="Task adapter: sort_digits, reasoning_gym, math, module:Class ... (docs/tasks.md).")
@@ -46,8 +56,22 @@ class TaskSection(Section):
     epochs: Annotated[
         int, Field(ge=0, description="Passes over a finite data set, after which the run ends; 0: as many as it takes.")
     ] = 0
-    eval_prompts: Annotated[int, Field(ge=0, description="Held-out prompts scored at each evaluation; 0: none.")] = 64
-    eval_every_steps: Annotated[Count, Field(description="Steps between evaluations on held-out prompts.")] = 20
+    eval_prompts: Annotated[
+        int, Field(ge=0, description="Held-out prompts of the task in each evaluation; 0: none.")
+    ] = 64
+    eval_every_steps: Annotated[Count, Field(description="Steps between evaluations, which workers do.")] = 20
+    eval_samples: Annotated[
+        int, Field(ge=1, le=4096, description="Completions of a held-out prompt; above 1 gives pass@k.")
+    ] = 1
+    eval_temperature: Annotated[
+        float, Field(ge=0, le=100, description="Of completions of held-out prompts; 0 is greedy.")
+    ] = 0.0
+    eval_patience: Annotated[
+        Seconds, Field(gt=0, description="An evaluation to which no worker adds anything for so long is given up.")
+    ] = 600.0
+    eval_sets: dict[str, EvaluationSetTable] = Field(
+        default_factory=dict, description="Further sets by name: task, args, prompts, samples, temperature of each."
+    )
     trusted_rewards: Annotated[
         bool,
         Field(

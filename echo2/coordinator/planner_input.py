@@ -233,8 +233,9 @@ class SnapshotMaker:
 def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
     full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
     return LearnerEstimate(
-        rollouts_per_step=hello.rollouts_per_step,
-        train_s=board.train_s,
+        # Workers answer evaluations beside the training's prompts, and no step is made while a checkpoint is copied.
+        rollouts_per_step=hello.rollouts_per_step + round(board.report.evaluation_rollouts),
+        train_s=board.train_s + board.report.checkpoint_s,
         link=_link(hello.link),
         delta_bytes=float(board.delta_bytes or full),
         full_snapshot_bytes=full,

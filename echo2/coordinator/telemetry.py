@@ -104,7 +104,8 @@ class LearnerHello:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """`lag_histogram[i]`: trained tokens of lag i. `eval_reward` None before the first evaluation."""
+    """`lag_histogram[i]`: trained tokens of lag i. `eval_reward` None before the first evaluation. `evaluation_rollouts`,
+    `checkpoint_s`: what evaluations and checkpoints take, spread over the steps between."""
 
     step: Step = _STEP_0
     newest_version: Version = _VERSION_0
@@ -127,6 +128,8 @@ class LearnerReport:
     is_finished: bool = False
     eval_reward: float | None = None
     fingerprint: str = ""
+    evaluation_rollouts: float = 0.0
+    checkpoint_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

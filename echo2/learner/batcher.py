@@ -15,198 +15,49 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
-from echo2.learner.batch import Batch
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import GroupSpec, Verdict
+from echo2.learner.batcher_events import (
+    Accuse,
+    Action,
+    Answer,
+    AskPrompts,
+    BatchWanted,
+    CapPlanned,
+    Close,
+    Drawn,
+    Ended,
+    Event,
+    ExamDue,
+    ExamTick,
+    Fared,
+    Hand,
+    Keep,
+    Offer,
+    QuestionsDrawn,
+    Reported,
+    Resumed,
+    Rewarded,
+    Said,
+    Score,
+    TakenOver,
+    Train,
+    VersionLeft,
+    Wake,
+    WorkerBarred,
+    WorkerReleased,
+)
 from echo2.learner.deliveries import Deliveries
-from echo2.learner.episodes import NOBODY, Turn, TurnOf, is_later_turn
+from echo2.learner.episodes import Turn, is_later_turn
+from echo2.learner.exam import ExamRules
+from echo2.learner.examining import Examining
 from echo2.learner.group import Draw, Group
-from echo2.learner.history import Dropped, Finished, Opened, Record, drawn_of
+from echo2.learner.history import Dropped, Finished, Opened, drawn_of
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
 from echo2.learner.shelf import Closure, Counts, Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
-
-# ---- events
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The run begins, or goes on after a restart with what the journal gave back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """The segments of one report of the lease's `attempt`, which the worker `sender` holds."""
-
-    segments: tuple[RolloutSegment, ...]
-    attempt: int
-    sender: PeerId = NOBODY
-
-
-@dataclass(frozen=True, slots=True)
-class TakenOver:
-    """A worker goes on with a group as `attempt` and asks what is held of it."""
-
-    group_id: GroupId
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rewarded:
-    """Of a finished rollout, to the last of its turns; None when scoring it failed."""
-
-    group_id: GroupId
-    index: int
-    reward: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """The world answered a finished turn with words: another turn follows."""
-
-    before: TurnOf
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Prompts that were asked for. Fewer than were asked for: there are no more."""
-
-    draws: tuple[Draw, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CapPlanned:
-    """The plan's bound on rollouts in flight; None while there is no plan."""
-
-    rollouts: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class VersionLeft:
-    """From now on workers may name this version."""
-
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBarred:
-    """Nothing that this worker reported is to be trained on."""
-
-    peer_id: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReleased:
-    peer_id: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class BatchWanted:
-    """The trainer is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """No groups are offered any more."""
-
-
-Event = (
-    Resumed
-    | Reported
-    | TakenOver
-    | Rewarded
-    | Said
-    | Drawn
-    | CapPlanned
-    | VersionLeft
-    | WorkerBarred
-    | WorkerReleased
-    | BatchWanted
-    | Ended
-)
-
-# ---- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """`is_synced_first`: the journal must be on the disk before the worker reads it."""
-
-    verdicts: tuple[SegmentVerdict, ...]
-    is_synced_first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """What is held of a group, to the worker that takes it over; None: it is closed, or taken over by a later attempt."""
-
-    rollouts: tuple[Rollout, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """In the journal."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Ask the world what it says to this finished turn."""
-
-    rollout: Rollout
-
-
-@dataclass(frozen=True, slots=True)
-class AskPrompts:
-    """Draw these `again`, then up to `fresh` new ones, and come back with `Drawn`, even with none."""
-
-    again: tuple[Draw, ...]
-    fresh: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    specs: tuple[GroupSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    group_ids: tuple[GroupId, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Accuse:
-    peer_id: PeerId
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fared:
-    """How the group on prompt `cursor` fared, for the curriculum."""
-
-    cursor: int
-    rewards: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Train:
-    """On this batch, once its record is on the disk."""
-
-    batch: Batch
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Whoever waits for a batch: there is one, or there will be none."""
-
-
-Action = Answer | Hand | Keep | Score | AskPrompts | Offer | Close | Accuse | Fared | Train | Wake
 
 
 class Held(Protocol):
@@ -240,8 +91,9 @@ class Held(Protocol):
 class Batcher:
     """`shelf` is the batcher's from now on. Offers nothing before `Resumed`."""
 
-    def __init__(self, shelf: Shelf, offers: OfferConfig) -> None:
+    def __init__(self, shelf: Shelf, offers: OfferConfig, exams: ExamRules | None = None) -> None:
         self._shelf = shelf
+        self._exams = Examining(exams or ExamRules(), shelf)
         self.offers = offers
         self._cap_rollouts: int | None = None
         self._retries: deque[Draw] = deque()
@@ -257,6 +109,23 @@ class Batcher:
         """What each worker delivered, on its way to the coordinator."""
         return self._shelf.deliveries
 
+    def group(self, group_id: GroupId) -> Group | None:
+        """To train on or to evaluate by, to be read."""
+        return self._home_of(group_id).groups.get(group_id)
+
+    def turns(self, root: GroupId, index: int) -> list[Turn]:
+        return self._home_of(root).turns(root, index)
+
+    def lacking(self) -> list[tuple[GroupSpec, int]]:
+        """Every group that still needs a worker, and how many tokens of it have come."""
+        homes = [self._shelf, *self._exams.shelves]
+        return [(spec, home.held_tokens(spec.group_id)) for home in homes for spec in home.incomplete_specs()]
+
+    @property
+    def exam_waits_for(self) -> str:
+        """What the evaluation under way, or due, still lacks; empty when there is none."""
+        return self._exams.waits_for
+
     @property
     def is_short(self) -> bool:
         """Whether the prompts ended and what is in flight does not make another batch."""
@@ -264,21 +133,24 @@ class Batcher:
 
     def handle(self, event: Event) -> list[Action]:
         """All that follows from the event, in the order in which it is to be done."""
-        return [*self._handled(event), *self._settled()]
+        return [*self._handled(event), *self._settled(), *self._exams.settled()]
+
+    def _home_of(self, group_id: GroupId) -> Shelf:
+        return self._exams.home_of(group_id) or self._shelf
 
     def _handled(self, event: Event) -> list[Action]:
         match event:
-            case Resumed():
-                return self._resumed()
+            case Resumed(exams):
+                return [*self._resumed(), *self._exams.resumed(exams)]
             case Reported():
                 return self._reported(event)
             case TakenOver(group_id, attempt):
-                held = self._shelf.held_rollouts(group_id, attempt)
+                held = self._home_of(group_id).held_rollouts(group_id, attempt)
                 return [Hand(None if held is None else tuple(held))]
             case Rewarded():
                 return self._rewarded(event)
             case Said(before, token_ids):
-                spec = self._shelf.open_turn(before, token_ids)
+                spec = self._home_of(before.root).open_turn(before, token_ids)
                 return [] if spec is None else self._opened([spec])
             case Drawn(draws):
                 return self._drawn(draws)
@@ -286,14 +158,23 @@ class Batcher:
                 self._cap_rollouts = rollouts
             case VersionLeft(version):
                 self._shelf.publish(version)
+                self._exams.version_left(version)
             case WorkerBarred(peer_id):
                 self._shelf.drop_sent_by(peer_id)
+                self._exams.drop_sent_by(peer_id)
             case WorkerReleased(peer_id):
                 self._shelf.untruths.forget(peer_id)
             case BatchWanted():
                 return self._drawn_batch()
+            case ExamDue(version):
+                return self._exams.due(version)
+            case QuestionsDrawn():
+                return self._exams.drawn(event)
+            case ExamTick(now):
+                return self._exams.tick(now)
             case Ended():
                 self._is_offering = False
+                self._exams.ended()
         return []
 
     # ---- events
@@ -314,10 +195,12 @@ class Batcher:
 
     def _reported(self, event: Reported) -> list[Action]:
         shelf = self._shelf
-        verdicts = tuple(shelf.receive(segment, event.attempt, event.sender) for segment in event.segments)
+        verdicts = tuple(
+            self._home_of(segment.group_id).receive(segment, event.attempt, event.sender) for segment in event.segments
+        )
         actions: list[Action] = []
         for verdict in verdicts:
-            group = shelf.groups.get(verdict.group_id)  # gone if a later segment showed it to be stale
+            group = self.group(verdict.group_id)  # gone if a later segment showed it to be stale
             if verdict.verdict is Verdict.ADMITTED and group is not None:
                 rollout = group.rollouts[verdict.index]
                 actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), Score(rollout)]
@@ -327,6 +210,8 @@ class Batcher:
         return [*actions, Answer(verdicts, is_final), *accused]
 
     def _rewarded(self, event: Rewarded) -> list[Action]:
+        if self._exams.home_of(event.group_id) is not None:
+            return self._exams.rewarded(event)
         group = self._shelf.groups.get(event.group_id)
         self._shelf.reward(event.group_id, event.index, event.reward)
         if group is None or not group.is_ready:
@@ -349,7 +234,8 @@ class Batcher:
     # ---- what follows from any of them
 
     def _opened(self, specs: Sequence[GroupSpec]) -> list[Action]:
-        kept: list[Action] = [Keep(Opened(self._shelf.groups[spec.group_id].draw, spec)) for spec in specs]
+        homes = [(self._home_of(spec.group_id), spec) for spec in specs]
+        kept: list[Action] = [Keep(Opened(home.groups[spec.group_id].draw, spec)) for home, spec in homes]
         return [*kept, Offer(tuple(specs))] if specs and self._is_offering else kept
 
     def _settled(self) -> list[Action]:

@@ -12,6 +12,9 @@ from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.learner.episodes import Sent
 
+EXAM_MARK = "e"
+"""With which ids of groups begin that evaluate; those to train on begin with another letter."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -29,6 +32,18 @@ class Draw:
 
 def group_id_of(cursor: int, retry: int) -> GroupId:
     return GroupId(f"g{cursor:08d}" if retry == 0 else f"g{cursor:08d}r{retry}")
+
+
+def exam_group_id(version: Version, number: int, retry: int) -> GroupId:
+    """Of question `number` of the evaluation of `version`."""
+    return GroupId(f"{EXAM_MARK}{version:08d}-{number:05d}" + (f"r{retry}" if retry else ""))
+
+
+def exam_version_of(group_id: GroupId) -> Version | None:
+    """The version that a group, or a turn of one, evaluates; None of one to train on."""
+    if not group_id.startswith(EXAM_MARK):
+        return None
+    return Version(int(group_id[len(EXAM_MARK) :].partition("-")[0]))
 
 
 @dataclass(slots=True)

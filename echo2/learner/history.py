@@ -15,7 +15,7 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout
 from echo2.learner.batch import Batch
 from echo2.learner.episodes import Sent, root_of
-from echo2.learner.group import Draw, Group
+from echo2.learner.group import Draw, Group, exam_version_of
 from echo2.learner.segment import empty_rollout
 from echo2.learner.shelf import Shelf
 
@@ -116,8 +116,17 @@ class History:
         gone = self.dropped.union(*trained_before)
         for group_id, group in self.groups.items():
             root = root_of(group_id)
-            if not {group_id, root} & gone and not shelf.ledger.is_trained(root):
+            if exam_version_of(group_id) is None and not {group_id, root} & gone and not shelf.ledger.is_trained(root):
                 shelf.groups[group_id] = group
+
+    def exam_groups(self) -> dict[Version, list[Group]]:
+        """Of evaluations that had no result yet, by version."""
+        found: dict[Version, list[Group]] = {}
+        for group_id, group in self.groups.items():
+            version = exam_version_of(group_id)
+            if version is not None and not {group_id, root_of(group_id)} & self.dropped:
+                found.setdefault(version, []).append(group)
+        return found
 
     def next_batch(self, shelf: Shelf) -> Batch | None:
         """The batch that was drawn at the shelf's step, drawn again; None when there is no record of one."""

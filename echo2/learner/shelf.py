@@ -109,9 +109,13 @@ class Shelf:
         assert group_id not in self.groups, f"group {group_id} is open already"
         sampling = draw.sampling
         spec = GroupSpec(group_id, draw.prompt_token_ids, self.config.rollouts_per_group, sampling, consume_step)
-        rollouts = [empty_rollout(group_id, index) for index in range(spec.rollout_count)]
-        self.groups[group_id] = Group(spec, draw, rollouts)
+        self.open(spec, draw)
         return spec
+
+    def open(self, spec: GroupSpec, draw: Draw) -> None:
+        """Opens a group as it is given."""
+        rollouts = [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)]
+        self.groups[spec.group_id] = Group(spec, draw, rollouts)
 
     def move_up(self) -> list[GroupSpec]:
         """Groups that are due earlier than was told, because others before them were closed; they are to be offered anew.
@@ -141,9 +145,10 @@ class Shelf:
         seed = turn_seed(root.spec.sampling.seed, before.index, following.turn)
         sampling = replace(root.spec.sampling, seed=seed)
         prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
-        spec = GroupSpec(following.group_id, prompt, 1, sampling, root.spec.consume_step)
-        draw = replace(root.draw, prompt_token_ids=prompt, sampling=sampling)
-        self.groups[spec.group_id] = Group(spec, draw, [empty_rollout(spec.group_id, 0)])
+        spec = replace(
+            root.spec, group_id=following.group_id, prompt_token_ids=prompt, rollout_count=1, sampling=sampling
+        )
+        self.open(spec, replace(root.draw, prompt_token_ids=prompt, sampling=sampling))
         return spec
 
     def turns(self, root: GroupId, index: int) -> list[Turn]:
@@ -314,13 +319,13 @@ class Shelf:
         step = self.next_step
         trained: list[TrainGroup] = []
         for group in chosen:
-            made = self._train_group(group)
+            made = self.train_group(group)
             spans = [span for rollout in made.rollouts for span in rollout.version_spans]
             self.ledger.record(group.spec.group_id, step, spans)
             trained.append(made)
             self.counts.trained += len(made.rollouts)
             self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in made.rollouts)
-            for group_id in self._family(group.spec.group_id):
+            for group_id in self.family(group.spec.group_id):
                 del self.groups[group_id]
                 self.closures.append(Closure(group_id, "complete"))
         self.next_step = Step(step + 1)
@@ -328,7 +333,8 @@ class Shelf:
         self.ledger.forget_before(Step(self.next_step - LEDGER_STEPS_KEPT))
         return Batch(step, tuple(trained))
 
-    def _train_group(self, group: Group) -> TrainGroup:
+    def train_group(self, group: Group) -> TrainGroup:
+        """A complete group with the turns of its rollouts joined."""
         kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
         rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
         whole = [joined(self.turns(group.spec.group_id, i), i) for i in kept]
@@ -342,7 +348,7 @@ class Shelf:
             tuple(one.senders for one in whole),
         )
 
-    def _family(self, root: GroupId) -> list[GroupId]:
+    def family(self, root: GroupId) -> list[GroupId]:
         """A group and the later turns of its rollouts."""
         group = self.groups[root]
         found = [root]
@@ -354,7 +360,7 @@ class Shelf:
         return found
 
     def _members(self, root: GroupId) -> list[Group]:
-        return [self.groups[group_id] for group_id in self._family(root)]
+        return [self.groups[group_id] for group_id in self.family(root)]
 
     def _ready(self) -> list[Group]:
         """Complete, scored groups; those that will be stale first, then those offered first."""
@@ -410,7 +416,7 @@ class Shelf:
             self.counts.dropped_quarantined += group.begun_rollouts
         if reason in ("stale", "quarantined") and group.draw.retry < self.config.retries_max:
             retry = group.draw.again()
-        for group_id in self._family(group.spec.group_id):
+        for group_id in self.family(group.spec.group_id):
             del self.groups[group_id]
             self.closures.append(Closure(group_id, reason, retry if group_id == group.spec.group_id else None))
 

@@ -25,6 +25,7 @@ from echo2.base.rollout import Rollout, RolloutSegment, VersionSpan
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.learner.batch import Batch
 from echo2.learner.episodes import Insertion, TurnOf, root_of
+from echo2.learner.group import Group, exam_version_of
 from echo2.learner.shelf import Shelf
 from echo2.sim.tiny_model import FINGERPRINT_KEY
 from echo2.sim.tiny_policy import logprobs_of
@@ -122,6 +123,9 @@ class Truth:
             if segment.group_id in self.tainted:
                 continue
             self._check_tokens(who, segment.group_id, segment.index, segment.offset, segment)
+            exact = exam_version_of(segment.group_id)
+            others = {span.version for span in segment.version_spans} - {exact}
+            self._check(3, exact is None or not others, f"{who} evaluates version {exact} by tokens of {others}")
 
     def _check_tokens(
         self, who: str, group_id: GroupId, index: int, offset: int, tokens: RolloutSegment | SampledTurn
@@ -170,6 +174,9 @@ class Truth:
             name = group.spec.group_id
             at = self._trained_at.setdefault(name, batch.step)
             self._check(2, at == batch.step, f"group {name} was trained at step {at} and again at step {batch.step}")
+            self._check(
+                2, exam_version_of(name) is None, f"group {name} of an evaluation is trained at step {batch.step}"
+            )
             for rollout in group.rollouts:
                 for span in rollout.version_spans:
                     lag = batch.step - span.version
@@ -183,8 +190,14 @@ class Truth:
                         self._check_tokens("the learner", turn.group_id, turn.index, 0, turn)
         self.step = max(self.step, Step(batch.step + 1))
 
-    def learner_restored(self, shelf: Shelf, step: Step) -> None:
+    def learner_restored(self, shelf: Shelf, step: Step, exam_groups: Sequence[Group] = ()) -> None:
         """A learner has come back: everything that it acknowledged is trained, dropped for a reason, or there."""
+        for group_id, index in sorted(self._acknowledged):
+            if exam_version_of(group_id) is None or {group_id, root_of(group_id)} & self._dropped.keys():
+                continue
+            held = next((group for group in exam_groups if group.spec.group_id == group_id), None)
+            is_there = held is not None and held.rollouts[index].is_finished
+            self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is in no evaluation any more")
         self._check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
         self.nothing_is_lost(shelf)
 
@@ -192,6 +205,8 @@ class Truth:
         """`drawn`: groups of the batch that is being trained on now."""
         for group_id, index in sorted(self._acknowledged):
             root = root_of(group_id)
+            if exam_version_of(group_id) is not None:
+                continue  # of an evaluation: looked at when a learner comes back
             if root in self._trained_at or root in drawn or group_id in self._dropped or root in self._dropped:
                 continue
             group = shelf.groups.get(group_id)

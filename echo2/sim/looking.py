@@ -160,9 +160,9 @@ class Looking:
         session, hub = learner.session, coordinator.hub
         if hub is None or hub.learner is None or session is None or not session.is_connected or learner.loop is None:
             return
-        shelf = learner.loop.intake.held
-        lacking = {spec.group_id for spec in shelf.incomplete_specs()}
-        booked, held = set(hub.book.groups), set(shelf.groups)
+        intake, booked = learner.loop.intake, set(hub.book.groups)
+        lacking = {spec.group_id for spec, _ in intake.lacking()}
+        held = {group_id for group_id in booked if intake.holds(group_id)}
         key = (self._machines["learner"].lives, self._machines["coordinator"].lives, hub.learner)
         self._truth.agree(self._lasting(lacking - booked, key, "unknown"), self._lasting(booked - held, key, "closed"))
 

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_rng
-from echo2.base.rollout import SamplingParams
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
-from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import digest_of
 from echo2.learner.runtime.prompts import PromptSource
 from echo2.learner.runtime.trainer import StepResult
@@ -111,11 +109,6 @@ class TinyTrainer:
 
     def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return weights
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
-    ) -> Completions:
-        raise AssertionError("evaluation is off")
 
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]

@@ -7,15 +7,17 @@ moment at which it happened. Leaves to others: what must hold (checkers).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import Verdict
+from echo2.coordinator.given_up import COMPLETE
 from echo2.coordinator.saved import Changes
 from echo2.learner.batch import Batch
+from echo2.learner.group import Group, exam_version_of
 from echo2.learner.history import Dropped, Record
 from echo2.learner.shelf import Shelf
 from echo2.sim.checkers import Truth, Violation
@@ -130,6 +132,11 @@ class Witness:
         match message.WhichOneof("kind"):
             case "accused":
                 self.truth.accused(PeerId(message.accused.peer_id), message.accused.reason)
+            case "close":
+                answered = message.close.group_ids if message.close.reason == COMPLETE else ()
+                self.counts["questions answered"] += sum(
+                    exam_version_of(GroupId(name)) is not None for name in answered
+                )
             case "published":
                 kind = "keyframes" if not message.published.has_parent else "deltas"
                 self.counts[f"{kind} published"] += 1
@@ -150,14 +157,18 @@ class Witness:
         if not process.has_ended:
             self._judge(lambda: self.truth.trained(batch, fingerprint))
 
-    def learner_prepared(self, process: Process, shelf: Shelf) -> None:
-        """A learner stands where it stood."""
+    def learner_prepared(self, process: Process, shelf: Shelf, exams: Mapping[Version, Sequence[Group]]) -> None:
+        """A learner stands where it stood. `exams`: what it has of evaluations without a result."""
         if process.has_ended:
             return
         self.shelf = shelf
         for closure in shelf.closures:  # grown stale meanwhile; told and noted at the first settling
             self.truth.dropped(closure.group_id, closure.reason)
-        self._judge(lambda: self.truth.learner_restored(shelf, shelf.next_step))
+        self._judge(
+            lambda: self.truth.learner_restored(
+                shelf, shelf.next_step, [one for groups in exams.values() for one in groups]
+            )
+        )
 
     def noted(self, process: Process, record: Record) -> None:
         """The learner's journal was given it."""

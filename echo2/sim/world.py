@@ -57,6 +57,7 @@ RUN = RunId("simulated")
 STEPS_MAX = 100_000
 MBIT = 125_000.0
 LOOK_S = 5.0
+EVALUATION = EvaluationOptions(prompts=4, every_steps=3, samples=2, patience_s=20.0)
 PROGRESS_STEPS = 3
 PROGRESS_S = 400.0
 CATCH_UP_S = 150.0
@@ -197,7 +198,7 @@ class World:
         return LearnerOptions(
             process.machine.disk.folder / "run", RUN, STEPS_MAX, scene.groups_per_step * scene.rollouts_per_group,
             scene.rollouts_per_group, scene.staleness_bound, TrainerOptions("tiny"),
-            sampling=SamplingParams(max_new_tokens=scene.max_new_tokens), evaluation=EvaluationOptions(0),
+            sampling=SamplingParams(max_new_tokens=scene.max_new_tokens), evaluation=EVALUATION,
             checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
             host=host, port=LEARNER_PORT, advertise=f"{host}:{LEARNER_PORT}", join_link=self.join_link("learner"),
             drops_equal_rewards=scene.drops_equal_rewards, keyframe_chain_max=scene.keyframe_chain_max,
@@ -232,7 +233,7 @@ class World:
                 self.witness.noted(process, record)
 
             prepared.journal.append = watched  # type: ignore[method-assign]
-            self.witness.learner_prepared(process, prepared.shelf)
+            self.witness.learner_prepared(process, prepared.shelf, prepared.history.exam_groups())
             return prepared
 
         return make

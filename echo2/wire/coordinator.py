@@ -197,7 +197,10 @@ _REPORT_COUNTS = (
     "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts",
     "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "sent_chunk_bytes",
 )  # fmt: skip
-_REPORT_PLAIN = ("train_s", "wait_s", "reward_mean", "utilisation", "waits_for", "waits_since_s", "is_finished")
+_REPORT_PLAIN = (
+    "train_s", "wait_s", "reward_mean", "utilisation", "waits_for", "waits_since_s", "is_finished",
+    "evaluation_rollouts", "checkpoint_s",
+)  # fmt: skip
 
 
 def learner_report_from_message(message: pb.LearnerReport, whose: str) -> LearnerReport:

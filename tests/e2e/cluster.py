@@ -154,7 +154,14 @@ class Cluster:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of the learner's metrics.jsonl that are whole."""
-        path = self.run_folder / "learner" / "metrics.jsonl"
+        return self._lines("metrics.jsonl")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Those of its evaluations.jsonl."""
+        return self._lines("evaluations.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_folder / "learner" / name
         if not path.exists():
             return []
         text = path.read_text()

@@ -99,7 +99,7 @@ def judge_run(cluster: Cluster, archive: Archive, steps: int) -> Judged:
     nothing_is_lost(found, open_groups, steps)
     assert Counter(ledger.values()) == dict.fromkeys(range(steps), GROUPS_PER_STEP)
     assert len(open_groups) <= (STALENESS_BOUND + 1) * GROUPS_PER_STEP, "admitted groups pile up untrained"
-    evaluations = {row["step"]: row["eval/reward"] for row in cluster.metrics() if "eval/reward" in row}
+    evaluations = {row["step"]: row["eval/reward"] for row in cluster.evaluations()}
     first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
     assert max(evaluations) == steps and last > first + 0.03, f"the reward does not rise: {evaluations}"
     return found

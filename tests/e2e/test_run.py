@@ -50,7 +50,7 @@ def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: st
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     assert model.config.vocab_size == len(tokenizer)
-    evaluations = [row for row in cluster.metrics() if "eval/reward" in row]
+    evaluations = cluster.evaluations()
     assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
 
 
@@ -67,7 +67,7 @@ def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path
         assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
         assert_run_ended_well(cluster, 12, 4, kills=1)
     rows = cluster.metrics()
-    assert [row["eval/turns"] for row in rows if "eval/turns" in row][-1] == 2.0
+    assert cluster.evaluations()[-1]["eval/turns"] == 2.0
     assert rows[-1]["completion_tokens/mean"] > 7, "two turns of sampled tokens, the world's not among them"
     assert all(count == 12 for count in Counter(trained_groups(cluster).values()).values())
 

@@ -79,7 +79,7 @@ class _Demo:
         self.run_folder = Path(self.config.run.folder) / self.config.run.name
         self.state = ScreenState(title=f"echo2 demo {self.config.run.name}")
         self.began = time.monotonic()
-        self.metrics_offset = 0
+        self.offsets: dict[str, int] = {}
         self.printed_at = 0.0
 
     async def run(self) -> int:
@@ -207,17 +207,18 @@ class _Demo:
         )
 
     def _read_metrics(self) -> None:
-        """New whole lines of metrics.jsonl."""
-        path = self.run_folder / "learner" / "metrics.jsonl"
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self.metrics_offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.metrics_offset += len(whole)
-        for line in whole.splitlines():
-            self._take(json.loads(line))
+        """New whole lines of metrics.jsonl and evaluations.jsonl."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            path = self.run_folder / "learner" / name
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self.offsets.get(name, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self.offsets[name] = self.offsets.get(name, 0) + len(whole)
+            for line in whole.splitlines():
+                self._take(json.loads(line))
 
     def _take(self, row: Mapping[str, Any]) -> None:
         if "reward/mean" in row:

@@ -29,7 +29,8 @@ def write_summary(run_folder: Path, config: RunConfig, status: coordinator_pb2.R
     rows = _rows(run_folder / "learner" / "metrics.jsonl")
     samples = _rows(run_folder / "learner" / "samples.jsonl")
     steps = [row for row in rows if "reward/mean" in row]
-    evaluations = [(int(row["step"]), float(row["eval/reward"])) for row in rows if "eval/reward" in row]
+    evaluated = _rows(run_folder / "learner" / "evaluations.jsonl")
+    evaluations = [(int(row["step"]), float(row["eval/reward"])) for row in evaluated]
     problems = _problems(status, config)
     facts = _facts(status, steps, evaluations, elapsed_s)
     (run_folder / "summary.json").write_text(json.dumps(facts | {"problems": problems}, indent=1) + "\n")

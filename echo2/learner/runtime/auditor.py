@@ -23,7 +23,7 @@ from torch import Tensor
 from echo2.base.ids import PeerId, Version
 from echo2.learner.audit import Evidence, Habits, Passage, copies, examined, passage_of
 from echo2.learner.audit_draw import AuditDraw, Drawn, kind_of
-from echo2.learner.batch import Batch
+from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import NOBODY
 from echo2.learner.runtime.training_side import Scorer
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
@@ -73,11 +73,11 @@ class Auditor:
         if self.is_on:
             self._begin(self._in_thread(self._keep, version, tensors))
 
-    def consider(self, batch: Batch, now: float) -> None:
-        """Draws of a batch that was trained on. Returns at once."""
+    def consider(self, groups: Sequence[TrainGroup], now: float) -> None:
+        """Draws of groups that were trained on, or that a version is evaluated by. Returns at once."""
         if not self.is_on:
             return
-        for group in batch.groups:
+        for group in groups:
             for member, senders in enumerate(group.senders):
                 workers = [sent.peer_id for sent in senders if sent.peer_id != NOBODY]
                 if not workers or self.accused.keys() & set(workers):

@@ -28,14 +28,14 @@ from echo2.control.backoff import Backoff
 from echo2.control.runtime.joining import enrolled, unless
 from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
-from echo2.learner import batcher
+from echo2.learner import batcher_events as batcher
 from echo2.learner.deliveries import NEWS_S
 from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.lingering import Lingering
 from echo2.learner.offers import OfferConfig, Reminders
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.intake import Intake
-from echo2.learner.runtime.loop import TrainingLoop
+from echo2.learner.runtime.loop import EVALUATION, TrainingLoop
 from echo2.learner.runtime.metrics import Sink, open_sinks
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.prometheus import PrometheusEndpoint
@@ -157,7 +157,8 @@ class LearnerDaemon:
         if self.loop is None:
             return self.starting, 0.0
         text, since = self.loop.waiting
-        return (self.loop.intake.waits_for, monotonic() - since) if text else ("", 0.0)
+        what = self.loop.intake.exam_waits_for if text == EVALUATION else self.loop.intake.waits_for
+        return (what, monotonic() - since) if text else ("", 0.0)
 
     async def run(self) -> RunSummary:
         """Until the last step, `stop`, or an error."""
@@ -213,7 +214,9 @@ class LearnerDaemon:
         options = self.options
         server = new_server(LEARNER)
         offers = OfferConfig(options.rollouts_per_step, options.rollouts_per_group, options.staleness_bound)
-        intake = Intake(prepared.shelf, prepared.journal, prepared.prompts, offers, prepared.history.cursor)
+        intake = Intake(
+            prepared.shelf, prepared.journal, prepared.prompts, offers, prepared.history.cursor, prepared.examination
+        )
         intake.restore(prepared.history)
         ingest = IngestService(intake, RunId(options.run_id), credentials.coordinator_peer_id)
         ingest_pb2_grpc.add_IngestServicer_to_server(ingest, server)
@@ -285,7 +288,7 @@ class LearnerDaemon:
         broadcaster.keep_places(loop.intake.deliveries.is_proven)
         await publisher.take_up(loop.p.published, loop.p.schedule.newest, loop.p.cut_off, loop.p.base)
         loop.p.base = None
-        loop.intake.tell(batcher.Resumed())
+        loop.intake.resume(map(Version, loop.exams.rewards))
         session = asyncio.get_running_loop().create_task(talk())
         training = asyncio.get_running_loop().create_task(loop.run())
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
@@ -319,11 +322,11 @@ class LearnerDaemon:
         reminders = Reminders()
         while True:
             await asyncio.sleep(REMIND_LOOK_S)
+            loop.intake.tell(batcher.ExamTick(monotonic()))
             if reminders.is_due(self.waits_for[1]):
                 _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
-                held = loop.intake.held
-                lacking = held.incomplete_specs()
-                self._said.offer(lacking, [held.held_tokens(spec.group_id) for spec in lacking])
+                lacking = loop.intake.lacking()
+                self._said.offer([spec for spec, _ in lacking], [tokens for _, tokens in lacking])
 
     async def _tell_deliveries(self, loop: TrainingLoop) -> None:
         """What workers have delivered, for as long as the coordinator is there to hear it."""
@@ -347,7 +350,7 @@ class LearnerDaemon:
         counts, sent = loop.intake.held.counts, publisher.bytes
         return RunSummary(
             loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
-            loop.evaluations, loop.utilisation.overall, counts.trained, counts.trained_tokens, counts.dropped_stale,
+            loop.exams.rewards, loop.utilisation.overall, counts.trained, counts.trained_tokens, counts.dropped_stale,
             loop.intake.held.ledger.over_stale_tokens(), sent.deltas, sent.keyframes, sent.full_snapshots, folder,
         )  # fmt: skip
 
@@ -370,6 +373,7 @@ class LearnerDaemon:
                 rest.callback(sink.close)
             rest.callback(loop.p.journal.close)
             rest.callback(loop.p.prompts.close)
+            rest.callback(loop.p.examination.close)
             rest.callback(loop.auditor.close)
             rest.push_async_callback(server.stop, STOP_GRACE_S)
             rest.push_async_callback(broadcaster.stop)

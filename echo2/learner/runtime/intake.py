@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict
-from echo2.learner import batcher as b
-from echo2.learner.batch import Batch
+from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Work
+from echo2.learner import batcher_events as b
+from echo2.learner.batch import Batch, TrainGroup
+from echo2.learner.batcher import Batcher, Held
 from echo2.learner.deliveries import Deliveries
 from echo2.learner.episodes import NOBODY, turn_of
-from echo2.learner.group import Draw
-from echo2.learner.history import Began, History, Opened, Record
+from echo2.learner.exam import ExamResult
+from echo2.learner.group import Draw, Group
+from echo2.learner.history import Began, Dropped, History, Opened, Record
 from echo2.learner.holding import Holding
 from echo2.learner.offers import OfferConfig
+from echo2.learner.runtime.examination import Examination
 from echo2.learner.runtime.journal import Journal
+from echo2.learner.runtime.options import EvaluationOptions
 from echo2.learner.runtime.prompts import Prompts
 from echo2.learner.runtime.world import Answer
 from echo2.learner.shelf import Shelf
@@ -57,8 +61,17 @@ class Outcome:
 class Intake:
     """`cursor`: how many prompts of the run were drawn. `shelf` is handed over: only events change it from now on."""
 
-    def __init__(self, shelf: Shelf, journal: Journal, prompts: Prompts, offers: OfferConfig, cursor: int) -> None:
-        self._batcher = b.Batcher(shelf, offers)
+    def __init__(
+        self,
+        shelf: Shelf,
+        journal: Journal,
+        prompts: Prompts,
+        offers: OfferConfig,
+        cursor: int,
+        examination: Examination | None = None,
+    ) -> None:
+        self._exams = examination or Examination(EvaluationOptions(prompts=0), prompts)
+        self._batcher = Batcher(shelf, offers, self._exams.rules)
         self.journal = journal
         self.prompts = prompts
         self.offers = offers
@@ -70,17 +83,33 @@ class Intake:
         self.on_untruth: Callable[[PeerId, str], None] = lambda peer_id, text: None
         self.on_held: Callable[[PeerId, str], None] = lambda peer_id, text: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_answered: Callable[[TrainGroup], None] = lambda group: None
+        self.on_examined: Callable[[ExamResult], None] = lambda result: None
         self.exhausted: TaskError | None = None
         self._is_stopping = False
         self._opened_in: dict[GroupId, Step] = {}
+        self._exams_held: dict[Version, list[Group]] = {}
         self._progress = asyncio.Event()
         self._scoring: set[asyncio.Task[None]] = set()
         self._mishaps = Mishaps(_log)
 
     @property
-    def held(self) -> b.Held:
+    def held(self) -> Held:
         """The groups, to be read."""
         return self._batcher.held
+
+    def holds(self, group_id: GroupId) -> bool:
+        """Whether a group, to train on or to evaluate by, is open or waits to be used."""
+        return self._batcher.group(group_id) is not None
+
+    def lacking(self) -> list[tuple[GroupSpec, int]]:
+        """Every group that still needs a worker, and how many tokens of it have come."""
+        return self._batcher.lacking()
+
+    @property
+    def exam_waits_for(self) -> str:
+        """What the evaluation under way still lacks, in words; empty when there is none."""
+        return self._batcher.exam_waits_for
 
     @property
     def deliveries(self) -> Deliveries:
@@ -118,6 +147,13 @@ class Intake:
                     self.on_untruth(peer_id, text)
                 case b.Fared(cursor, rewards):
                     self.prompts.fared(cursor, rewards)
+                case b.AskQuestions(version, numbers):
+                    draws = tuple(self._exams.draw(version, number) for number in numbers)
+                    self._carry_out(self._batcher.handle(b.QuestionsDrawn(version, draws)), outcome)
+                case b.Answered(group):
+                    self.on_answered(group)
+                case b.Examined(result):
+                    self.on_examined(result)
                 case b.Wake():
                     self._progress.set()
 
@@ -165,14 +201,14 @@ class Intake:
     async def _score(self, rollout: Rollout) -> None:
         """Has a finished turn answered: by a reward, or by the world, to which the next turn then speaks."""
         at = turn_of(rollout.group_id, rollout.index)
-        group = self.held.groups.get(at.root)
+        group = self._batcher.group(at.root)
         if group is None:
             return
-        turns = self.held.turns(at.root, at.index)
+        turns = self._batcher.turns(at.root, at.index)
         context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
         sampled = [turn.rollout.token_ids for turn in turns]
         sender = turns[-1].senders[-1].peer_id if turns[-1].senders else NOBODY
-        answer = await self._answered(group.draw.cursor, sampled, context_tokens, sender)
+        answer = await self._answered(group, sampled, context_tokens, sender)
         if answer.scored is None:
             self.tell(b.Said(at, answer.said))
             return
@@ -180,15 +216,17 @@ class Intake:
         self._count(scored, sender)
         if scored.reward is None:
             _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
-        self.tell(b.Rewarded(at.root, at.index, scored.reward.value if scored.reward else None))
+        value, parts = (scored.reward.value, scored.reward.parts) if scored.reward else (None, {})
+        self.tell(b.Rewarded(at.root, at.index, value, parts))
 
     async def _answered(
-        self, cursor: int, sampled: Sequence[Sequence[int]], context_tokens: int, sender: PeerId
+        self, group: Group, sampled: Sequence[Sequence[int]], context_tokens: int, sender: PeerId
     ) -> Answer:
         """What the world says to a completion. Its text must not be able to end the run by an error that nobody foresaw: such
         a rollout goes without a reward, and the log names its sender. Foreseen errors are the task's own and do end it."""
         try:
-            return await self.prompts.answer(cursor, sampled, context_tokens, sender)
+            asked = self._exams if group.spec.work is Work.EVALUATE else self.prompts
+            return await asked.answer(group.draw.cursor, sampled, context_tokens, sender)
         except EchoError:
             raise
         except Exception as error:  # noqa: BLE001 - brought about by a completion, that is, by a worker
@@ -246,7 +284,7 @@ class Intake:
     def begin_segment(self, run_id: str) -> Step:
         """Starts a journal segment at the batcher's step; returns the oldest one that a restart from here needs."""
         held = self.held
-        live = {group_id: opened for group_id, opened in self._opened_in.items() if group_id in held.groups}
+        live = {name: opened for name, opened in self._opened_in.items() if self._batcher.group(name) is not None}
         self._opened_in = live
         self.journal.begin(Began(run_id, held.next_step, self.cursor, tuple(held.published)))
         return min(live.values(), default=held.next_step)
@@ -255,6 +293,14 @@ class Intake:
         """Takes up what a journal gave back; the shelf has its groups already."""
         self.cursor = max(self.cursor, history.cursor)
         self._opened_in = dict(history.opened_in)
+        self._exams_held = history.exam_groups()
+
+    def resume(self, examined: Iterable[Version] = ()) -> None:
+        """Begins, or goes on. `examined`: versions whose evaluation has its result."""
+        for version in self._exams_held.keys() & set(examined):
+            for group in self._exams_held.pop(version):
+                self.journal.append(Dropped(group.spec.group_id))
+        self.tell(b.Resumed(self._exams_held))
 
     async def close(self) -> None:
         """Ends scoring; what was admitted stays in the journal."""

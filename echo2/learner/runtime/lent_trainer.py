@@ -10,7 +10,7 @@ optimiser, and their checkpoints (the user), everything else (daemon, loop).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
-from echo2.base.rollout import SamplingParams
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
-from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.snapshots import VersionScorer, scorer_of
 from echo2.learner.runtime.trainer import StepResult
@@ -236,11 +234,6 @@ class LentTrainer:
 
     def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return weights
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
-    ) -> Completions:
-        raise AssertionError("a lent trainer evaluates by itself: evaluation is off")
 
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The training loop: batch, step, publication, evaluation, checkpoint, row; again.
+"""The training loop: batch, step, publication, checkpoint, row; again.
 
 Guarantees: a batch is on the disk before it is trained on; the event loop keeps serving while a step runs, because the
 trainer has a thread of its own; publications and checkpoints are written beside the next steps; time is counted once,
@@ -11,24 +11,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import statistics
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
-from echo2.base.rng import derived_seed
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.checkpoint import shelf_state
-from echo2.learner.runtime.evaluate import HeldOut
+from echo2.learner.runtime.exams import Exams
 from echo2.learner.runtime.intake import Intake
-from echo2.learner.runtime.metrics import Sink, past_evaluations
+from echo2.learner.runtime.metrics import Sink
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import Publisher
 from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, left_out_by_worker, state_fields, step_row
@@ -39,6 +36,8 @@ from echo2.outside import here, monotonic, unix_now
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
+EVALUATION = "evaluation"
+"""What the loop waits for behind its last step."""
 NOT_FINITE_KEPT_MAX = 16
 """Batches kept for inspection; later ones are counted only."""
 AUDIT_BOUNDS_KEPT = 2
@@ -79,10 +78,13 @@ class TrainingLoop:
         self.auditor = Auditor(lambda: prepared.model.scorer(versions), share, here().rng)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
-        self.evaluations = past_evaluations(prepared.folder.path / "metrics.jsonl")
+        self.exams = Exams(prepared.folder.path, options.evaluation, prepared.examination, intake)
+        self.exams.on_row = self._evaluated
+        self.exams.on_answered = lambda group: self.auditor.consider((group,), unix_now())
         self.on_step: Callable[[], None] = lambda: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.waiting: tuple[str, float] = ("", 0.0)
+        self.checkpoint_s = 0.0  # that the newest one kept the loop
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
         self._is_stopping = self._was_stopped = False
@@ -100,6 +102,7 @@ class TrainingLoop:
         """Ends the loop after the step that runs."""
         self._is_stopping = self._was_stopped = True
         self.intake.stop_drawing()
+        self.exams.stop()
 
     async def run(self) -> None:
         """Trains until the last step or `stop`, then leaves a checkpoint behind. Where the prompts end before the
@@ -114,18 +117,21 @@ class TrainingLoop:
         await self.publisher.settled()
         await self._checkpoint(StepTimes())
         await self._checkpoint_written()
+        if self.is_finished and not self._was_stopped:
+            self.waiting = (EVALUATION, monotonic())
+            await self.exams.ended()
+            self.waiting = ("", 0.0)
         if self.intake.exhausted is not None and not self.is_finished and not self._was_stopped:
             raise self.intake.exhausted
 
     async def _make_up(self) -> None:
-        """At a start: the version and the evaluation of the step at which the model is, where a kill came before them."""
+        """At a start: the version and the evaluation that are due, where a kill came before them."""
         is_last = self.is_finished and self.p.schedule.newest < self.step
         if is_last or self.p.schedule.is_due(Step(self.step)):
             await self._publish(await self._in_trainer(self._snapshot), StepTimes())
-        is_unknown = self._is_evaluation_due() and self.step not in self.evaluations
-        if is_unknown or self.step == 0:
-            await self._evaluate(StepTimes())
-            self._write({"step": self.step, "unix_s": unix_now(), **self.facts.evaluation})
+        if is_last or not self.step:
+            self._write({"step": self.step, "unix_s": unix_now()})
+        self.exams.version_left(self.p.schedule.newest, self.is_finished)
 
     async def _one_step(self) -> None:
         times = StepTimes()
@@ -142,14 +148,11 @@ class TrainingLoop:
         except TrainingError:
             self._keep_for_inspection(batch)
             raise
-        self.auditor.consider(batch, unix_now())
+        self.auditor.consider(batch.groups, unix_now())
         if snapshot is not None:
             await self._publish(snapshot, times)
         self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)
         self._is_warm = True
-        self.facts.evaluation = {}
-        if self._is_evaluation_due():
-            await self._evaluate(times)
         if self.step % self.options.checkpoint.every_steps == 0:
             await self._checkpoint(times)
         if result.is_skipped:
@@ -176,46 +179,7 @@ class TrainingLoop:
     async def _publish(self, snapshot: Snapshot, times: StepTimes) -> None:
         self.auditor.keep(Version(self.step), snapshot.audited)
         times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot.own)
-
-    # ---- evaluation
-
-    def _is_evaluation_due(self) -> bool:
-        every = self.options.evaluation.every_steps
-        return self.options.evaluation.prompts > 0 and (self.step % every == 0 or self.is_finished)
-
-    async def _evaluate(self, times: StepTimes) -> None:
-        """Samples held-out prompts and scores them; the time counts neither as busy nor as waiting."""
-        given = self.options.evaluation
-        if given.prompts == 0:
-            return
-        began = monotonic()
-        instances = self.p.prompts.held_out(given.prompts)
-        prompts = [self.p.prompts.tokens_of(instance) for instance in instances]
-        seed = derived_seed(self.options.seed, "evaluation", self.step)
-        sampling = replace(self.p.prompts.sampling, seed=seed)
-        episodes = [HeldOut(instance.index, prompt) for instance, prompt in zip(instances, prompts, strict=True)]
-        while live := [episode for episode in episodes if not episode.is_over]:
-            texts = [episode.token_ids for episode in live]
-            done = await self._in_trainer(partial(self.p.team.complete, texts, sampling, given.greedy, seed))
-            for episode, tokens in zip(live, done.token_ids, strict=True):
-                episode.spoke(tokens)
-                turns, so_far = episode.turns, len(episode.token_ids)
-                episode.heard(await self.p.prompts.answer_instance(episode.index, turns, so_far))
-        rewards = [episode.reward for episode in episodes]
-        parts: dict[str, list[float]] = {}
-        for episode in episodes:
-            for name, value in episode.parts.items():
-                parts.setdefault(name, []).append(value)
-        with (self.p.folder.path / "samples.jsonl").open("a", encoding="utf-8") as samples:
-            for episode in episodes[: given.examples_kept]:
-                samples.write(json.dumps({"step": self.step, **episode.example(self.p.prompts.text_of)}) + "\n")
-        times.evaluation_s = monotonic() - began
-        mean = statistics.fmean(rewards)
-        self.evaluations[self.step] = mean
-        self.facts.evaluation = {"eval/reward": mean} | {
-            f"eval/{name}": sum(values) / len(rewards) for name, values in parts.items()
-        }
-        _log.info("step %d: held-out reward %.3f over %d prompts", self.step, mean, len(rewards))
+        self.exams.version_left(Version(self.step), self.is_finished)
 
     # ---- checkpoints
 
@@ -236,7 +200,7 @@ class TrainingLoop:
         self._checkpoint_task = asyncio.get_running_loop().create_task(
             self._write_checkpoint(lambda: self.p.store.save(checkpoint))
         )
-        times.checkpoint_s = monotonic() - began
+        times.checkpoint_s = self.checkpoint_s = monotonic() - began
 
     async def _write_checkpoint(self, save: Callable[[], Step]) -> None:
         self.p.journal.forget_before(await asyncio.to_thread(save))
@@ -270,6 +234,11 @@ class TrainingLoop:
             result.step, row["reward/mean"], row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
         )  # fmt: skip
         self.on_step()
+
+    def _evaluated(self, row: Mapping[str, object]) -> None:
+        """To the sinks beside metrics.jsonl, which has rows of steps alone."""
+        for sink in self.sinks[1:]:
+            sink.write({**row, "step": self.step, "eval/version": row["step"]})
 
     def _write(self, row: Mapping[str, object]) -> None:
         self.last_row = row

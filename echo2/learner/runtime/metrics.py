@@ -105,9 +105,11 @@ def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
     return sinks
 
 
-def past_evaluations(path: Path) -> dict[int, float]:
-    """Held-out reward by step, of the rows written before a restart."""
-    if not path.exists():
-        return {}
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}
+def past_evaluations(folder: Path) -> dict[int, float]:
+    """Held-out reward by version, of the lines written before a restart; a torn last one does not count."""
+    found: dict[int, float] = {}
+    for path in (folder / "metrics.jsonl", folder / "evaluations.jsonl"):  # an older release had them in its rows
+        _mend(path)
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
+        found |= {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}
+    return found

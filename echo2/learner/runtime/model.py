@@ -84,17 +84,13 @@ class Policy(nn.Module):
             entropy_T = total_T - (torch.softmax(logits_TV, -1) * logits_TV).sum(-1)
         return logprobs_T, entropy_T
 
-    def next_logits(self, **arguments: Any) -> Any:
-        """The model's own output for sampling: logits of the last position, and its cache."""
-        return self.hf_model(use_cache=True, logits_to_keep=1, **arguments)
-
 
 def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
     """Spreads the parameters over the ranks (FSDP2), layer by layer; gradients are summed, not averaged, over them."""
     mesh = ranks.mesh(device.type)
     if mesh is None:
         return
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     layer_classes = set(getattr(policy.hf_model, "_no_split_modules", None) or ())
     for module in list(policy.modules()):
@@ -105,7 +101,6 @@ def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(policy, "next_logits")
 
 
 def _backbone(hf_model: Any) -> Any:

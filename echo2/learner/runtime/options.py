@@ -54,12 +54,29 @@ class TrainerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationSet:
+    """`prompts` 0: all of a finite task. `temperature` 0: greedy."""
+
+    name: str
+    task: str
+    args: Mapping[str, object] = field(default_factory=dict)
+    prompts: int = 0
+    samples: int = 1
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """Held-out prompts, sampled by the learner itself at the start, every so many steps and at the end. 0: off."""
+    """Prompts answered by the fleet at the start, every so many steps and at the end, `samples` times each: `prompts` held out
+    of the run's own task, and further `sets`. None of either: off. `patience_s`: an evaluation of which nothing comes for so
+    long is given up."""
 
     prompts: int = 64
     every_steps: int = 20
-    greedy: bool = True
+    samples: int = 1
+    temperature: float = 0.0
+    patience_s: float = 600.0
+    sets: tuple[EvaluationSet, ...] = ()
     examples_kept: int = 8
 
 

@@ -36,6 +36,7 @@ class PromptSource:
 
     tokenizer: Any
     make_world: Callable[[], World]
+    make_other: Callable[[TaskSpec], World] | None = None  # of an evaluation's further sets
 
 
 def source_of(options: LearnerOptions) -> PromptSource:
@@ -44,9 +45,12 @@ def source_of(options: LearnerOptions) -> PromptSource:
     spec = TaskSpec(options.task.name, options.task.args, options.seed)
     task, folder = options.task, options.folder.absolute()
     hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
-    return PromptSource(
-        tokenizer, lambda: make_world(spec, tokenizer, Containment(task.trusted_rewards, task.readable, (hidden,)))
-    )
+    containment = Containment(task.trusted_rewards, task.readable, (hidden,))
+
+    def make(spec: TaskSpec) -> World:
+        return make_world(spec, tokenizer, containment)
+
+    return PromptSource(tokenizer, lambda: make(spec), make)
 
 
 class Prompts:
@@ -69,6 +73,7 @@ class Prompts:
         self.seed = options.seed
         self.vocabulary_size = vocabulary_size
         self.world = source.make_world()
+        self._make_other = source.make_other
         self.split = TaskSplit(self.world.size, options.evaluation.prompts, options.seed, options.task.epochs or None)
         self.curriculum = make_curriculum(options.task.curriculum, options.seed)
         self._curriculum_name = options.task.curriculum
@@ -159,14 +164,25 @@ class Prompts:
         return Answer(replace(scored, reward=replace(scored.reward, value=shaped)))
 
     async def answer_instance(
-        self, index: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
+        self,
+        index: int,
+        turns: Sequence[Sequence[int]],
+        context_tokens: int,
+        sender: str = "",
+        world: World | None = None,
     ) -> Answer:
-        """To a finished turn of the task's instance `index`."""
+        """To a finished turn of instance `index` of the task, or of another `world`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
-        return await self.world.answer(index, turns, room_tokens, sender)
+        return await (world or self.world).answer(index, turns, room_tokens, sender)
 
-    def held_out(self, count: int) -> list[TaskInstance]:
-        return [self.world.instance(self.split.held_out_index(position)) for position in range(count)]
+    def held_out(self, position: int) -> TaskInstance:
+        return self.world.instance(self.split.held_out_index(position))
+
+    def make_world(self, spec: TaskSpec) -> World:
+        """Another task's, with the run's tokenizer."""
+        if self._make_other is None:
+            raise ConfigError(f"task {spec.name}: expected none beside the run's own where prompts come from elsewhere")
+        return self._make_other(spec)
 
     def close(self) -> None:
         self.world.close()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
 from echo2.learner.batch import Batch
@@ -34,7 +33,6 @@ class StepTimes:
     diff_s: float = 0.0
     publish_wait_s: float = 0.0
     checkpoint_s: float = 0.0
-    evaluation_s: float = 0.0
 
     def busy_s(self, result: StepResult) -> float:
         return sum(result.phases_s.values()) + self.diff_s + self.publish_wait_s
@@ -47,7 +45,6 @@ class RunFacts:
     predicted_utilisation: float = 0.0
     flops_per_position: float = 0.0
     peak_flops: float = 0.0
-    evaluation: Mapping[str, float] = field(default_factory=dict)
 
 
 def reward_fields(batch: Batch) -> dict[str, float]:
@@ -110,7 +107,6 @@ def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[s
         "phase/diff_s": times.diff_s,
         "phase/publish_wait_s": times.publish_wait_s,
         "phase/checkpoint_s": times.checkpoint_s,
-        "phase/evaluation_s": times.evaluation_s,
         "step_s": busy_s,
         "tokens_per_s": result.sampled_tokens / busy_s if busy_s > 0 else 0.0,
         "positions_per_s": result.positions / busy_s if busy_s > 0 else 0.0,
@@ -196,7 +192,6 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
         **lag_fields(batch),
         **time_fields(result, times, facts),
         "utilisation/predicted": facts.predicted_utilisation,
-        **facts.evaluation,
     }
 
 

@@ -31,7 +31,7 @@ def hello_of(
         rollouts_per_group=options.rollouts_per_group,
         step=held.next_step,
         newest_version=loop.publisher.newest_version,
-        open_groups=[group_to_message(spec) for spec in held.incomplete_specs()],
+        open_groups=[group_to_message(spec) for spec, _ in loop.intake.lacking()],
         full_snapshot_bytes=model.snapshot_bytes,
         link=coordinator_pb2.Link(
             uplink_bytes_per_s=options.link.uplink_bytes_per_s or options.uplink_limit_bytes_per_s,
@@ -69,8 +69,10 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
         sent_chunk_bytes=publisher.broadcaster.sent_bytes,
         waits_for=waits_for[0],
         waits_since_s=waits_for[1],
-        is_finished=loop.is_finished,
-        eval_reward=loop.evaluations[max(loop.evaluations)] if loop.evaluations else -1.0,
+        is_finished=loop.is_finished and not loop.intake.exam_waits_for,
+        eval_reward=loop.exams.rewards[max(loop.exams.rewards)] if loop.exams.rewards else -1.0,
+        evaluation_rollouts=loop.exams.rollouts_per_step,
+        checkpoint_s=loop.checkpoint_s / loop.options.checkpoint.every_steps,
         fingerprint=f"{publisher.newest_fingerprint:016x}",
     )
 

@@ -26,6 +26,8 @@ from echo2.learner.runtime.adapter import published_name
 
 CHUNK_LOGITS = 1 << 25
 """Logits held at a time: their softmax and what is sorted of them take about ten times as many bytes."""
+GREEDY_NATS = 1.0
+"""How far below the likeliest token a greedy one may be: engines of another precision pick another of nearly equal ones."""
 BYTES_MAX_OF_MODEL = 2.0
 """All changes together hold at most this many times the bytes of a published version."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -189,6 +191,8 @@ class VersionScorer:
 
 def _scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
     """The columns of `TokenScores`."""
+    if sampling.temperature == 0:
+        return _greedy_scores(logits_CV, targets_C, sampling)
     plain_CV = (logits_CV.float() / sampling.temperature).log_softmax(-1)
     drawn_CV = _filtered(plain_CV, sampling) if sampling.is_filtered else plain_CV
     probabilities_CV = drawn_CV.exp()
@@ -209,6 +213,17 @@ def _scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> t
         below_C,
         probabilities_CV.square().sum(-1),
     )
+
+
+def _greedy_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
+    """Of completions that were not drawn: what is claimed is the raw model's number, and a token that is further from the
+    likeliest than engines differ counts as one that could not come."""
+    plain_CV = logits_CV.float().log_softmax(-1)
+    plain_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
+    drawn_C = torch.where(plain_CV.amax(-1) - plain_C > GREEDY_NATS, FLOOR_NATS, 0.0)
+    stopped_C = torch.isin(targets_C, torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=targets_C.device))
+    nothing_C = torch.zeros_like(plain_C)
+    return plain_C, drawn_C, nothing_C, stopped_C.float(), stopped_C, nothing_C, torch.ones_like(plain_C)
 
 
 def _filtered(logprobs_CV: Tensor, sampling: SamplingParams) -> Tensor:

@@ -26,6 +26,7 @@ from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
 from echo2.learner.runtime.coding import LocalCoder
+from echo2.learner.runtime.examination import Examination
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
@@ -58,6 +59,7 @@ class Prepared:
     trainer: StepCounter
     team: TrainingSide
     prompts: Prompts
+    examination: Examination
     shelf: Shelf
     journal: Journal
     history: History
@@ -127,6 +129,7 @@ def prepare_with(
         trainer=trainer,
         team=team,
         prompts=prompts,
+        examination=Examination(options.evaluation, prompts),
         shelf=Shelf(config, Ledger(bound)),
         journal=Journal(folder.path / "journal"),
         history=History(),

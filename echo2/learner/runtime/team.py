@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from echo2.base.errors import StateError
 from echo2.base.ids import Step, Version
-from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
@@ -35,7 +33,6 @@ from echo2.learner.runtime.checkpoint import (
     write_shards,
 )
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
-from echo2.learner.runtime.evaluate import Completions, complete
 from echo2.learner.runtime.ranks import own_rows, whole
 from echo2.learner.runtime.trainer import StepResult, Trainer
 
@@ -97,13 +94,6 @@ class Team:
         assert layout is not None, f"{name} is published"
         return own_rows(tensor, layout, self.ranks)
 
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
-    ) -> Completions:
-        head = {"prompts": [list(prompt) for prompt in prompts], "sampling": asdict(sampling), "greedy": greedy}
-        self.ranks.tell({"command": "complete", "seed": seed, **head})
-        return complete(self.model, prompts, sampling, greedy, seed)
-
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
@@ -155,10 +145,6 @@ class Team:
                         whole(held[name])
                 case "hold":
                     self._take_rows(Version(head["version"]), head["name"], payload)
-                case "complete":
-                    stops = {"stop_token_ids": tuple(head["sampling"]["stop_token_ids"])}
-                    sampling = SamplingParams(**{**head["sampling"], **stops})
-                    complete(self.model, head["prompts"], sampling, head["greedy"], head["seed"])
                 case "save":
                     self._begin_writing(Path(head["folder"]), Version(head["version"]))
                 case "load":

@@ -5,7 +5,7 @@ Guarantees: nothing; these are the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from echo2.base.ids import Version
-from echo2.base.rollout import SamplingParams
 from echo2.learner.audit import ScoreUnderVersion
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.runtime.coding import VersionCoder
-from echo2.learner.runtime.evaluate import Completions
 from echo2.learner.runtime.trainer import StepResult
 
 
@@ -108,10 +106,6 @@ class TrainingSide(Protocol):
     def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Takes whole weights of a version that was published, by the names of a snapshot, for a snapshot of it."""
         ...
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, greedy: bool, seed: int
-    ) -> Completions: ...
 
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]

@@ -153,7 +153,8 @@ class Telling:
         self._idle_since = None if has_work or live is None else self._idle_since or now
         text, since_s = self._waits.longest()
         if text or has_work:
-            return text, since_s
+            is_silent = not text and not self._desk.machine.is_running
+            return ("the learner's word on finished rollouts", 0.0) if is_silent else (text, since_s)
         if self._idle_since is None:
             return node.waits_for, 0.0
         return "a lease", now - self._idle_since

@@ -230,6 +230,7 @@ class RandomWorker:
                 spec = await self.coordinator.waiting.get()
                 # The staleness rule paces a worker: it does not begin what would be too old when its turn comes.
                 version = max(v for v in self._known() if v <= max(0, self.coordinator.newest - self.lag))
+                version = version if spec.exact_version is None else spec.exact_version
                 report = ingest_pb2.RolloutReport(
                     sequence=sequence,
                     ticket=self.ticket(spec.group_id),

@@ -26,6 +26,7 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.learner.delta_setting import SettingWish
+from echo2.learner.group import exam_version_of
 from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
@@ -107,6 +108,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("bound", [0, 1, 2, 4, 8])
 def test_a_run_trains_to_its_end_and_never_above_the_bound(model_path: Path, tmp_path: Path, bound: int) -> None:
     run = Run(options_for(tmp_path / "run", model_path, staleness_bound=bound))
@@ -114,7 +119,11 @@ def test_a_run_trains_to_its_end_and_never_above_the_bound(model_path: Path, tmp
     assert summary.is_finished and summary.steps == 6 and summary.over_stale_tokens == 0
     rows = rows_of(tmp_path / "run")
     undocumented = {name for row in rows for name in row} - documented_names()
-    assert not {name for name in undocumented if not name.startswith("eval/")}
+    assert not undocumented
+    evaluated = evaluations_of(tmp_path / "run")
+    steps = [row["step"] for row in evaluated]
+    assert steps in ([0, 3, 6], [0, 6]) and [*summary.evaluations] == steps, "one that waits gives way to a newer one"
+    assert all(row["eval/rollouts"] == 4 for row in evaluated)
     assert [row["step"] for row in rows] == list(range(7))
     assert all(row["lag/max"] <= bound for row in rows[1:])
     assert summary.trained_rollouts == 6 * 8
@@ -176,7 +185,8 @@ def test_the_coordinator_hears_offers_closures_versions_and_reports(model_path: 
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
     assert [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
-    assert sum(reason == "complete" for _, reason in coordinator.closed) == 10
+    complete = [name for name, reason in coordinator.closed if reason == "complete"]
+    assert sum(exam_version_of(name) is None for name in complete) == 10
     assert coordinator.offers > coordinator.reminders, "groups are offered as they are opened, not by reminders"
     assert coordinator.reports[-1].is_finished and coordinator.reports[-1].step == 5
     assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
@@ -265,7 +275,7 @@ def test_a_kill_in_the_last_step_keeps_neither_its_version_nor_its_evaluation_ba
     summary = go(second.finish())
     assert summary.is_finished and summary.version == 6, "the last step is always published"
     assert summary.fingerprint == first.fingerprint == f"{second.follower.host.fingerprint():016x}"
-    assert summary.evaluations == first.evaluations and 6 in summary.evaluations
+    assert [*summary.evaluations] == [*first.evaluations] == [0, 4, 6]
     assert rows_of(tmp_path / "crashed")[-1]["step"] == 6
 
 

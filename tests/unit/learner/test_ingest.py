@@ -10,7 +10,7 @@ import torch
 
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import Verdict
-from echo2.learner.batcher import Resumed
+from echo2.learner.batcher_events import Resumed
 from echo2.learner.history import Began
 from echo2.learner.offers import OfferConfig
 from echo2.learner.runtime.ingest import STREAMS_PER_PEER_MAX, IngestService

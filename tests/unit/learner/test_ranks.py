@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import Step, Version
-from echo2.base.rollout import SamplingParams
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import CheckpointStore
@@ -79,8 +78,6 @@ def test_two_ranks_train_as_one_process_does(
     for name, tensor in one.snapshot().items():
         assert two["policy"][name].dtype == tensor.dtype
         assert torch.allclose(two["policy"][name].float(), tensor.float(), rtol=1e-2, atol=2e-4), name
-    sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(1,))
-    assert two["completions"] == one.complete([[5, 6, 7], [8, 9]], sampling, True, 0).token_ids
     assert two["again"] == two["repeated"], "what was loaded is what was saved"
     assert two["held"], "each rank takes its rows of whole weights, and they come together again"
 

@@ -20,6 +20,7 @@ from echo2.learner.episodes import Sent
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
+from echo2.learner.suspicion import Suspicion, SuspicionConfig
 from echo2.worker.runtime.engines.sampling import draw
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -147,3 +148,22 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     assert np.abs(evidence.exact.logprobs - evidence.older.logprobs).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
         kept.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
+
+
+def test_greedy_answers_are_held_to_the_likeliest_token_and_honest_ones_pass(tmp_path: Path) -> None:
+    """What an evaluation is answered by: tokens that were drawn, or are another model's, are found as such."""
+    model, kept, snapshots = model_with_history(tmp_path)
+    greedy = replace(PLAIN, temperature=0.0)
+    honest, liar = Suspicion(SuspicionConfig(), 0.0), Suspicion(SuspicionConfig(), 0.0)
+    for seed in range(3):
+        own = sampled(model, snapshots, [(4, TOKENS)], replace(greedy, seed=seed), False)
+        drawn = sampled(model, snapshots, [(4, TOKENS)], replace(PLAIN, seed=seed), False)
+        passages = [own, replace(drawn, sampling=greedy)]
+        for suspicion, found in zip(
+            (honest, liar), examined(passages, kept.versions, VersionScorer(kept)), strict=True
+        ):
+            for evidence in found:
+                assert evidence.exact.logprobs == pytest.approx(evidence.claimed, abs=2e-5)
+                suspicion.observe(evidence)
+    assert honest.accusation is None
+    assert liar.accusation is not None and liar.accusation.bet == "draw"

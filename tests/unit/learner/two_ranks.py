@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import Step, Version
-from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime import sharded
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import CheckpointStore
@@ -43,12 +42,10 @@ def batch(step: int) -> Batch:
 
 
 def lead(team: Team, folder: Path) -> None:
-    """Three steps, a completion, a checkpoint; what came of them goes to a file."""
+    """Three steps, a checkpoint; what came of them goes to a file."""
     results = [team.step(batch(step)) for step in range(STEPS)]
     taken = team.snapshot()
     policy = team.whole(taken, Version(STEPS))
-    sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(1,))
-    done = team.complete([[5, 6, 7], [8, 9]], sampling, True, 0)
     store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
     checkpoint = team.take(store, taken, Version(STEPS), {"journal_from": 0})
     store.save(checkpoint)
@@ -66,7 +63,6 @@ def lead(team: Team, folder: Path) -> None:
             "steps": [{**asdict(r.metrics), "grad_norm": r.grad_norm, "positions": r.positions} for r in results],
             "policy": policy,
             "after": after,
-            "completions": done.token_ids,
             "held": is_held and is_shared_out,
             "again": again.metrics.loss,
             "repeated": repeated.metrics.loss,

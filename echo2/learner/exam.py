@@ -1,0 +1,248 @@
+"""The evaluation under way: held-out prompts as leases of one version, from the first question to the result.
+
+    due --AskQuestions--> opened --reports, rewards--> answered --all answered--> result
+                            |                             |
+                            |<-- a worker is barred ------'
+                            '--> the version is out of reach: once more with the newest, `MOVES_MAX` times, then given up
+
+Guarantees: a question's rollouts hold tokens of the exam's version alone, and none of them can come into a batch, for they
+lie on a shelf of their own from which no batch is drawn and whose ledger records nothing; at most `OPEN_MAX` questions are
+open at once; an exam without progress for `patience_s` ends, with a result or without. Leaves to others: prompts
+and rewards (runtime), which versions are examined (runtime/loop), the sets' meaning (runtime/exam_prompts).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import comb
+
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import GroupSpec, Work
+from echo2.learner.batch import TrainGroup
+from echo2.learner.episodes import is_later_turn
+from echo2.learner.group import Draw, Group, exam_group_id, exam_version_of
+from echo2.learner.shelf import Shelf, ShelfConfig
+from echo2.staleness.ledger import Ledger
+
+OPEN_MAX = 256
+"""Questions open at once; the next is opened when one is answered."""
+MOVES_MAX = 3
+"""How often an exam of which a part was sampled begins anew, with a newer version."""
+BEHIND_VERSIONS = 2
+"""An exam of which nothing was sampled moves to the newest version once so many newer ones have left."""
+RETRIES_MAX = 64
+"""How often a question is asked again because a worker that answered a part of it was barred."""
+PASSED_FROM = 1.0 - 1e-9
+"""A reward from which a sample counts as passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExamSet:
+    """`samples` completions of each of `questions` prompts, named in the metrics."""
+
+    name: str
+    questions: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExamRules:
+    """Which sets are asked, in order; an exam whose fleet does nothing for `patience_s` ends."""
+
+    sets: tuple[ExamSet, ...] = ()
+    patience_s: float = 600.0
+
+    @property
+    def questions(self) -> int:
+        return sum(one.questions for one in self.sets)
+
+    def set_of(self, number: int) -> tuple[ExamSet, int]:
+        """The set in which question `number` of all stands, and its place there."""
+        for one in self.sets:
+            if number < one.questions:
+                return one, number
+            number -= one.questions
+        raise IndexError(f"question {number} after the last")
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """`rewards[q][s]`: of sample s of question q. `parts`: means over all samples of what the scorer told beside."""
+
+    name: str
+    rewards: tuple[tuple[float, ...], ...]
+    parts: Mapping[str, float]
+
+    @property
+    def reward(self) -> float:
+        return statistics.fmean(value for rewards in self.rewards for value in rewards)
+
+    def pass_at(self, k: int) -> float:
+        """Probability that one of k samples of a question passes: the unbiased estimate from n >= k samples."""
+        return statistics.fmean(
+            1.0 - comb(len(rewards) - sum(value >= PASSED_FROM for value in rewards), k) / comb(len(rewards), k)
+            for rewards in self.rewards
+        )
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """1, 2, 4, .. up to the samples of a question."""
+        samples = min(len(rewards) for rewards in self.rewards)
+        return tuple(1 << power for power in range(samples.bit_length()))
+
+
+@dataclass(frozen=True, slots=True)
+class ExamResult:
+    """`sets` is empty and `reason` says why where the exam was given up."""
+
+    version: Version
+    sets: tuple[SetResult, ...]
+    rollouts: int
+    tokens: int
+    reason: str = ""
+
+    @property
+    def reward(self) -> float:
+        """Mean over all questions of all sets."""
+        return statistics.fmean(statistics.fmean(rewards) for one in self.sets for rewards in one.rewards)
+
+
+@dataclass(slots=True)
+class Exam:
+    """One version's. `training` is the shelf of the training's groups, whose accounts of workers are shared."""
+
+    rules: ExamRules
+    version: Version
+    training: Shelf
+    moves: int = 0
+    asked: int = 0  # questions opened so far
+    shelf: Shelf = field(init=False)
+    _parts: dict[tuple[GroupId, int], Mapping[str, float]] = field(default_factory=dict)
+    told: set[GroupId] = field(default_factory=set)  # answered, and closed with the coordinator
+    _seen: tuple[int, int] = (-1, -1)
+    _progress_at: float | None = None
+
+    def __post_init__(self) -> None:
+        one = max((one.samples for one in self.rules.sets), default=1)
+        config = ShelfConfig(0, one, one, self.training.config.vocabulary_size, RETRIES_MAX)
+        self.shelf = Shelf(
+            config, Ledger(0), Step(int(self.version)), [self.version],
+            untruths=self.training.untruths, deliveries=self.training.deliveries,
+        )  # fmt: skip
+
+    def holds(self, group_id: GroupId) -> bool:
+        return exam_version_of(group_id) == self.version
+
+    # ---- questions
+
+    def wanted(self) -> range:
+        """The numbers of the questions to open now."""
+        is_open = sum(not is_later_turn(group_id) for group_id in self.shelf.groups) - len(self.told)
+        return range(self.asked, min(self.rules.questions, self.asked + max(0, OPEN_MAX - is_open)))
+
+    def open(self, draws: Iterable[Draw]) -> list[GroupSpec]:
+        """`draw.cursor` is the question's number."""
+        return [self._opened(draw) for draw in draws]
+
+    def _opened(self, draw: Draw) -> GroupSpec:
+        self.asked = max(self.asked, draw.cursor + 1)
+        spec = GroupSpec(
+            exam_group_id(self.version, draw.cursor, draw.retry), draw.prompt_token_ids,
+            self.rules.set_of(draw.cursor)[0].samples, draw.sampling, int(self.version), Work.EVALUATE, self.version,
+        )  # fmt: skip
+        self.shelf.open(spec, draw)
+        return spec
+
+    def take_back(self, groups: Iterable[Group]) -> None:
+        """What a journal gave back of it."""
+        for group in groups:
+            self.shelf.groups[group.spec.group_id] = group
+            self.asked = max(self.asked, group.draw.cursor + 1)
+
+    # ---- answers
+
+    def reward(
+        self, group_id: GroupId, index: int, reward: float | None, parts: Mapping[str, float]
+    ) -> TrainGroup | None:
+        """Of a finished rollout; one that could not be scored is worth 0. Returns a question that is answered by it."""
+        group = self.shelf.groups.get(group_id)
+        if group is None:
+            return None
+        self._parts[group_id, index] = parts
+        self.shelf.reward(group_id, index, reward or 0.0)
+        if not group.is_ready or group_id in self.told:
+            return None
+        self.told.add(group_id)
+        return self.shelf.train_group(group)
+
+    def drop_sent_by(self, peer_id: PeerId) -> None:
+        """Questions that a barred worker answered, if only in part, are to be answered by others."""
+        self.shelf.drop_sent_by(peer_id)
+        self.told &= self.shelf.groups.keys()
+
+    @property
+    def is_answered(self) -> bool:
+        return self.asked == self.rules.questions and len(self.told) == self.rules.questions
+
+    @property
+    def is_begun(self) -> bool:
+        return any(rollout.token_ids for group in self.shelf.groups.values() for rollout in group.rollouts)
+
+    def result(self) -> ExamResult:
+        """Once it is answered."""
+        assert self.is_answered, "an exam has a result once all of it is answered"
+        by_number = {self.shelf.groups[group_id].draw.cursor: self.shelf.groups[group_id] for group_id in self.told}
+        sets, begin = [], 0
+        for one in self.rules.sets:
+            groups = [by_number[number] for number in range(begin, begin + one.questions)]
+            begin += one.questions
+            rewards = tuple(tuple(float(group.rewards[i] or 0.0) for i in range(one.samples)) for group in groups)
+            told = [self._parts.get((group.spec.group_id, i), {}) for group in groups for i in range(one.samples)]
+            names = dict.fromkeys(name for parts in told for name in parts)
+            means = {name: sum(parts.get(name, 0.0) for parts in told) / len(told) for name in names}
+            sets.append(SetResult(one.name, rewards, means))
+        return ExamResult(self.version, tuple(sets), *self._size())
+
+    def given_up(self, reason: str) -> ExamResult:
+        return ExamResult(self.version, (), *self._size(), reason)
+
+    def _size(self) -> tuple[int, int]:
+        rollouts = [rollout for group in self.shelf.groups.values() for rollout in group.rollouts if rollout.token_ids]
+        return len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
+
+    # ---- time
+
+    def idle_s(self, now: float) -> float:
+        """How long nothing of it has come."""
+        seen = (len(self.told), self._size()[1])
+        if seen != self._seen or self._progress_at is None:
+            self._seen, self._progress_at = seen, now
+        return now - self._progress_at
+
+    def moved(self, version: Version, is_begun: bool) -> Exam:
+        """The same exam of a newer version, from its beginning."""
+        return Exam(self.rules, version, self.training, self.moves + is_begun)
+
+    @property
+    def waits_for(self) -> str:
+        sampling = sum(not group.is_sampled for group in self.shelf.groups.values())
+        return (
+            f"the evaluation of version {self.version}: {len(self.told)} of {self.rules.questions} prompts answered, "
+            f"{sampling} being sampled"
+        )
+
+
+def exam_row(result: ExamResult, wall_s: float) -> dict[str, object]:
+    """A line of evaluations.jsonl; names in docs/learner.md."""
+    row: dict[str, object] = {
+        "step": int(result.version), "eval/reward": result.reward, "eval/rollouts": result.rollouts,
+        "eval/tokens": result.tokens, "eval/wall_s": wall_s,
+    }  # fmt: skip
+    for one in result.sets:
+        values = {"reward": one.reward} | {f"pass@{k}": one.pass_at(k) for k in one.ks} | dict(one.parts)
+        if len(result.sets) == 1:
+            row |= {f"eval/{name}": value for name, value in values.items() if name != "reward"}
+        row |= {f"eval/{one.name}/{name}": value for name, value in values.items()}
+    return row

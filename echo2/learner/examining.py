@@ -1,0 +1,168 @@
+"""Which evaluation is under way and which is due: one at a time, part of the batcher's door.
+
+Guarantees: whatever the exam opens, closes and answers is an action, as for groups to train on; an exam that stands still ends.
+Leaves to others: what an exam is (exam).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.rollout import GroupSpec
+from echo2.learner.batcher_events import (
+    Action,
+    Answered,
+    AskQuestions,
+    Close,
+    Examined,
+    Keep,
+    Offer,
+    QuestionsDrawn,
+    Rewarded,
+    Score,
+)
+from echo2.learner.episodes import is_later_turn, root_of
+from echo2.learner.exam import BEHIND_VERSIONS, MOVES_MAX, Exam, ExamResult, ExamRules
+from echo2.learner.group import Group
+from echo2.learner.history import Dropped, Opened
+from echo2.learner.shelf import Shelf
+
+OVER = "evaluation over"
+
+
+class Examining:
+    """`training`: the shelf of the training's groups."""
+
+    def __init__(self, rules: ExamRules, training: Shelf) -> None:
+        self.rules = rules
+        self._training = training
+        self._exam: Exam | None = None
+        self._due: Version | None = None
+        self._asked = 0  # questions asked for and not drawn yet
+        self._left_after: list[Version] = []  # newer than the exam's
+        self._is_ended = False
+
+    @property
+    def shelves(self) -> list[Shelf]:
+        return [] if self._exam is None else [self._exam.shelf]
+
+    def home_of(self, group_id: GroupId) -> Shelf | None:
+        """Where a group of the exam under way lies."""
+        return self._exam.shelf if self._exam is not None and self._exam.holds(group_id) else None
+
+    @property
+    def waits_for(self) -> str:
+        return "" if self._exam is None else self._exam.waits_for
+
+    # ---- events
+
+    def resumed(self, exams: Mapping[Version, Sequence[Group]]) -> list[Action]:
+        """Goes on with the newest exam that a journal gave back. What is sampled of it is scored again."""
+        actions: list[Action] = []
+        for version in sorted(exams):
+            if version == max(exams) and self.rules.questions:
+                self._exam = Exam(self.rules, version, self._training)
+                self._exam.take_back(exams[version])
+            else:
+                actions += [Keep(Dropped(group.spec.group_id)) for group in exams[version]]
+        if self._exam is None:
+            return actions
+        for group_id, group in self._exam.shelf.groups.items():
+            for index in range(0 if is_later_turn(group_id) else len(group.rollouts)):
+                last = self._exam.shelf.turns(group_id, index)[-1].rollout
+                if last.is_finished:
+                    actions.append(Score(last))
+        return actions
+
+    def due(self, version: Version) -> list[Action]:
+        """Begins it, or has it wait for the one under way."""
+        if not self.rules.questions or self._is_ended:
+            return []
+        if self._exam is None:
+            self._begin(Exam(self.rules, version, self._training))
+        elif version > self._exam.version:
+            self._due = version
+        return []
+
+    def drawn(self, event: QuestionsDrawn) -> list[Action]:
+        self._asked = 0
+        if self._exam is None or self._exam.version != event.version:
+            return []
+        return self._opened(self._exam, self._exam.open(event.draws))
+
+    def rewarded(self, event: Rewarded) -> list[Action]:
+        assert self._exam is not None, "rewards of an exam come to it"
+        answered = self._exam.reward(event.group_id, event.index, event.reward, event.parts)
+        if answered is None:
+            return []
+        return [Answered(answered), Close(tuple(self._exam.shelf.family(event.group_id)), "complete")]
+
+    def version_left(self, version: Version) -> None:
+        if self._exam is not None and version > self._exam.version:
+            self._left_after.append(version)
+
+    def drop_sent_by(self, peer_id: PeerId) -> None:
+        if self._exam is not None:
+            self._exam.drop_sent_by(peer_id)
+
+    def tick(self, now: float) -> list[Action]:
+        """An exam that cannot be answered any more moves to the newest version, or is given up."""
+        exam = self._exam
+        if exam is None:
+            return []
+        idle_s, is_begun = exam.idle_s(now), exam.is_begun
+        is_overtaken = not is_begun and len(self._left_after) >= BEHIND_VERSIONS
+        if not is_overtaken and idle_s < self.rules.patience_s:
+            return []
+        newest = self._left_after[-1] if self._left_after else None
+        if newest is None or exam.moves >= MOVES_MAX:
+            reason = f"nothing of the evaluation of version {exam.version} came for {idle_s:.0f} s: no worker is at it"
+            return [*self._over(exam), *self._examined(exam.given_up(reason))]
+        actions = self._over(exam)
+        self._begin(exam.moved(newest, is_begun))
+        return actions
+
+    def ended(self) -> None:
+        """No more questions are asked."""
+        self._is_ended = True
+
+    # ---- what follows from any event
+
+    def settled(self) -> list[Action]:
+        exam = self._exam
+        if exam is None:
+            return []
+        actions: list[Action] = []
+        closures = exam.shelf.take_closures()
+        actions += [Keep(Dropped(closure.group_id)) for closure in closures]
+        for reason in dict.fromkeys(closure.reason for closure in closures):
+            actions.append(Close(tuple(c.group_id for c in closures if c.reason == reason), reason))
+        actions += self._opened(exam, exam.open([c.retry for c in closures if c.retry is not None]))
+        numbers = exam.wanted()
+        if numbers and not self._asked and not self._is_ended:
+            self._asked = len(numbers)
+            actions.append(AskQuestions(exam.version, numbers))
+        if exam.is_answered:
+            actions += [*self._over(exam), *self._examined(exam.result())]
+        return actions
+
+    def _begin(self, exam: Exam) -> None:
+        self._exam, self._asked, self._left_after = exam, 0, []
+
+    def _opened(self, exam: Exam, specs: Sequence[GroupSpec]) -> list[Action]:
+        kept: list[Action] = [Keep(Opened(exam.shelf.groups[spec.group_id].draw, spec)) for spec in specs]
+        return [*kept, Offer(tuple(specs))] if specs and not self._is_ended else kept
+
+    def _over(self, exam: Exam) -> list[Action]:
+        """Nothing of it is needed any more."""
+        open_ids = tuple(group_id for group_id in exam.shelf.groups if root_of(group_id) not in exam.told)
+        kept: list[Action] = [Keep(Dropped(group_id)) for group_id in exam.shelf.groups]
+        return [*kept, Close(open_ids, OVER)] if open_ids else kept
+
+    def _examined(self, result: ExamResult) -> list[Action]:
+        due, self._due, self._exam = self._due, None, None
+        if due is not None:
+            self._begin(Exam(self.rules, due, self._training))
+        follow = self.settled() if due is not None else []
+        return [Examined(result), *follow]

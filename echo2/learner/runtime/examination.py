@@ -1,0 +1,112 @@
+"""The data plane of evaluations: which prompts each named set asks, and who scores their answers.
+
+Guarantees: the first set is held out of the run's own task and never trained on; a set asks the same prompts in every
+evaluation, so that its curve is of one thing; the random numbers of a question follow from the run's secret and the version, so
+that no worker knows them before it is leased. Leaves to others: leases and results (learner/exam), training prompts (prompts).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import Version
+from echo2.base.rng import derived_seed
+from echo2.learner.exam import ExamRules, ExamSet
+from echo2.learner.group import Draw
+from echo2.learner.runtime.options import EvaluationOptions, EvaluationSet
+from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.world import Answer, World
+from echo2.tasks.split import permuted
+from echo2.tasks.task import TaskInstance, TaskSpec
+
+OWN = "held_out"
+"""The name of the set that is held out of the run's own task."""
+QUESTIONS_MAX = 16_384
+"""Of all sets together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One set; `world` None: the run's own."""
+
+    name: str
+    questions: int
+    samples: int
+    temperature: float
+    world: World | None
+
+
+class Examination:
+    """`rules` is empty where nothing is evaluated. Worlds of further tasks are made at once, so that a wrong one is known."""
+
+    def __init__(self, options: EvaluationOptions, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self._asked: list[_Asked] = []
+        if options.prompts:
+            self._asked.append(_Asked(OWN, options.prompts, options.samples, options.temperature, None))
+        for one in options.sets:
+            self._asked.append(self._further(one))
+        names = [one.name for one in self._asked]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"task.eval_sets: expected names that differ, and none called {OWN}, got {names}")
+        sets = tuple(ExamSet(one.name, one.questions, one.samples) for one in self._asked)
+        self.rules = ExamRules(sets, options.patience_s)
+        if self.rules.questions > QUESTIONS_MAX:
+            raise ConfigError(f"evaluation: expected at most {QUESTIONS_MAX} prompts, got {self.rules.questions}")
+
+    def _further(self, one: EvaluationSet) -> _Asked:
+        world = self._prompts.make_world(TaskSpec(one.task, one.args, self._prompts.seed))
+        questions = one.prompts or world.size or 0
+        if not questions or (world.size is not None and questions > world.size):
+            most = world.size or QUESTIONS_MAX
+            raise ConfigError(
+                f"task.eval_sets: {one.name}: expected 1 to {most} prompts of {one.task}, got {one.prompts}"
+            )
+        return _Asked(one.name, questions, one.samples, one.temperature, world)
+
+    def draw(self, version: Version, number: int) -> Draw:
+        """Question `number` of all, as it is leased."""
+        asked, place = self._at(number)
+        prompts = self._prompts
+        digest = hmac.digest(prompts.secret, f"{prompts.seed}/evaluation/{version}/{number}".encode(), "sha256")
+        seed = int.from_bytes(digest[:8], "big") >> 1
+        sampling = replace(prompts.sampling, temperature=asked.temperature, seed=seed)
+        if asked.temperature == 0:
+            sampling = replace(sampling, top_p=1.0, top_k=0)
+        return Draw(number, 0, prompts.tokens_of(self._instance(asked, place)), sampling)
+
+    async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> Answer:
+        """To a finished turn of question `number`."""
+        asked, place = self._at(number)
+        index = self._instance(asked, place).index
+        return await self._prompts.answer_instance(index, turns, context_tokens, sender, asked.world)
+
+    def name_of(self, number: int) -> str:
+        """Of the set in which a question stands."""
+        return self._at(number)[0].name
+
+    def place_of(self, number: int) -> int:
+        """A question's place in its set."""
+        return self._at(number)[1]
+
+    def _at(self, number: int) -> tuple[_Asked, int]:
+        for asked in self._asked:
+            if number < asked.questions:
+                return asked, number
+            number -= asked.questions
+        raise IndexError("a question after the last")
+
+    def _instance(self, asked: _Asked, place: int) -> TaskInstance:
+        if asked.world is None:
+            return self._prompts.held_out(place)
+        size = asked.world.size
+        index = place if size is None else permuted(place, size, derived_seed(self._prompts.seed, asked.name))
+        return asked.world.instance(index)
+
+    def close(self) -> None:
+        for asked in self._asked:
+            if asked.world is not None:
+                asked.world.close()
