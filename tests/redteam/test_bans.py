@@ -52,8 +52,9 @@ def orders_of(member: Member) -> Orders:
     desk = Desk(Assignments(WorkerLimits()), clock, RateWindow())
     reporting = Reporting(member.credentials, desk, Waits(clock), Backoff(random.Random(0)), 1.0)
     return Orders(
-        desk, reporting, member.node, lambda whereabouts: None, member.credentials.peer_id, clock, lambda skew_s: None
-    )
+        desk, reporting, member.node, lambda whereabouts: None, member.credentials.peer_id, clock, lambda skew_s: None,
+        lambda lease_id, reason, message: None,
+    )  # fmt: skip
 
 
 def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when_told_so(tmp_path: Path) -> None:
