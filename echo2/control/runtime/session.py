@@ -200,6 +200,7 @@ class ControlSession(Generic[Said]):
             )
         check_interval("heartbeat_interval_s", welcome.heartbeat_interval_s)
         self._waits.end("coordinator")
+        _log.info("connected to the coordinator of run %s", welcome.run_id)
         self.is_connected = True
         with handling("a welcome", _WHOSE):
             party.welcomed(welcome)
