@@ -57,6 +57,7 @@ def _skypilot() -> Iterator[tuple[str, list[str]]]:
         line = task["run"].replace("\\\n", " ").split("exec ", 1)[1]
         for name, value in task["envs"].items():
             line = line.replace(f'"${name}"', shlex.quote(value))
+        line = re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", line)  # as with the variable set
         program, *rest = shlex.split(line)
         yield f"skypilot {path.stem}", [Path(program).name, *rest]
 

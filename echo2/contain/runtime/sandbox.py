@@ -148,21 +148,25 @@ def _note(answer: Answer, cpu_s: int, wall_s: float, limits: Limits) -> str:
     return ""
 
 
+def _wait_for(pipe: int, event: int, deadline: float) -> None:
+    """By poll: select takes no descriptor above 1,023, and a learner with many workers has such."""
+    polled = select.poll()
+    polled.register(pipe, event)
+    if not polled.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
 def _write(pipe: int, data: bytes, deadline: float) -> None:
     view = memoryview(data)
     while view:
-        _, writable, _ = select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))
-        if not writable:
-            raise TimeoutError
+        _wait_for(pipe, select.POLLOUT, deadline)
         view = view[os.write(pipe, view[:_PIECE]) :]
 
 
 def _read(pipe: int, count: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < count:
-        readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
-            raise TimeoutError
+        _wait_for(pipe, select.POLLIN, deadline)
         piece = os.read(pipe, min(count - len(data), _PIECE))
         if not piece:
             raise EOFError("end of its answers")

@@ -88,10 +88,10 @@ class _Outbox(Generic[Said]):
     """Of one stream, from its hello to its end."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[Said] = asyncio.Queue(OUTBOX_MESSAGES_MAX)
-        self.is_full = asyncio.Event()
+        self.messages: asyncio.Queue[Said | None] = asyncio.Queue(OUTBOX_MESSAGES_MAX)  # None: nothing follows
+        self.is_full, self.is_over = asyncio.Event(), asyncio.Event()
 
-    def put(self, message: Said) -> None:
+    def put(self, message: Said | None) -> None:
         try:
             self.messages.put_nowait(message)
         except asyncio.QueueFull:
@@ -109,6 +109,7 @@ class ControlSession(Generic[Said]):
         self._connect_s = connect_s
         self._failures = 0  # in a row
         self._outbox: _Outbox[Said] | None = None
+        self._is_leaving = False
 
     def send(self, message: Said) -> None:
         """Queues a message behind the hello and what was said since."""
@@ -116,13 +117,18 @@ class ControlSession(Generic[Said]):
             self._outbox.put(message)
 
     async def leave(self, farewell: Said, within_s: float) -> None:
-        """Says good-bye behind everything queued; gives up after `within_s`."""
+        """Says good-bye behind everything queued, and `run` ends with the stream; gives up after `within_s`.
+
+        That a write returned does not say that it was read: only the coordinator's end of the stream does.
+        """
         outbox = self._outbox
         if outbox is None:
             return
+        self._is_leaving = True
         outbox.put(farewell)
+        outbox.put(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(outbox.messages.join(), within_s)
+            await asyncio.wait_for(outbox.is_over.wait(), within_s)
 
     async def run(self, party: Party[Said]) -> None:
         """Keeps the stream until it is refused or cancelled."""
@@ -133,17 +139,22 @@ class ControlSession(Generic[Said]):
             self._waits.begin("coordinator", f"a connection to {whose}")
             try:
                 await self._connect(address, party)
-                _log.warning("%s closed the stream", whose)
+                if not self._is_leaving:
+                    _log.warning("%s closed the stream", whose)
             except grpc.aio.AioRpcError as error:
                 refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # what was said is at fault, not who said it
                 self._survive(MalformedMessage(f"{whose}: {error.details()}") if refused else error_of(error, whose))
             except EchoError as error:
                 self._survive(error)
             finally:
+                if self._outbox is not None:
+                    self._outbox.is_over.set()
                 self._outbox = None
                 was_welcome, self.is_connected = self.is_connected, False
                 if was_welcome:
                     party.lost()
+            if self._is_leaving:
+                return
             if was_welcome and monotonic() - begun > pause_s:
                 self._backoff.succeeded()
             self._waits.begin("coordinator", f"a connection to {whose}")
@@ -243,9 +254,10 @@ def _kind_of(order: Any) -> str | None:
 
 
 async def _write_all(call: Any, outbox: _Outbox[Said]) -> None:
-    while True:
-        await _write(call, await outbox.messages.get())
-        outbox.messages.task_done()
+    while (message := await outbox.messages.get()) is not None:
+        await _write(call, message)
+    await call.done_writing()
+    await asyncio.Event().wait()  # the coordinator ends the stream once it has read all of it
 
 
 async def _write(call: Any, message: object) -> None:

@@ -77,9 +77,10 @@ class Node:
     async def hello(self, **fields: Any) -> Any:
         stub = coordinator_pb2_grpc.CoordinatorStub(self.channel)
         if self.credentials.role is Role.WORKER:
-            self.call = stub.WorkerSession()
             base = {"protocol_version": 1, "run_id": RUN, "name": "w", "slot_count": 16, "price_usd_per_hour": 1.0}
-            await self.call.write(pb.WorkerMessage(hello=pb.WorkerHello(**{**base, **fields})))
+            async with self._writing:  # what else it says waits for the hello of the new stream
+                self.call = stub.WorkerSession()
+                await self.call.write(pb.WorkerMessage(hello=pb.WorkerHello(**{**base, **fields})))
         else:
             self.call = stub.LearnerSession()
             base = {

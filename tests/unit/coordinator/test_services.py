@@ -9,7 +9,7 @@ from typing import Any
 from echo2.base.ids import PeerId
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.session import Session
-from echo2.trust.identity import Role
+from echo2.trust.identity import PeerIdentity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import options, running
 
@@ -56,7 +56,7 @@ def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path
             hub = daemon.hub
             assert hub is not None
             heard = Heard()
-            await CoordinatorService(hub)._read(Stream(session), heard, peer, session)
+            await CoordinatorService(hub)._read(Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session)
             assert heard.said_by_peer == ["in time"]
 
     asyncio.run(scene())

@@ -13,7 +13,7 @@ import torch
 from echo2.base.errors import FingerprintMismatch
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.left_versions import LeftVersions
+from echo2.broadcast.runtime.left_versions import LeftArtifact, LeftVersions
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.runtime.ranks import Ranks
@@ -75,6 +75,40 @@ def left_of(options: LearnerOptions) -> LeftVersions:
     return LeftVersions(chunk_folder(options), RunId(RUN))
 
 
+class LeftDeltas(LeftVersions):
+    """As if no keyframe were there: of a model this small, one is cheaper than two deltas."""
+
+    @property
+    def artifacts(self) -> list[LeftArtifact]:
+        return [left for left in super().artifacts if left.header.artifact.parent is not None]
+
+
+def deltas_of(options: LearnerOptions) -> LeftVersions:
+    return LeftDeltas(chunk_folder(options), RunId(RUN))
+
+
+def killed_as_it_left(model: Path, tmp_path: Path, version: int) -> Killed:
+    """As `killed`, at the moment at which the delta to `version` is sealed and on no record yet."""
+    options = options_for(tmp_path / "run", model, staleness_bound=4, kappa=1)
+    run = new_run(options)
+
+    def watch() -> None:
+        assert run.daemon.loop is not None
+        publisher = run.daemon.loop.publisher
+        told = publisher.on_published
+
+        def killed_here(artifact: Any) -> None:
+            if artifact.version == version and artifact.parent is not None:
+                crash_image(run, tmp_path / "crashed")
+            told(artifact)
+
+        publisher.on_published = killed_here
+
+    run.at_step[1] = watch
+    go(run.finish())
+    return replace(options, folder=tmp_path / "crashed"), fingerprints(run)
+
+
 def worker_at(options: LearnerOptions, version: int, fingerprint: str) -> HostWeights:
     """What a worker holds that followed the learner to `version` before the kill."""
     host = HostWeights.empty(key_of_run(RUN))
@@ -113,10 +147,7 @@ def test_a_killed_learner_whose_replay_differs_goes_on_from_what_is_published(
     assert summary.is_finished and summary.version == 6 and summary.over_stale_tokens == 0
     assert summary.trained_rollouts == 6 * 8, "each rollout is trained on once"
     assert "published versions stay as they are" in caplog.text and "rebuilt from" in caplog.text
-    applied = left_of(crashed).bring(worker, Version(6), summary.fingerprint)
-    assert all(artifact.parent is not None for artifact in applied), (
-        "workers go on by deltas, from the bits that they hold"
-    )
+    deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)  # from the bits that they hold, by deltas alone
     if last < at:
         assert f"leaves as version {at}, with a delta from version {last}" in caplog.text
         assert ArtifactId(Version(at), Version(last)) in [left.header.artifact for left in left_of(crashed).artifacts]
@@ -129,7 +160,7 @@ def test_a_killed_learner_whose_replay_differs_goes_on_from_what_is_published(
 def test_what_is_exported_is_the_version_that_workers_hold(model_path: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    crashed, before = killed(model_path, tmp_path, 6, kappa=1)
+    crashed, before = killed_as_it_left(model_path, tmp_path, 6)
     summary = go(new_run(crashed, first_step=0).finish())
     assert summary.export_folder is not None and summary.fingerprint == before[6]
     exported = dict(
@@ -169,28 +200,11 @@ def test_a_second_kill_after_a_replay_that_differed_is_survived(model_path: Path
 def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hold(
     model_path: Path, tmp_path: Path
 ) -> None:
-    run = new_run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=1))
-
-    def watch() -> None:
-        assert run.daemon.loop is not None
-        publisher = run.daemon.loop.publisher
-        told = publisher.on_published
-
-        def killed_here(artifact: Any) -> None:
-            if artifact.version == 3 and artifact.parent is not None:
-                crash_image(run, tmp_path / "crashed")
-            told(artifact)
-
-        publisher.on_published = killed_here
-
-    run.at_step[1] = watch
-    go(run.finish())
-    crashed = options_for(tmp_path / "crashed", model_path, staleness_bound=4, kappa=1)
-    before = fingerprints(run)
+    crashed, before = killed_as_it_left(model_path, tmp_path, 3)
     worker = worker_at(crashed, 3, before[3])
     summary = go(new_run(crashed, first_step=0).finish())
-    applied = left_of(crashed).bring(worker, Version(6), summary.fingerprint)
-    assert all(artifact.parent is not None for artifact in applied)
+    applied = deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)
+    assert applied[0].parent == 3, "the version that left unrecorded is the one that is gone on from"
 
 
 def test_where_the_store_lost_the_published_version_the_start_says_so(model_path: Path, tmp_path: Path) -> None:
