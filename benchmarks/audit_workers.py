@@ -18,7 +18,7 @@ from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
 from echo2.learner.audit import Habits, copies, examined, passage_of
 from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import Sent
+from echo2.learner.episodes import SentTokens
 from echo2.learner.plausible import problem_of_end, problem_of_segment
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
@@ -163,7 +163,7 @@ def watched(
         spec = spec_of(int(rollouts[0].group_id[1:]))
         if any(problem_of(rollout, spec) for rollout in rollouts):
             return suspicion, rollouts_seen + 1, REFUSED
-        senders = tuple((Sent(worker, len(rollout.token_ids)),) for rollout in rollouts)
+        senders = tuple((SentTokens(worker, len(rollout.token_ids)),) for rollout in rollouts)
         group = TrainGroup(spec, number, tuple(rollouts), (0.0,) * len(rollouts), (), senders)
         passages = [passage_of(group, member, lambda peer: Habits(draws_by_seed)) for member in range(len(rollouts))]
         for passage, found in zip(passages, examined(passages, bench.kept.versions, scorer, back), strict=True):

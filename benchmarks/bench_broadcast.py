@@ -41,7 +41,7 @@ from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import IP_OVERHEAD, Fault, Scene, fluid_s, make_partly_needed_scene, make_scene
 from benchmarks.wan.lab import missing
 from echo2.broadcast.trees import plan
-from echo2.sim.broadcast_scenarios import Outcome as Simulated
+from echo2.sim.broadcast_scenarios import BroadcastOutcome as Simulated
 from echo2.sim.broadcast_scenarios import broadcast, partly_needed_fleet, wan_fleet, weighted_and_alike
 
 RESULTS = Path(__file__).parent / "results" / "broadcast.json"

@@ -34,7 +34,7 @@ from echo2.sim.fleet import FleetSim
 from echo2.sim.fleet_planner import FixedPlanner
 from echo2.sim.fleet_report import report_of, simulate
 from echo2.sim.fleet_scenario import FleetScenario, WorkerTruth
-from echo2.sim.lengths import Lengths
+from echo2.sim.lengths import LengthDistribution
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "capacity.json"
@@ -58,7 +58,7 @@ class Row:
 
 def grid_scenario(bound: int, kappa: int, ratio: float, steps: int = 150) -> FleetScenario:
     """T_bcast = ratio*T_train, mu = 1.25 R/T_train, log-normal lengths (sigma 0.8) of 0.3*T_train on average."""
-    lengths = Lengths(median_tokens=1000, sigma=0.8, max_tokens=8192)
+    lengths = LengthDistribution(median_tokens=1000, sigma=0.8, max_tokens=8192)
     speed = lengths.mean_tokens / (0.3 * TRAIN_S)
     slots = int(1.25 * 256 * 0.3 / 8) + 1
     workers = tuple(WorkerTruth(f"w{i}", slots, speed, 1.0, LinkEstimate(1e9, 1e12)) for i in range(8))
@@ -94,7 +94,7 @@ def grid(quick: bool) -> list[Row]:
 def slow_network() -> list[Row]:
     """S = 6, T_bcast = 3*T_train: the planner's kappa against the paper's default."""
     base = grid_scenario(6, 1, 3.0)
-    lengths = Lengths(median_tokens=1000, sigma=0.8, max_tokens=4096)
+    lengths = LengthDistribution(median_tokens=1000, sigma=0.8, max_tokens=4096)
     speed = lengths.mean_tokens / (0.12 * TRAIN_S)
     workers = tuple(
         WorkerTruth(f"w{i}", int(1.25 * 256 * 0.12 / 8) + 1, speed, 1.0, LinkEstimate(1e9, 1e12)) for i in range(12)

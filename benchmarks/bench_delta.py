@@ -36,11 +36,11 @@ from benchmarks.delta_snapshots import LARGE, LEARNING_RATES, SMALL, STEPS_APART
 from echo2.base.ids import Version
 from echo2.broadcast.runtime.spill import FileSpill
 from echo2.weights import (
+    CodecSetting,
+    ContainerDecoder,
     DecodeLimits,
-    Decoder,
     DeltaHeader,
     HostWeights,
-    Setting,
     compose,
     encode_delta,
     encode_keyframe,
@@ -118,7 +118,7 @@ def memcpy_bytes_per_s(count: int) -> float:
     return count / cpu_s(lambda: np.copyto(target, source))
 
 
-def header_for(base: HostWeights, setting: Setting, steps: int) -> DeltaHeader:
+def header_for(base: HostWeights, setting: CodecSetting, steps: int) -> DeltaHeader:
     return DeltaHeader(
         target_version=Version((base.version or 0) + steps), parent_version=base.version,
         parent_fingerprint=base.fingerprint(), setting=setting,
@@ -129,14 +129,14 @@ def decode_and_apply(base: HostWeights, frames: list[bytes]) -> float:
     """CPU seconds from frames to the committed version; `base` ends at it. What memory has no share for waits in a file,
     as in a worker."""
     start = time.thread_time()
-    decoder = Decoder(base, STRICT, FileSpill(Path(tempfile.gettempdir())))
+    decoder = ContainerDecoder(base, STRICT, FileSpill(Path(tempfile.gettempdir())))
     for frame in frames:
         decoder.feed(frame)
     base.commit(decoder.finish())
     return time.thread_time() - start
 
 
-def measure_pair(old: Snapshot, new: Snapshot, setting: Setting, steps: int) -> tuple[list[bytes], float, float]:
+def measure_pair(old: Snapshot, new: Snapshot, setting: CodecSetting, steps: int) -> tuple[list[bytes], float, float]:
     """The frames, CPU seconds to encode, CPU seconds to decode and apply, the best; checks every bit."""
     base = HostWeights.from_tensors(old, Version(0))
     header = header_for(base, setting, steps)
@@ -220,11 +220,11 @@ def bench_pair(table: Table, name: str, snapshots: dict[int, Snapshot], steps: i
     for peer, size in peers.items():
         table.add(f"{name}: {peer}", 100 * size / a.nbytes, "% of bf16")
     copies, measured = [memcpy_bytes_per_s(a.nbytes)], {}
-    for setting in (Setting.DENSE, Setting.FAST):
+    for setting in (CodecSetting.DENSE, CodecSetting.FAST):
         measured[setting] = measure_pair(old, new, setting, steps)
         copies.append(memcpy_bytes_per_s(a.nbytes))
     table.add(f"{name}: memcpy, one core", max(copies) / 1e9, "GB/s", None, "higher")
-    frames, encode, decode = measured[Setting.DENSE]
+    frames, encode, decode = measured[CodecSetting.DENSE]
     size = sum(map(len, frames))
     table.add(f"{name}: dense", 100 * size / a.nbytes, "% of bf16")
     table.add(f"{name}: dense / bound given exponents", size / conditioned, "x", 1.12)
@@ -235,7 +235,7 @@ def bench_pair(table: Table, name: str, snapshots: dict[int, Snapshot], steps: i
     add_speeds(table, f"{name}: dense", a.nbytes, (encode, decode), max(copies), (0.08, 0.10))
     table.add(f"{name}: dense encode", a.nbytes / encode / 1e9, "GB/s", None, "higher")
     table.add(f"{name}: dense decode+apply", a.nbytes / decode / 1e9, "GB/s", None, "higher")
-    frames, encode, decode = measured[Setting.FAST]
+    frames, encode, decode = measured[CodecSetting.FAST]
     size = sum(map(len, frames))
     table.add(f"{name}: fast", 100 * size / a.nbytes, "% of bf16")
     table.add(f"{name}: fast / iid bound", size / iid, "x", 1.03)
@@ -259,7 +259,7 @@ def bench_merge(table: Table, snapshots: dict[int, Snapshot]) -> None:
     chain = []
     for step in range(8):
         base = HostWeights.from_tensors(snapshots[step], Version(step))
-        chain.append(list(encode_delta(base, snapshots[step + 1], header_for(base, Setting.FAST, 1))))
+        chain.append(list(encode_delta(base, snapshots[step + 1], header_for(base, CodecSetting.FAST, 1))))
     merged = list(compose(*chain))
     total = sum(len(frame) for container in chain for frame in container)
     table.add("merged over 8 versions / chain", sum(map(len, merged)) / total, "x", 0.55)
@@ -301,7 +301,7 @@ def copy_in_parts(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], 
 
 def decode_blocks(base: HostWeights, frames: list[bytes], executor: ThreadPoolExecutor) -> None:
     """Decodes and verifies, to be committed (which one thread does)."""
-    decoder = Decoder(base)
+    decoder = ContainerDecoder(base)
     decoder.feed(frames[0])
     list(executor.map(decoder.feed, frames[1:]))
     decoder.finish()
@@ -323,7 +323,7 @@ def bench_threads(table: Table, snapshots: dict[int, Snapshot]) -> None:
         table.add(f"{what}: 2 threads / 1", scaling[what], "x", None, "higher")
 
     measure("memcpy", lambda executor, _: copy_in_parts(source, target, executor))
-    for setting in Setting:
+    for setting in CodecSetting:
         name, header = setting.name.lower(), header_for(base, setting, 1)
         frames = list(encode_delta(base, new, header))
 
@@ -347,7 +347,7 @@ def bench_memory(table: Table, name: str, snapshots: dict[int, Snapshot], steps:
     raw = sum(t.nbytes for t in old.values())
     base = HostWeights.from_tensors(old, Version(0))
     base.fingerprint()
-    for setting in Setting:
+    for setting in CodecSetting:
         header = DeltaHeader(
             target_version=Version(1), parent_version=Version(0), parent_fingerprint=base.fingerprint(),
             setting=setting, block_elements=1 << 18,

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.lease_events import Phase
+from echo2.coordinator.lease_events import GroupPhase
 from echo2.coordinator.saved import SavedState
 
 
@@ -149,7 +149,7 @@ class History:
             told = self.attempts.get(group_id)
             if told and max(told) > group.attempts:
                 found.append(f"attempt {max(told)} at {group_id} was told, the state knows {group.attempts}")
-            if group.phase is Phase.LEASED and group.lease_id not in leases:
+            if group.phase is GroupPhase.LEASED and group.lease_id not in leases:
                 found.append(f"group {group_id} is leased under {group.lease_id}, which is not in the state")
         by_group = [lease.group_id for lease in leases.values()]
         found += [

@@ -35,11 +35,11 @@ from echo2.trust.runtime import tls
 from echo2.weights.block import EncodedBlock, FindsPool, decode_sparse, decode_whole, encode_block, encode_whole
 from echo2.weights.container import (
     BlockFrame,
+    CodecSetting,
     DeltaHeader,
     EndFrame,
     HeaderFrame,
     Method,
-    Setting,
     TensorTable,
     parse_frame,
 )
@@ -99,7 +99,7 @@ class SeededWeights:
 
     def delta(self, block: Block) -> EncodedBlock:
         finds = self._finds.take(block)
-        coded = encode_block(block, self.old(block), self.new(block), Setting.FAST, KEY, finds)
+        coded = encode_block(block, self.old(block), self.new(block), CodecSetting.FAST, KEY, finds)
         self._finds.give(finds)
         return coded
 

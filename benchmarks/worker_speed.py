@@ -32,7 +32,7 @@ from echo2.base.rollout import FinishReason
 from echo2.worker.engine import SwapMode
 from echo2.worker.runtime.daemon import PUMP_PAUSE_S
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-from echo2.worker.runtime.engines.loop import StepLoop, Swap
+from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
@@ -77,7 +77,7 @@ def by_bare_loop(base: Staged, asked: list[Ask], batch: int, weights: Weights | 
     loop = StepLoop(weights, batch, CONTEXT_TOKENS, Nowhere())
     with torch.inference_mode():
         loop.warm_up()
-        loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
+        loop.swap(LiveSwap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         began = time.process_time()
         for request in requests(asked):

@@ -23,7 +23,7 @@ from benchmarks.worker_scene import (
 )
 from echo2.base.rollout import SamplingParams
 from echo2.worker.engine import GenerateRequest, SwapMode
-from echo2.worker.runtime.engines.loop import HOLD_STEPS, StepLoop, Swap
+from echo2.worker.runtime.engines.loop import HOLD_STEPS, LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
@@ -70,7 +70,7 @@ def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float, grou
     extra_s = 0.0
     with torch.inference_mode():
         loop.warm_up()
-        loop.swap(Swap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
+        loop.swap(LiveSwap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         for version in range(1, swaps + 1):
             change = delta(base, version)
@@ -80,7 +80,7 @@ def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float, grou
                 plain_s += load.step(4)
             plain_tokens = loop.stats().sampled_tokens - plain_tokens
             began = time.process_time()
-            loop.swap(Swap(change.version, change.parent, scatters, mode))
+            loop.swap(LiveSwap(change.version, change.parent, scatters, mode))
             loop.run_commands()
             tokens = loop.stats().sampled_tokens
             load.step(3 * HOLD_STEPS)
@@ -127,7 +127,7 @@ class Witness:
             self._loop.submit(GenerateRequest(key, tuple(one.prompt), tuple(one.tokens), sampling, key))
 
     def swap(self, staged: Staged, mode: SwapMode) -> None:
-        self._loop.swap(Swap(staged.version, staged.parent, self._weights.checked(staged), mode))
+        self._loop.swap(LiveSwap(staged.version, staged.parent, self._weights.checked(staged), mode))
         self._loop.run_commands()
         while self._loop.version != staged.version:
             self._loop.step()

@@ -28,7 +28,7 @@ from echo2.learner.runtime.journal import read_journal
 from echo2.learner.runtime.segment import Framing
 from echo2.trust.identity import Identity, JoinLink
 from echo2.weights import (
-    Decoder,
+    ContainerDecoder,
     DeltaHeader,
     FrameReader,
     HostWeights,
@@ -70,7 +70,7 @@ def _parsed(kind: type[Message], data: bytes) -> Message:
 
 
 def _container(data: bytes) -> None:
-    decoder = Decoder(_HOST)
+    decoder = ContainerDecoder(_HOST)
     for frame in FrameReader().feed(data):
         decoder.feed(frame)
     decoder.finish()
@@ -81,14 +81,14 @@ def _resealed(data: bytes) -> None:
     frames = list(_DELTA)
     body = data[1:-8] if len(data) > 9 else data
     frames[data[0] % len(frames) if data else 0] = body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
-    decoder = Decoder(_HOST)
+    decoder = ContainerDecoder(_HOST)
     for frame in frames:
         decoder.feed(frame)
     decoder.finish()
 
 
 def _keyframe(data: bytes) -> None:
-    decoder = Decoder(HostWeights.empty())
+    decoder = ContainerDecoder(HostWeights.empty())
     for frame in FrameReader().feed(data):
         decoder.feed(frame)
     decoder.finish()
@@ -393,15 +393,15 @@ def _coordinator_inputs() -> Iterator[tuple[str, list[bytes]]]:
 
 def _journal_inputs() -> Iterator[bytes]:
     from echo2.learner.group import Draw
-    from echo2.learner.history import Began, Drawn, Dropped, Finished, Opened, Published
+    from echo2.learner.history import BatchDrawn, Finished, GroupDropped, Opened, SegmentBegan, VersionPublished
     from echo2.learner.runtime.journal import _to_message
     from tests.unit.wire.test_rollout import GROUP, SEGMENT
 
     rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))
     draw = Draw(7, 0, GROUP.prompt_token_ids, GROUP.sampling)
     records = [
-        Began("r", Step(0), 3, (Version(0), Version(2))), Opened(draw, GROUP), Published(Version(2), "ab" * 8),
-        Drawn(Step(0), (GROUP.group_id,), ((0.5, None),)), Dropped(GROUP.group_id), Finished(rollout),
+        SegmentBegan("r", Step(0), 3, (Version(0), Version(2))), Opened(draw, GROUP), VersionPublished(Version(2), "ab" * 8),
+        BatchDrawn(Step(0), (GROUP.group_id,), ((0.5, None),)), GroupDropped(GROUP.group_id), Finished(rollout),
     ]  # fmt: skip
     for record in records:
         yield _to_message(record).SerializeToString()

@@ -25,6 +25,14 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+class EndReason(enum.Enum):
+    """Why a worker ended a lease."""
+
+    FINISHED = "finished"
+    HANDED_BACK = "handed back"
+    REFUSED = "refused"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from echo2.base.ids import Version
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey
-from echo2.weights.container import Setting
+from echo2.weights.container import CodecSetting
 from echo2.weights.policy import BaseCheckpoint, CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
 
 SWITCH_SHARE = 0.8
@@ -26,7 +26,7 @@ ROUND_TRIP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ArtifactOffer:
     """An artifact that can be fetched, and the bytes of it that are still missing here."""
 
     key: ArtifactKey
@@ -56,7 +56,7 @@ def link_of(
     downlink_bytes_per_s: float, round_trip_s: float, delta_bytes_per_s: float = 0.0, keyframe_bytes_per_s: float = 0.0
 ) -> WorkerLink:
     """A node's link and speed; 0: not known."""
-    decoding = dict.fromkeys(Setting, delta_bytes_per_s or DELTA_BYTES_PER_S)
+    decoding = dict.fromkeys(CodecSetting, delta_bytes_per_s or DELTA_BYTES_PER_S)
     return WorkerLink(
         downlink_bytes_per_s or DOWNLINK_BYTES_PER_S,
         round_trip_s or ROUND_TRIP_S,
@@ -69,7 +69,7 @@ UNKNOWN_LINK = link_of(0.0, 0.0)
 
 
 def plan_way(
-    offers: Sequence[Offer],
+    offers: Sequence[ArtifactOffer],
     start: Version | None,
     link: WorkerLink,
     stalled: Collection[ArtifactKey] = (),
@@ -90,9 +90,9 @@ def plan_way(
 
 
 def _quickest(
-    offers: Sequence[Offer], start: Version | None, link: WorkerLink, base: BaseCheckpoint | None
+    offers: Sequence[ArtifactOffer], start: Version | None, link: WorkerLink, base: BaseCheckpoint | None
 ) -> Way | None:
-    of_edge: dict[Edge, Offer] = {}
+    of_edge: dict[Edge, ArtifactOffer] = {}
     for offer in offers:
         if start is None or offer.artifact.version > start:
             edge = Edge(
@@ -117,7 +117,7 @@ def _quickest(
     return _way(plan, of_edge)
 
 
-def _way(plan: CatchUp, of_edge: dict[Edge, Offer]) -> Way:
+def _way(plan: CatchUp, of_edge: dict[Edge, ArtifactOffer]) -> Way:
     found = [of_edge[piece] for piece in plan.pieces]
     is_plain = plan.kind == "merged" and found[0].is_pushed
     return Way(

@@ -140,7 +140,7 @@ class UplinkSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ArtifactWanted:
     """Fetch this artifact even though nobody pushes it."""
 
     key: ArtifactKey
@@ -174,7 +174,7 @@ class Woken:
 
 Event = (
     PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | ChunksKept | SealSeen | HaveSeen
-    | RequestSeen | CancelSeen | RelayAckSeen | ChunkSent | UplinkSeen | Wanted | Unwanted | Forgotten | Emptied | Woken
+    | RequestSeen | CancelSeen | RelayAckSeen | ChunkSent | UplinkSeen | ArtifactWanted | Unwanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions

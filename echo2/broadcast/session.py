@@ -20,6 +20,7 @@ from echo2.broadcast.chunks import all_of, those_in
 from echo2.broadcast.events import (
     Accuse,
     Action,
+    ArtifactWanted,
     CancelSeen,
     ChunkSeen,
     ChunkSent,
@@ -47,7 +48,6 @@ from echo2.broadcast.events import (
     Unwanted,
     UplinkSeen,
     Wake,
-    Wanted,
     WidthWished,
     Woken,
 )
@@ -63,7 +63,7 @@ HOUSEKEEPING_S = 0.05  # the flood of what peers send does not look at every pee
 OF_PEERS = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished)
 
 
-class Session:
+class BroadcastSession:
     """One node's part in the broadcast of all artifacts."""
 
     def __init__(self, me: PeerId, seed: int = 0, uplink_bytes_per_s: float = 0.0) -> None:
@@ -143,7 +143,7 @@ class Session:
                 self._chunk_sent(event, now)
             case UplinkSeen():
                 self._uplink_seen(event, now)
-            case Wanted():
+            case ArtifactWanted():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].is_wanted = True
             case Unwanted():

@@ -36,7 +36,7 @@ from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_fin
 from echo2.worker.options import EngineChoice
 
 if TYPE_CHECKING:
-    from echo2.worker.runtime.machine import Machine
+    from echo2.worker.runtime.machine import WorkerMachine
 
 TIMEOUT_S = 5.0
 DISK_WANTED_BYTES = 8 << 30
@@ -106,7 +106,7 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     yield from worker_findings()
 
 
-def model_findings(machine: Machine, config: RunConfig) -> Iterator[Finding]:
+def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
     """How the run's model goes on this machine as a worker, and on the kinds of machine that the catalogue knows."""
     from echo2.worker.runtime.machine import chosen_engine
 

@@ -16,8 +16,8 @@ from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
-from echo2.cost_model.catalogue import Gpu, gpu_of, parse_catalogue, train_s_prior
-from echo2.cost_model.question import WHAT_IF, Offer, PlanQuestion, TokenCounts, parse_what_if
+from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
@@ -86,7 +86,7 @@ def read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}") from None
 
 
-def load_catalogue(path: Path | None) -> dict[str, Gpu]:
+def load_catalogue(path: Path | None) -> dict[str, GpuType]:
     """The user's catalogue, or the built-in one."""
     if path is not None:
         return parse_catalogue(read_toml(path))
@@ -149,11 +149,11 @@ class Fields:
             raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
 
 
-def offer_of(table: object, index: int, catalogue: Mapping[str, Gpu]) -> Offer:
+def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> PoolOffer:
     """One `[[worker]]` table."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
-    made = Offer(
+    made = PoolOffer(
         gpu=gpu.name,
         count=int(fields.number("count", 1)),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour),
@@ -171,7 +171,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, Gpu]) -> Offer:
     return made
 
 
-def question_of(config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, Gpu]) -> PlanQuestion:
+def question_of(config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, GpuType]) -> PlanQuestion:
     """The run's config and the fleet file as one question; what neither says is a prior."""
     model = Fields("model", fleet.get("model", {}))
     size = size_of(model.number("billions", 0.0)) or model_of(config.model.path)[0]
@@ -197,14 +197,14 @@ def size_of(billions: float) -> ModelSize | None:
     return size_by_billions(built_in_models(), billions) if billions > 0 else None
 
 
-def _market(catalogue: Mapping[str, Gpu]) -> list[Offer]:
+def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
     """Without a fleet file: plenty of every GPU at its typical price, 100 Mbit/s up, 400 down."""
     link = LinkEstimate(12.5e6, 50e6, 0.08)
-    return [Offer(g.name, MARKET_COUNT, g.usd_per_hour, link) for g in catalogue.values() if g.name != "cpu"]
+    return [PoolOffer(g.name, MARKET_COUNT, g.usd_per_hour, link) for g in catalogue.values() if g.name != "cpu"]
 
 
 def _learner(
-    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, catalogue: Mapping[str, Gpu]
+    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, catalogue: Mapping[str, GpuType]
 ) -> LearnerEstimate:
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))

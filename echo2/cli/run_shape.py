@@ -16,7 +16,7 @@ from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
-from echo2.cost_model.catalogue import CPU, Gpu, worker_prior
+from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
 from echo2.cost_model.memory import learner_memory, wants_checkpointing
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
@@ -50,7 +50,7 @@ def lengths_of(config: RunConfig) -> RunLengths:
     return RunLengths(longest, worker.slots, worker.context_tokens)
 
 
-def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[Gpu]) -> Iterator[tuple[str, ...]]:
+def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:
     """How the model goes on each kind of machine, as FIT_COLUMNS."""
     for gpu in gpus:
         name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"

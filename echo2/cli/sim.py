@@ -13,12 +13,12 @@ from echo2.base.errors import ConfigError
 from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml, size_of
 from echo2.cli.run_shape import DEFAULT_BILLIONS
 from echo2.coordinator.runtime.quiet import quiet_solver
-from echo2.cost_model.catalogue import Gpu, gpu_of, train_s_prior
-from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
+from echo2.cost_model.catalogue import GpuType, gpu_of, train_s_prior
+from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence
 from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
-from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
-from echo2.sim.lengths import Lengths
+from echo2.sim.fleet_scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
+from echo2.sim.lengths import LengthDistribution
 
 DELTA_SHARE = 0.01
 PROMPT_TOKENS = 1024  # beside the longest completion: what a run that says nothing else allows
@@ -67,7 +67,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 # ---- reading a scenario
 
 
-def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str, Gpu]) -> FleetScenario:
+def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str, GpuType]) -> FleetScenario:
     """A scenario file's tables as a checked scenario."""
     top = Fields(name, {k: v for k, v in tables.items() if not isinstance(v, dict | list)})
     size = size_of(top.number("model_billions", DEFAULT_BILLIONS))
@@ -107,7 +107,7 @@ def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str,
     return made
 
 
-def _lengths(fields: Fields) -> Lengths:
+def _lengths(fields: Fields) -> LengthDistribution:
     trace_path = fields.text("trace", "")
     trace: tuple[int, ...] = ()
     if trace_path:
@@ -115,7 +115,7 @@ def _lengths(fields: Fields) -> Lengths:
             trace = tuple(int(line) for line in Path(trace_path).read_text(encoding="utf-8").split())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{fields.whose}: trace {trace_path}: expected a file of token counts: {error}") from None
-    made = Lengths(
+    made = LengthDistribution(
         median_tokens=fields.number("median_tokens", 1000.0),
         sigma=fields.number("sigma", 0.8),
         max_tokens=int(fields.number("max_tokens", 8192)),
@@ -126,7 +126,9 @@ def _lengths(fields: Fields) -> Lengths:
     return made
 
 
-def _learner(fields: Fields, size: ModelSize, lengths: Lengths, catalogue: Mapping[str, Gpu]) -> LearnerEstimate:
+def _learner(
+    fields: Fields, size: ModelSize, lengths: LengthDistribution, catalogue: Mapping[str, GpuType]
+) -> LearnerEstimate:
     gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
     gpu_count = int(fields.number("gpu_count", 4))
     batch = int(fields.number("rollouts_per_step", 2048))
@@ -168,7 +170,7 @@ def _wishes(fields: Fields) -> PlanConfig:
     return made
 
 
-def _machines(question: PlanQuestion, offer: Offer) -> list[WorkerTruth]:
+def _machines(question: PlanQuestion, offer: PoolOffer) -> list[WorkerTruth]:
     prior = question.prior(offer)
     first = WorkerTruth(
         name="",
@@ -192,8 +194,8 @@ def _price_change(fields: Fields) -> PriceChange:
     return made
 
 
-def _baseline(fields: Fields) -> Baseline:
-    made = Baseline(
+def _baseline(fields: Fields) -> ColocatedCluster:
+    made = ColocatedCluster(
         int(fields.number("gpu_count", 8)), fields.number("gpu_usd_per_hour", 1.3), fields.seconds("step", 1508.0)
     )
     fields.text("origin", "")

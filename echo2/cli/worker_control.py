@@ -7,7 +7,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from echo2.worker.runtime.control import Answer, ask, ask_at
+from echo2.worker.runtime.control import CommandAnswer, ask, ask_at
 from echo2.worker.runtime.running import running_workers, the_one
 
 HELP = {
@@ -33,7 +33,7 @@ def run_control(own: argparse.Namespace) -> int:
     return 0
 
 
-async def _asked(folder: Path | None, name: str, command: str) -> Answer:
+async def _asked(folder: Path | None, name: str, command: str) -> CommandAnswer:
     """Of the worker of `folder`, or else of the one that runs."""
     if folder is not None:
         return await ask(folder, command)
@@ -41,7 +41,7 @@ async def _asked(folder: Path | None, name: str, command: str) -> Answer:
     return await ask_at(worker.socket, command, f"worker {worker}")
 
 
-def _as_text(answer: Answer) -> str:
+def _as_text(answer: CommandAnswer) -> str:
     if set(answer) == {"text"}:
         return str(answer["text"])
     width = max(map(len, answer))

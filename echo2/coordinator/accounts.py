@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.membership import Activation, Liveness, Member
-from echo2.coordinator.provisioning import Machine
+from echo2.coordinator.provisioning import RentedMachine
 
 
 def is_charged(member: Member) -> bool:
@@ -44,17 +44,17 @@ def usd_spent(members: Iterable[Member]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class FleetCosts:
     """What the whole fleet has cost, and costs an hour."""
 
     usd_spent: float
     usd_per_hour: float
 
 
-def sums(members: Iterable[Member], machines: Iterable[Machine], rented: Set[PeerId], now: float) -> Sums:
+def sums(members: Iterable[Member], machines: Iterable[RentedMachine], rented: Set[PeerId], now: float) -> FleetCosts:
     """Workers that are metered up to now, and machines. `rented`: workers on machines that a provider rented."""
     own, there = [member for member in members if member.peer_id not in rented], list(machines)
-    return Sums(
+    return FleetCosts(
         usd_spent(own) + sum(machine.usd_spent(now) for machine in there),
         usd_per_hour(own) + sum(machine.usd_per_hour for machine in there if machine.is_open),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from echo2.coordinator.membership import Activation, Liveness, Member
-from echo2.coordinator.provisioning import Machine, MachineState, Offer
+from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.worth import CLAIM_MARGIN
 from echo2.cost_model.plan import Limit, Plan
 
@@ -47,7 +47,7 @@ class Surrender:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class FleetAdvice:
     """`reason` says why nothing is wished for, where nothing is."""
 
     rent: tuple[Wish, ...] = ()
@@ -93,7 +93,7 @@ def rates_by_gpu(members: Iterable[Member]) -> dict[str, float]:
     return {gpu: median(rates) for gpu, rates in found.items()}
 
 
-def rate_of(offer: Offer, rates: Mapping[str, float]) -> float:
+def rate_of(offer: MachineOffer, rates: Mapping[str, float]) -> float:
     """Rollouts per second of one machine; 0 while nobody knows."""
     return offer.rollouts_per_s or (rates.get(offer.gpu, 0.0) if offer.gpu else rates.get("", 0.0))
 
@@ -111,24 +111,24 @@ def shortage_rollouts_per_s(plan: Plan | None) -> float:
 
 def advise(
     plan: Plan | None,
-    offers: Sequence[Offer],
-    machines: Sequence[Machine],
+    offers: Sequence[MachineOffer],
+    machines: Sequence[RentedMachine],
     workers: Mapping[str, Sequence[Member]],
     rates: Mapping[str, float],
     purse: Purse,
     now: float,
-) -> Advice:
+) -> FleetAdvice:
     """`workers`: those that joined from each machine, by its id. Releases go before rents: both at once is no plan."""
     release = tuple(_surrenders(machines, workers, purse, now))
     if release:
-        return Advice(release=release)
+        return FleetAdvice(release=release)
     if plan is None:
-        return Advice(reason="there is no plan yet: rents follow measurements")
+        return FleetAdvice(reason="there is no plan yet: rents follow measurements")
     shortage = shortage_rollouts_per_s(plan)
     if shortage <= 0:
-        return Advice(reason="the pool makes what the learner needs")
+        return FleetAdvice(reason="the pool makes what the learner needs")
     if purse.is_spent:
-        return Advice(reason=f"the budget of {purse.usd_budget:g} USD is spent")
+        return FleetAdvice(reason=f"the budget of {purse.usd_budget:g} USD is spent")
     by_name = {offer.name: offer for offer in offers}
     coming = sum(
         rate_of(by_name[machine.offer], rates)
@@ -136,13 +136,17 @@ def advise(
         if machine.is_open and machine.offer in by_name and not _is_measured(workers.get(machine.machine_id, ()))
     )
     if coming >= shortage > 0:
-        return Advice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
+        return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
     return _rents(shortage - coming, offers, machines, rates, purse)
 
 
 def _rents(
-    shortage: float, offers: Sequence[Offer], machines: Sequence[Machine], rates: Mapping[str, float], purse: Purse
-) -> Advice:
+    shortage: float,
+    offers: Sequence[MachineOffer],
+    machines: Sequence[RentedMachine],
+    rates: Mapping[str, float],
+    purse: Purse,
+) -> FleetAdvice:
     """The offer of the least price for a rollout that has room; one of its machines while its rate is not known."""
     best: tuple[float, str, Wish] | None = None
     why_not = "there is no offer with room"
@@ -162,7 +166,7 @@ def _rents(
         key = (offer.usd_per_hour / rate if rate > 0 else offer.usd_per_hour * 1e3, offer.name)
         if best is None or key < best[:2]:
             best = (*key, wish)
-    return Advice(rent=(best[2],)) if best is not None else Advice(reason=why_not)
+    return FleetAdvice(rent=(best[2],)) if best is not None else FleetAdvice(reason=why_not)
 
 
 def _is_measured(workers: Sequence[Member]) -> bool:
@@ -170,7 +174,7 @@ def _is_measured(workers: Sequence[Member]) -> bool:
 
 
 def _surrenders(
-    machines: Sequence[Machine], workers: Mapping[str, Sequence[Member]], purse: Purse, now: float
+    machines: Sequence[RentedMachine], workers: Mapping[str, Sequence[Member]], purse: Purse, now: float
 ) -> Iterable[Surrender]:
     for machine in sorted(machines, key=lambda one: (-one.usd_per_hour, one.machine_id)):
         if machine.state not in (MachineState.STARTING, MachineState.RUNNING) or machine.usd_per_hour <= 0:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId, Version
 from echo2.control.backoff import ceiling_s
-from echo2.coordinator.lease_events import OpenGroup, Phase
+from echo2.coordinator.lease_events import GroupPhase, OpenGroup
 from echo2.coordinator.worth import TELLING_S_MAX
 
 PICKS_MAX, FINISHED_PER_PICK = 4.0, 16
@@ -43,7 +43,7 @@ COMPLETE = "complete"
 """Why the learner closes a group that it has all of."""
 
 
-class Way(enum.Enum):
+class GivenUpWay(enum.Enum):
     """How a lease was given up."""
 
     HANDED_BACK = "handed back"
@@ -55,12 +55,12 @@ class Way(enum.Enum):
 
 
 @dataclass(slots=True)
-class Record:
+class GivenUpRecord:
     """Of one worker. `picks`, `stops`: what counts against it now; `episode`: the prompts given up since `began_at`."""
 
     granted: int = 0
     finished: int = 0
-    ways: Counter[Way] = field(default_factory=Counter)
+    ways: Counter[GivenUpWay] = field(default_factory=Counter)
     version: Version | None = None
     picks: float = 0.0
     stops: float = 0.0
@@ -92,7 +92,7 @@ class Prompt:
 class GivenUp:
     """`told_at`, `heard_since`: when the learner last told what came, and since when it has done so without a gap."""
 
-    records: dict[PeerId, Record] = field(default_factory=dict)
+    records: dict[PeerId, GivenUpRecord] = field(default_factory=dict)
     prompts: OrderedDict[str, Prompt] = field(default_factory=OrderedDict)
     told_at: float | None = None
     heard_since: float = 0.0
@@ -109,13 +109,15 @@ class GivenUp:
 
     def granted(self, worker_id: PeerId, version: Version | None) -> None:
         """`version`: which it had when it asked, where it asked."""
-        record = self.records.setdefault(worker_id, Record())
+        record = self.records.setdefault(worker_id, GivenUpRecord())
         record.granted += 1
         record.version = record.version if version is None else version
 
-    def gave_up(self, way: Way, worker_id: PeerId, group: OpenGroup, since: float, held: int, now: float) -> None:
+    def gave_up(
+        self, way: GivenUpWay, worker_id: PeerId, group: OpenGroup, since: float, held: int, now: float
+    ) -> None:
         """`since`: of its last progress; `held`: leases that the worker still holds."""
-        record = self.records.setdefault(worker_id, Record())
+        record = self.records.setdefault(worker_id, GivenUpRecord())
         record.ways[way] += 1
         is_heard = self.told_at is not None and now - self.told_at <= TELLING_S_MAX
         if not is_heard or since < self.heard_since:
@@ -136,7 +138,7 @@ class GivenUp:
         record = self.records.get(group.last_worker) if group.last_worker is not None else None
         if record is None:
             return
-        if group.phase is Phase.QUEUED and record.episode and (digest := _digest(group)) in record.episode:
+        if group.phase is GroupPhase.QUEUED and record.episode and (digest := _digest(group)) in record.episode:
             record.episode.remove(digest)  # what it handed back was whole
         record.finished += 1
         record.finished_since += 1
@@ -164,7 +166,7 @@ class GivenUp:
             if record.is_over_bound:
                 yield self._hold_back(worker_id, record, now)
 
-    def _charge(self, worker_id: PeerId, record: Record, digest: str) -> Iterator[str]:
+    def _charge(self, worker_id: PeerId, record: GivenUpRecord, digest: str) -> Iterator[str]:
         prompt = self.prompts.setdefault(digest, Prompt())
         self.prompts.move_to_end(digest)
         while len(self.prompts) > PROMPTS_MAX:
@@ -181,7 +183,7 @@ class GivenUp:
             versions = ", ".join(f"{count} at version {version}" for version, count in prompt.versions.items())
             yield f"{len(prompt.charges)} workers gave up prompt {digest} ({versions}): held against none of them"
 
-    def _hold_back(self, worker_id: PeerId, record: Record, now: float) -> str:
+    def _hold_back(self, worker_id: PeerId, record: GivenUpRecord, now: float) -> str:
         pause_s = ceiling_s(record.failures, PAUSE_S_MIN, PAUSE_S_MAX)
         record.failures += 1
         record.paused_at, record.paused_until = now, now + pause_s
@@ -209,7 +211,7 @@ class GivenUp:
         """Whom a pool is not to be planned with."""
         return {worker_id for worker_id in workers if self.is_held_back(worker_id, workers, now)}
 
-    def held_back(self, now: float) -> list[tuple[PeerId, Record]]:
+    def held_back(self, now: float) -> list[tuple[PeerId, GivenUpRecord]]:
         """For the operator."""
         return [
             (worker_id, self.records[worker_id])

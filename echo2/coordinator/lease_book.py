@@ -20,37 +20,36 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import GroupSpec
+from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.expected_length import ExpectedLength
-from echo2.coordinator.given_up import GivenUp, Way
+from echo2.coordinator.given_up import GivenUp, GivenUpWay
 from echo2.coordinator.hearsay import Hearsay
 from echo2.coordinator.lease_events import (
     Action,
     Delivered,
     DropGroup,
     DropLease,
-    Ended,
-    EndReason,
     Event,
     Grant,
+    GroupPhase,
     GroupsClosed,
     GroupsOffered,
     GroupsSynced,
     HeldLease,
     Lease,
     LeaseCounts,
+    LeaseEnded,
     Note,
     OpenGroup,
-    Phase,
     Progressed,
     Rated,
     Recall,
     Revoke,
+    RolloutsWanted,
     SaveGroup,
     SaveLease,
     Seeker,
     Tick,
-    Wanted,
     WorkerAllowed,
     WorkerCame,
     WorkerLost,
@@ -102,12 +101,12 @@ class LeaseBook:
             self.leases[lease.lease_id] = lease
             self._of_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
         for group in groups:
-            if group.phase is Phase.LEASED and (group.lease_id is None or group.lease_id not in self.leases):
-                group.phase, group.lease_id = Phase.QUEUED, None
+            if group.phase is GroupPhase.LEASED and (group.lease_id is None or group.lease_id not in self.leases):
+                group.phase, group.lease_id = GroupPhase.QUEUED, None
             self.groups[group.spec.group_id] = group
-            if group.phase is Phase.QUEUED:
+            if group.phase is GroupPhase.QUEUED:
                 self._queue.add(group)
-            elif group.phase is Phase.LEASED and group.lease_id is not None:
+            elif group.phase is GroupPhase.LEASED and group.lease_id is not None:
                 lease = self.leases[group.lease_id]
                 self.worth.granted(lease.worker_id, lease.lease_id, group.spec.rollout_count)
 
@@ -135,7 +134,7 @@ class LeaseBook:
                 yield from self._came(worker_id, held, now)
             case WorkerAllowed(worker_id, is_allowed):
                 (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
-            case Wanted(worker_id, free_rollouts, version):
+            case RolloutsWanted(worker_id, free_rollouts, version):
                 self._wanted(worker_id, free_rollouts, version, now)
             case Rated(worker_id, rollouts_per_s):
                 self._rates[worker_id] = rollouts_per_s
@@ -147,7 +146,7 @@ class LeaseBook:
             case Progressed():
                 yield from self._progressed(event, now)
                 return
-            case Ended():
+            case LeaseEnded():
                 yield from self._ended(event, now)
             case WorkerLost(worker_id, reason):
                 yield from self._lost(worker_id, reason, now)
@@ -167,15 +166,17 @@ class LeaseBook:
             if known is not None:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
-                if known.phase is Phase.PRODUCED:  # the learner says that it is not whole after all
+                if known.phase is GroupPhase.PRODUCED:  # the learner says that it is not whole after all
                     if (maker := known.made_by) is not None:
                         known.avoid[maker] = now + self.rules.lease_timeout_s
-                        self.given_up.gave_up(Way.UNFINISHED, maker, known, known.since, self.lease_count(maker), now)
+                        self.given_up.gave_up(
+                            GivenUpWay.UNFINISHED, maker, known, known.since, self.lease_count(maker), now
+                        )
                     yield from self._requeue(known, now)
                 continue
             if len(self.groups) >= self.rules.groups_max:
                 raise LimitExceeded(f"open groups: expected {self.rules.groups_max} at most, the learner offers more")
-            opened = OpenGroup(spec, Phase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
+            opened = OpenGroup(spec, GroupPhase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
             self.groups[spec.group_id] = opened
             self.offered_at = now
             self._queue.add(opened)
@@ -202,7 +203,7 @@ class LeaseBook:
 
     def _take_turn(self, group: OpenGroup, spec: GroupSpec) -> Iterator[Action]:
         """The group's turn comes at another step than it was offered for."""
-        is_queued = group.phase is Phase.QUEUED
+        is_queued = group.phase is GroupPhase.QUEUED
         if is_queued:
             self._queue.remove(group)
         group.spec = spec
@@ -223,7 +224,7 @@ class LeaseBook:
         if group is None:
             return
         self.given_up.closed(group, reason)
-        if group.phase is Phase.QUEUED:
+        if group.phase is GroupPhase.QUEUED:
             self._queue.remove(group)
         lease = self.leases.get(group.lease_id) if group.lease_id else None
         if lease is not None:
@@ -240,7 +241,7 @@ class LeaseBook:
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
             yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
-            yield from self._take_back(lease, now, 0.0, Way.MISSING)
+            yield from self._take_back(lease, now, 0.0, GivenUpWay.MISSING)
         for one in held:
             known = self.leases.get(one.lease_id)
             if known is not None and known.worker_id == worker_id:
@@ -277,7 +278,7 @@ class LeaseBook:
         if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
             yield from self._renew(lease, now)
 
-    def _ended(self, event: Ended, now: float) -> Iterator[Action]:
+    def _ended(self, event: LeaseEnded, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
         if lease is None or lease.worker_id != event.worker_id:
             return  # closed, expired or superseded before: it is nobody's concern any longer
@@ -286,7 +287,7 @@ class LeaseBook:
             case EndReason.FINISHED:
                 self.counts.finished += 1
                 self.lengths.learn(group.spec, lease.tokens, lease.finished_rollouts)
-                group.phase, group.lease_id, group.since = Phase.PRODUCED, None, now
+                group.phase, group.lease_id, group.since = GroupPhase.PRODUCED, None, now
                 group.made_by = lease.worker_id
                 self.worth.ends(lease.lease_id)
                 yield from self._drop_lease(lease)
@@ -297,14 +298,14 @@ class LeaseBook:
                 # A worker whose version is not the asked-for one any more is not at fault, nor of further use for it.
                 is_exact = group.spec.exact_version is not None
                 pause_s = self.rules.lease_timeout_s if lease.is_recalled or is_exact else 0.0
-                yield from self._take_back(lease, now, pause_s, None if is_exact else Way.HANDED_BACK)
+                yield from self._take_back(lease, now, pause_s, None if is_exact else GivenUpWay.HANDED_BACK)
             case EndReason.REFUSED:
                 self.counts.refused += 1
                 group.refusals += 1
                 pause_s = refusal_pause_s(group.refusals)
                 group.not_before = now + pause_s
                 yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
-                yield from self._take_back(lease, now, pause_s, Way.REFUSED)
+                yield from self._take_back(lease, now, pause_s, GivenUpWay.REFUSED)
 
     def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
         self.seekers.pop(worker_id, None)
@@ -312,7 +313,7 @@ class LeaseBook:
         self._rates.pop(worker_id, None)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
-            yield from self._take_back(lease, now, self.rules.lease_timeout_s, Way.LOST)
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s, GivenUpWay.LOST)
 
     def _fallen_silent(self, worker_id: PeerId, now: float) -> Iterator[Action]:
         """It holds leases, and nothing of them has reached the learner for long."""
@@ -346,7 +347,7 @@ class LeaseBook:
                 f"lease {lease.lease_id} of {lease.worker_id} expired: group {lease.group_id} has stood at "
                 f"{lease.tokens} tokens for {idle_s:.1f} s and goes to another worker",
             )
-            yield from self._take_back(lease, now, self.rules.lease_timeout_s, Way.EXPIRED)
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s, GivenUpWay.EXPIRED)
             yield Revoke(lease.worker_id, lease.lease_id, f"no progress for {idle_s:.1f} s")
 
     # ---- matching
@@ -416,7 +417,7 @@ class LeaseBook:
         deadline = now + self.rules.lease_timeout_s
         self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
         self._of_worker.setdefault(worker_id, set()).add(lease_id)
-        group.phase, group.lease_id, group.attempts, group.since = Phase.LEASED, lease_id, attempt, now
+        group.phase, group.lease_id, group.attempts, group.since = GroupPhase.LEASED, lease_id, attempt, now
         group.preferred, group.last_worker = None, worker_id
         self.given_up.granted(worker_id, self.seekers[worker_id].version if worker_id in self.seekers else None)
         self.counts.granted += 1
@@ -442,7 +443,7 @@ class LeaseBook:
             del self._of_worker[lease.worker_id]
         yield DropLease(lease.lease_id)
 
-    def _take_back(self, lease: Lease, now: float, avoid_s: float, way: Way | None = None) -> Iterator[Action]:
+    def _take_back(self, lease: Lease, now: float, avoid_s: float, way: GivenUpWay | None = None) -> Iterator[Action]:
         """The lease ends and its group waits for another worker; this one is avoided for `avoid_s`. `way`: the worker's."""
         yield from self._drop_lease(lease)
         group, worker_id = self.groups[lease.group_id], lease.worker_id
@@ -454,7 +455,7 @@ class LeaseBook:
         yield from self._requeue(group, now)
 
     def _requeue(self, group: OpenGroup, now: float) -> Iterator[Action]:
-        group.phase, group.lease_id, group.since = Phase.QUEUED, None, now
+        group.phase, group.lease_id, group.since = GroupPhase.QUEUED, None, now
         self._queue.add(group)
         yield SaveGroup(group.spec.group_id)
 

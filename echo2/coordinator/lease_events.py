@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import GroupSpec
+from echo2.base.rollout import EndReason, GroupSpec
 
 REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0
 
@@ -22,15 +22,7 @@ def refusal_pause_s(refusals: int) -> float:
     return float(min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(refusals, 20)))
 
 
-class EndReason(enum.Enum):
-    """Why a worker ended a lease."""
-
-    FINISHED = "finished"
-    HANDED_BACK = "handed back"
-    REFUSED = "refused"
-
-
-class Phase(enum.Enum):
+class GroupPhase(enum.Enum):
     """Where a group is: waiting for a worker, with one, or sampled and waiting for the learner to close it."""
 
     QUEUED = "queued"
@@ -54,7 +46,7 @@ class HeldLease:
         """
         if (
             group is None
-            or group.phase is not Phase.QUEUED
+            or group.phase is not GroupPhase.QUEUED
             or self.lease_id != lease_id_of(self.group_id, self.attempt)
         ):
             return False
@@ -88,7 +80,7 @@ class OpenGroup:
     outlive the process."""
 
     spec: GroupSpec
-    phase: Phase
+    phase: GroupPhase
     since: float
     attempts: int = 0
     refusals: int = 0
@@ -171,7 +163,7 @@ class WorkerAllowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RolloutsWanted:
     """How many more rollouts a worker wants to hold now: a level, not an addition."""
 
     worker_id: PeerId
@@ -210,7 +202,7 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LeaseEnded:
     worker_id: PeerId
     lease_id: LeaseId
     reason: EndReason
@@ -245,11 +237,11 @@ Event = (
     | GroupsClosed
     | WorkerCame
     | WorkerAllowed
-    | Wanted
+    | RolloutsWanted
     | Rated
     | Delivered
     | Progressed
-    | Ended
+    | LeaseEnded
     | WorkerLost
     | Recall
     | Tick

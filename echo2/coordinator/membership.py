@@ -32,7 +32,7 @@ class Liveness(enum.Enum):
     GONE = "gone"
 
 
-class Setting(enum.Enum):
+class OperatorSetting(enum.Enum):
     """The operator's word on a worker."""
 
     AUTOMATIC = "automatic"
@@ -80,7 +80,7 @@ class Member:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     heartbeat_at: float = 0.0
     measures: WorkerMeasures = field(default_factory=WorkerMeasures, compare=False)
-    setting: Setting = Setting.AUTOMATIC
+    setting: OperatorSetting = OperatorSetting.AUTOMATIC
     setting_reason: str = ""
     is_wanted: bool = True
     wanted_reason: str = ""
@@ -132,26 +132,26 @@ class Member:
     @property
     def activation(self) -> Activation:
         match self.setting:
-            case Setting.BANNED:
+            case OperatorSetting.BANNED:
                 return Activation.BANNED
-            case Setting.QUARANTINED:
+            case OperatorSetting.QUARANTINED:
                 return Activation.QUARANTINED
-            case Setting.DRAINING:
+            case OperatorSetting.DRAINING:
                 return Activation.DRAINING
-            case Setting.ACTIVE:
+            case OperatorSetting.ACTIVE:
                 return Activation.STANDBY if self.asks_too_much else Activation.ACTIVE
-            case Setting.STANDBY:
+            case OperatorSetting.STANDBY:
                 return Activation.STANDBY
-            case Setting.AUTOMATIC:
+            case OperatorSetting.AUTOMATIC:
                 is_active = self.is_wanted and not self.asks_too_much
                 return Activation.ACTIVE if is_active else Activation.STANDBY
 
     @property
     def activation_reason(self) -> str:
-        if self.asks_too_much and self.setting in (Setting.AUTOMATIC, Setting.ACTIVE):
+        if self.asks_too_much and self.setting in (OperatorSetting.AUTOMATIC, OperatorSetting.ACTIVE):
             price, limit = self.hello.price_usd_per_hour, self.price_limit
             return f"it asks {price:g} USD/h, {limit.what} is {limit.usd_per_hour:g}: the operator may activate it"
-        if self.setting is Setting.AUTOMATIC:
+        if self.setting is OperatorSetting.AUTOMATIC:
             return self.wanted_reason or "the plan"
         return self.setting_reason or "the operator's word"
 
@@ -203,7 +203,7 @@ class Membership:
             if member.last_liveness is not Liveness.GONE:
                 member.heard_at, member.cut_at, member.is_restored = now, now, True
                 member.last_liveness = Liveness.SUSPECT
-            if member.setting is Setting.ACTIVE:
+            if member.setting is OperatorSetting.ACTIVE:
                 member.price_approved = member.hello.price_usd_per_hour
             self.members[member.peer_id] = member
 
@@ -216,14 +216,17 @@ class Membership:
                 raise LimitExceeded(f"fleet: expected {self.workers_max} workers at most, {peer_id} is one more")
             member = Member(peer_id, hello, now, now, activation_since=now, metered_until=now)
             self.members[peer_id] = member
-        elif member.setting is Setting.BANNED:
+        elif member.setting is OperatorSetting.BANNED:
             raise NotAllowed(
                 f"worker {member.name} ({peer_id}) is banned: {member.setting_reason or 'no reason given'}"
             )
         if member.last_liveness is Liveness.GONE:
             member.metered_until = now
-        if member.setting is Setting.DRAINING:
-            member.setting, member.setting_reason = Setting.AUTOMATIC, ""  # a new life begins with a clean slate
+        if member.setting is OperatorSetting.DRAINING:
+            member.setting, member.setting_reason = (
+                OperatorSetting.AUTOMATIC,
+                "",
+            )  # a new life begins with a clean slate
         if _machine(member.hello) != _machine(hello):
             member.measures = WorkerMeasures()
         member.hello, member.heard_at, member.cut_at = hello, now, None
@@ -251,13 +254,13 @@ class Membership:
         member = self.members[peer_id]
         member.has_left, member.cut_at = True, now
 
-    def set(self, peer_id: PeerId, setting: Setting, reason: str, now: float) -> Member:
+    def set(self, peer_id: PeerId, setting: OperatorSetting, reason: str, now: float) -> Member:
         """The operator's word. NotAllowed for a peer that never joined."""
         member = self.members.get(peer_id)
         if member is None:
             raise NotAllowed(f"expected a worker of this run, got {peer_id[:80]!r}")
         member.setting, member.setting_reason = setting, reason
-        if setting is Setting.ACTIVE:
+        if setting is OperatorSetting.ACTIVE:
             member.price_approved = member.hello.price_usd_per_hour
         return member
 

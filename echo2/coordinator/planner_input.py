@@ -21,11 +21,11 @@ from echo2.coordinator.accounts import usd_spent
 from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.given_up import GivenUp
 from echo2.coordinator.hearsay import Hearsay
-from echo2.coordinator.membership import Activation, Liveness, Member, Setting
+from echo2.coordinator.membership import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LearnerHello, LinkReport
 from echo2.coordinator.worth import CLAIM_MARGIN
-from echo2.cost_model.catalogue import Gpu
+from echo2.cost_model.catalogue import GpuType
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -76,11 +76,11 @@ def is_measured(member: Member) -> bool:
 def _state(member: Member) -> WorkerState:
     if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.is_shunned:
         return WorkerState.UNAVAILABLE
-    if member.setting is Setting.STANDBY or member.asks_too_much:
+    if member.setting is OperatorSetting.STANDBY or member.asks_too_much:
         return WorkerState.UNAVAILABLE
-    if member.is_newcomer and not member.is_on_trial and member.setting is Setting.AUTOMATIC:
+    if member.is_newcomer and not member.is_on_trial and member.setting is OperatorSetting.AUTOMATIC:
         return WorkerState.UNAVAILABLE
-    if member.setting is Setting.DRAINING:
+    if member.setting is OperatorSetting.DRAINING:
         return WorkerState.DRAINING
     return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
 
@@ -120,7 +120,7 @@ def believed_rate(member: Member) -> float:
     return min(claimed, CLAIM_MARGIN * member.delivered_per_s) if member.delivered_per_s else claimed
 
 
-def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Mapping[str, Gpu]) -> Speed:
+def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Mapping[str, GpuType]) -> Speed:
     """Of a worker with a GPU of this kind that has not been measured, from those that have been, each with its kind: the
     median of its own kind; else that of all, each brought to this GPU by the catalogue's rates, and its rollouts' seconds
     by the catalogue's bandwidths; else that of all as it is."""
@@ -138,7 +138,7 @@ def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Map
     )
 
 
-def _brought_over(speed: Speed, of: Gpu, to: Gpu) -> Speed:
+def _brought_over(speed: Speed, of: GpuType, to: GpuType) -> Speed:
     faster = to.token_rate_billion / of.token_rate_billion
     quicker = to.bandwidth_gb_per_s / of.bandwidth_gb_per_s
     return Speed(
@@ -167,7 +167,7 @@ def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float
         state_since_s=member.activation_since,
         is_relaying=spreads and _state(member) is WorkerState.ACTIVE,
         is_pinned=_state(member) is not WorkerState.UNAVAILABLE
-        and (member.setting is Setting.ACTIVE or not has_own_speed or member.is_on_trial),
+        and (member.setting is OperatorSetting.ACTIVE or not has_own_speed or member.is_on_trial),
     )
 
 
@@ -186,11 +186,11 @@ class SnapshotMaker:
     """
 
     def __init__(
-        self, board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
+        self, board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
     ) -> None:
         self._board, self._members, self._now, self._catalogue = board, members, now, catalogue
         there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
-        proven = [m for m in there if not m.is_newcomer or m.setting is Setting.ACTIVE]
+        proven = [m for m in there if not m.is_newcomer or m.setting is OperatorSetting.ACTIVE]
         has_proven = any(is_measured(m) and m.last_liveness is Liveness.ALIVE for m in proven)
         self._living = proven if has_proven else there
         self._measured = {m.peer_id: (m.hello.gpu, measured_speed(m)) for m in self._living if is_measured(m)}
@@ -247,7 +247,7 @@ def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
 
 
 def fleet_snapshot(
-    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, Gpu]
+    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
 ) -> FleetSnapshot | None:
     """What the planner is told; None while too little is known."""
     maker = SnapshotMaker(board, members, now, catalogue)
@@ -263,7 +263,7 @@ def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[Node
     if hello is None or seed is None:
         return []
     there = [m for m in members if m.cut_at is None and m.last_liveness is not Liveness.GONE]
-    there = [m for m in there if m.setting is not Setting.BANNED]
+    there = [m for m in there if m.setting is not OperatorSetting.BANNED]
     hidden = {m.peer_id for m in there if not m.access.addresses}
     return [_node(seed, "learner", Access(addresses=(hello.address,)), hello.link)] + [
         _node(m.peer_id, m.name, _access(m, hidden), m.link) for m in sorted(there, key=lambda m: m.peer_id)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo2.coordinator.provisioning import Machine, Offer
+from echo2.coordinator.provisioning import MachineOffer, RentedMachine
 
 BUDGET_HOURS = 1.0
 ROUNDING = 1 + 1e-6
@@ -33,7 +33,7 @@ NO_LIMIT = PriceLimit()
 
 
 def price_limit(
-    machine: Machine | None, offers: Sequence[Offer], gpu: str, usd_per_hour_cap: float, usd_budget: float
+    machine: RentedMachine | None, offers: Sequence[MachineOffer], gpu: str, usd_per_hour_cap: float, usd_budget: float
 ) -> PriceLimit:
     """`machine`: what it joined from, where that was rented here. 0: no cap, no budget."""
     limits = [NO_LIMIT]

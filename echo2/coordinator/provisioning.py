@@ -19,7 +19,7 @@ from echo2.base.ids import RunId
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class MachineOffer:
     """A kind of machine that may be had. `rollouts_per_s` 0: as fast as measured workers of this GPU.
 
     `is_automatic`: whether the planner may take it without being asked. `settings`: the provider's own.
@@ -79,7 +79,7 @@ class MachineState(enum.Enum):
 
 
 @dataclass(slots=True)
-class Machine:
+class RentedMachine:
     """`command`: what to run on it, where a person has to; empty where the provider has done so."""
 
     machine_id: str

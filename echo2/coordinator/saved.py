@@ -12,7 +12,7 @@ from typing import Protocol
 
 from echo2.coordinator.lease_events import Lease, OpenGroup
 from echo2.coordinator.membership import Member
-from echo2.coordinator.provisioning import Machine
+from echo2.coordinator.provisioning import RentedMachine
 from echo2.coordinator.tokens import Token
 
 
@@ -26,7 +26,7 @@ class LoggedEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class CurvePoint:
     """One point of the run's curves. `eval_reward` None: not evaluated yet."""
 
     unix_s: float
@@ -52,7 +52,7 @@ class PaidAction:
 
 
 @dataclass(slots=True)
-class Changes:
+class StoreChanges:
     """What to write in one transaction. Removals are carried out after the writes."""
 
     groups: list[OpenGroup] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Changes:
     members: list[Member] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     events: list[LoggedEvent] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[CurvePoint] = field(default_factory=list)
     paid: list[PaidAction] = field(default_factory=list)
-    machines: list[Machine] = field(default_factory=list)
+    machines: list[RentedMachine] = field(default_factory=list)
     meta: dict[str, str] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
@@ -83,16 +83,16 @@ class SavedState:
     members: tuple[Member, ...] = ()
     tokens: tuple[Token, ...] = ()
     events: tuple[LoggedEvent, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[CurvePoint, ...] = ()
     paid: tuple[PaidAction, ...] = ()
-    machines: tuple[Machine, ...] = ()
+    machines: tuple[RentedMachine, ...] = ()
     meta: dict[str, str] = field(default_factory=dict)
 
 
 class StateStore(Protocol):
     def load(self) -> SavedState: ...
 
-    def write(self, changes: Changes) -> None:
+    def write(self, changes: StoreChanges) -> None:
         """DiskFull or StateError when it cannot be kept; nothing of it is kept then."""
         ...
 

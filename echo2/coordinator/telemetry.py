@@ -20,7 +20,7 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLink:
+class ReportedLink:
     """A link that a worker keeps to a peer. `kind`: direct | reverse | hole-punched | relayed."""
 
     peer_id: PeerId
@@ -76,7 +76,7 @@ class Heartbeat:
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
     reach: Access | None = None  # how it is met, as found out; None: as its hello says
-    links: tuple[PeerLink, ...] | None = None  # None: as before
+    links: tuple[ReportedLink, ...] | None = None  # None: as before
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.membership import Liveness, Member, Setting
+from echo2.coordinator.membership import Liveness, Member, OperatorSetting
 from echo2.coordinator.worth import Worth
 
 TRIAL_S = 60.0
@@ -90,7 +90,7 @@ def _may_be_tried(member: Member) -> bool:
     """It is here, has weights to work with, and nobody has decided about it."""
     return (
         member.last_liveness is Liveness.ALIVE
-        and member.setting is Setting.AUTOMATIC
+        and member.setting is OperatorSetting.AUTOMATIC
         and member.is_newcomer
         and member.heartbeat.version is not None
         and not member.asks_too_much

@@ -40,7 +40,7 @@ PAUSE_S_MAX = 1800.0
 
 
 @dataclass(slots=True)
-class Record:
+class WorthRecord:
     """Of one worker. `held`: rollouts of its leases; `unconfirmed`: rollouts of leases that it says it has finished while
     nothing of it was heard; `quiet_s`: for how long nothing was heard while it held leases."""
 
@@ -86,7 +86,7 @@ class Worth:
     lease_timeout_s: float
     told_at: float | None = None
     proven: set[PeerId] = field(default_factory=set)
-    records: dict[PeerId, Record] = field(default_factory=dict)
+    records: dict[PeerId, WorthRecord] = field(default_factory=dict)
     _worker_of: dict[LeaseId, PeerId] = field(default_factory=dict)
     _ending: LeaseId | None = None
     _trial_leases: int = 0
@@ -104,7 +104,7 @@ class Worth:
                 pass
 
     def granted(self, worker_id: PeerId, lease_id: LeaseId, rollouts: int) -> None:
-        record = self.records.setdefault(worker_id, Record())
+        record = self.records.setdefault(worker_id, WorthRecord())
         record.held[lease_id] = rollouts
         record.held_rollouts += rollouts
         self._worker_of[lease_id] = worker_id
@@ -134,7 +134,7 @@ class Worth:
         self.told_at = now
         told = {one.worker_id: one for one in delivered}
         for worker_id in told:
-            self.records.setdefault(worker_id, Record())
+            self.records.setdefault(worker_id, WorthRecord())
         return [
             worker_id
             for worker_id, record in self.records.items()
@@ -142,7 +142,7 @@ class Worth:
         ]
 
     def _told_of(
-        self, worker_id: PeerId, record: Record, one: WorkerDelivered | None, passed_s: float, now: float
+        self, worker_id: PeerId, record: WorthRecord, one: WorkerDelivered | None, passed_s: float, now: float
     ) -> bool:
         is_at_work = bool(record.used)
         admitted = one.admitted_rollouts if one else 0.0
@@ -167,7 +167,7 @@ class Worth:
 
     def failed(self, worker_id: PeerId, now: float) -> float:
         """It held leases and delivered nothing: for how many seconds it is given none. What it was worth it must show anew."""
-        record = self.records.setdefault(worker_id, Record())
+        record = self.records.setdefault(worker_id, WorthRecord())
         pause_s = ceiling_s(record.failures, self.first_word_s, PAUSE_S_MAX)
         record.failures += 1
         record.paused_until = now + pause_s
@@ -194,7 +194,7 @@ class Worth:
             return True
         record = self.records.get(worker_id)
         if record is None:
-            record = self.records[worker_id] = Record()
+            record = self.records[worker_id] = WorthRecord()
         if now < record.paused_until:
             return False
         used, earned = record.used, GROWTH * record.peak_rollouts

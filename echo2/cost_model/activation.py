@@ -25,7 +25,7 @@ NOISE_MARGINS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StandingPlan:
     """What is to be done, since when a much cheaper pool has been known, and since when the pool has been a little
     short of its terms (None: it has not)."""
 
@@ -48,12 +48,12 @@ def held_workers(snapshot: FleetSnapshot, config: PlanConfig) -> Flags:
 
 def settled(
     previous: Plan, search: Search, period: Callable[[int], PeriodColumns], fresh: Evaluation, is_feasible: bool
-) -> Standing:
+) -> StandingPlan:
     """The previous pool if it still does, else the previous pool mended, else `fresh`."""
     config, now_s = search.config, search.snapshot.now_s
     margins = config.hysteresis
     if previous.kappa not in config.kappas or not previous.pool:
-        return Standing(fresh, "a new pool: there was none")
+        return StandingPlan(fresh, "a new pool: there was none")
     if not is_feasible:
         return _settled_effort(previous, search, period, fresh)
     stayed = search.evaluate(period(previous.kappa), _pool_rows(previous, search.snapshot))
@@ -63,28 +63,28 @@ def settled(
     within_cap = not config.usd_per_hour_cap or stayed.usd_per_hour <= config.usd_per_hour_cap
     if _still_does(stayed, kept_rate, margins.add_margin) and within_cap:
         if since_s is None:
-            return Standing(stayed, "kept: within the margins")
+            return StandingPlan(stayed, "kept: within the margins")
         if now_s - since_s < margins.dwell_s:
-            return Standing(stayed, "kept: a cheaper pool is known, not yet for the dwell time", since_s)
+            return StandingPlan(stayed, "kept: a cheaper pool is known, not yet for the dwell time", since_s)
         shrunk = _shrunk(search, period(previous.kappa), stayed)
         if shrunk is not None and shrunk.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
-            return Standing(shrunk, f"shrunk: saves {_share(stayed, shrunk):.0%} of the price")
-        return Standing(fresh, f"changed: saves {_share(stayed, fresh):.0%} of the price")
+            return StandingPlan(shrunk, f"shrunk: saves {_share(stayed, shrunk):.0%} of the price")
+        return StandingPlan(fresh, f"changed: saves {_share(stayed, fresh):.0%} of the price")
     slip = NOISE_MARGINS * margins.add_margin
     if within_cap and _is_whole(previous, search.snapshot):
         short_since_s = previous.short_since_s or now_s
         is_little = _still_does(stayed, kept_rate / (1 + slip), margins.add_margin + slip)
         if is_little and now_s - short_since_s < margins.dwell_s:
-            return Standing(stayed, "kept: a little short, not yet for the dwell time", since_s, short_since_s)
+            return StandingPlan(stayed, "kept: a little short, not yet for the dwell time", since_s, short_since_s)
     mended = _mended(search, period(previous.kappa), stayed)
     if mended is not None and mended.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
-        return Standing(mended, "mended: the pool no longer met its terms")
-    return Standing(fresh, "changed: the pool no longer met its terms")
+        return StandingPlan(mended, "mended: the pool no longer met its terms")
+    return StandingPlan(fresh, "changed: the pool no longer met its terms")
 
 
 def _settled_effort(
     previous: Plan, search: Search, period: Callable[[int], PeriodColumns], fresh: Evaluation
-) -> Standing:
+) -> StandingPlan:
     """Without a feasible plan: keep the pool unless the best effort is clearly better or clearly cheaper."""
     stayed = refined(search, search.evaluate(period(previous.kappa), _pool_rows(previous, search.snapshot)))
     margins = search.config.hysteresis
@@ -92,8 +92,8 @@ def _settled_effort(
     is_cheaper = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9
     falls_behind = fresh.keeps_up and not stayed.keeps_up
     if is_better or is_cheaper or falls_behind:
-        return Standing(fresh, "best effort: no plan reaches the target")
-    return Standing(stayed, "kept as best effort: no plan reaches the target")
+        return StandingPlan(fresh, "best effort: no plan reaches the target")
+    return StandingPlan(stayed, "kept as best effort: no plan reaches the target")
 
 
 def _still_does(stayed: Evaluation, rate_needed: float, margin: float) -> bool:

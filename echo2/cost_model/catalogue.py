@@ -21,7 +21,7 @@ CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuType:
     """One type. `token_rate_billion`: batched tokens/s times billions of parameters."""
 
     name: str
@@ -55,10 +55,10 @@ class WorkerPrior:
         return self.tokens_per_s / self.slots
 
 
-def parse_catalogue(tables: Mapping[str, object]) -> dict[str, Gpu]:
+def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
     """GPUs from the TOML file's tables."""
-    found: dict[str, Gpu] = {}
-    wanted = {one.name for one in fields(Gpu)} - {"name"}
+    found: dict[str, GpuType] = {}
+    wanted = {one.name for one in fields(GpuType)} - {"name"}
     for name, table in tables.items():
         if not isinstance(table, Mapping) or set(table) != wanted:
             got = ", ".join(sorted(table)) if isinstance(table, Mapping) else repr(table)
@@ -68,18 +68,18 @@ def parse_catalogue(tables: Mapping[str, object]) -> dict[str, Gpu]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"catalogue: GPU {name}: {field_name}: expected a number, got {value!r}")
             numbers[str(field_name)] = float(value)
-        found[name] = Gpu(name, **numbers)
+        found[name] = GpuType(name, **numbers)
     return found
 
 
-def gpu_of(catalogue: Mapping[str, Gpu], name: str) -> Gpu:
+def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
     """The GPU called `name`."""
     if name not in catalogue:
         raise ConfigError(f"gpu: expected one of {', '.join(sorted(catalogue))}, got {name!r}")
     return catalogue[name]
 
 
-def worker_prior(gpu: Gpu, size: ModelSize, run: RunLengths) -> WorkerPrior:
+def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths) -> WorkerPrior:
     """The number of GPUs with the most tokens/s for its price, as the worker itself would use them; the least of equals."""
     if gpu.name == CPU:
         return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run))
@@ -94,7 +94,7 @@ def worker_prior(gpu: Gpu, size: ModelSize, run: RunLengths) -> WorkerPrior:
     return max(priors, key=lambda prior: (round(prior.tokens_per_s / prior.gpu_count, 6), -prior.gpu_count))
 
 
-def _prior(gpu: Gpu, gpu_count: int, size: ModelSize, fit: Fit) -> WorkerPrior:
+def _prior(gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit) -> WorkerPrior:
     """Tokens/s by what sequences and bandwidth allow; every sequence of a step costs one reading of the weights."""
     speed = spread_speed(fit.tensor_parallel)
     one_sequence = BANDWIDTH_SHARE * gpu.bandwidth_gb_per_s * 1e9 * speed / size.gpu_weight_bytes
@@ -112,6 +112,6 @@ def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
     return found
 
 
-def train_s_prior(gpu: Gpu, gpu_count: int, model_billions: float, tokens: float) -> float:
+def train_s_prior(gpu: GpuType, gpu_count: int, model_billions: float, tokens: float) -> float:
     """Seconds of one optimiser step over `tokens` tokens: 6 FLOP a parameter and token at a usual efficiency."""
     return 6 * model_billions * 1e9 * tokens / (gpu_count * gpu.train_tflops * 1e12 * TRAIN_FLOPS_SHARE)

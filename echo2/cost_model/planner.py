@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-from echo2.cost_model.activation import Standing, held_workers, settled
+from echo2.cost_model.activation import StandingPlan, held_workers, settled
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
 from echo2.cost_model.effort import Efforts
 from echo2.cost_model.exhaustive import is_small, pools_in_order
@@ -51,7 +51,7 @@ def plan(
         return plan_of(facts, planner.search.evaluate(planner.period(kappa), nobody), None, "the budget is spent")
     chosen, is_feasible = planner.chosen()
     aim = "cheapest" if is_feasible else "nearest to the target"
-    standing = Standing(chosen, f"{aim} of {config.kappas[0]}..{config.kappas[-1]} steps a version")
+    standing = StandingPlan(chosen, f"{aim} of {config.kappas[0]}..{config.kappas[-1]} steps a version")
     if previous is not None:
         standing = settled(previous, planner.search, planner.period, chosen, is_feasible)
     final = standing.evaluation

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
 from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
-from echo2.cost_model.catalogue import Gpu, WorkerPrior, gpu_of, worker_prior
+from echo2.cost_model.catalogue import GpuType, WorkerPrior, gpu_of, worker_prior
 from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -30,7 +30,7 @@ OFFER_WORKERS_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PoolOffer:
     """`count` like machines that can be had. slots and tokens_per_s 0: by the catalogue."""
 
     gpu: str
@@ -79,15 +79,15 @@ class PlanQuestion:
     learner: LearnerEstimate
     wishes: PlanConfig
     tokens: TokenCounts
-    offers: tuple[Offer, ...]
-    catalogue: Mapping[str, Gpu]
+    offers: tuple[PoolOffer, ...]
+    catalogue: Mapping[str, GpuType]
 
-    def prior(self, offer: Offer) -> WorkerPrior:
+    def prior(self, offer: PoolOffer) -> WorkerPrior:
         """Slots and rate of one offered machine."""
         prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model, self.lengths)
         return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or prior.tokens_per_s)
 
-    def worker(self, offer: Offer, index: int) -> WorkerEstimate:
+    def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:
         """One offered machine as the planner sees it. Prices are per GPU, and a worker may need several."""
         prior = self.prior(offer)
         speed = prior.sequence_tokens_per_s
@@ -164,7 +164,7 @@ class PlanQuestion:
         offers = list(self.offers)
         if all(offer.gpu != of for offer in offers):
             link = offers[0].link if offers else LinkEstimate(12.5e6, 50e6, 0.08)
-            offers.append(Offer(of, 0, gpu.usd_per_hour, link))
+            offers.append(PoolOffer(of, 0, gpu.usd_per_hour, link))
         changed = {"price_usd_per_hour": value} if kind == "price" else {"count": int(value)}
         return replace(self, offers=tuple(replace(o, **changed) if o.gpu == of else o for o in offers))
 

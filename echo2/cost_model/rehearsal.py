@@ -63,7 +63,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RehearsalOutcome:
     """`dropped`: share of finished groups that were too old when their turn came."""
 
     utilisation: float
@@ -158,10 +158,10 @@ def _share(floor: float, count: int) -> float:
 # ---- the rehearsal
 
 
-def rehearse(told: Rehearsal, steps: int = 0) -> Outcome:
+def rehearse(told: Rehearsal, steps: int = 0) -> RehearsalOutcome:
     """Plays `steps` steps (0: as many as this pool takes to settle) and measures the later ones."""
     if not len(told.slots):
-        return Outcome(0.0, 0.0, 0)
+        return RehearsalOutcome(0.0, 0.0, 0)
     part = reduced(told)
     late = math.ceil(part.transfer_s(part.kappa) / part.train_s)
     batch = part.groups_per_step * part.rollouts_per_group
@@ -210,7 +210,7 @@ class _Stage:
     dropped: int = 0
     starts: list[float] = field(default_factory=list)
 
-    def played(self) -> Outcome:
+    def played(self) -> RehearsalOutcome:
         told = self.told
         batch = told.groups_per_step * told.rollouts_per_group
         self.lengths = _drawn(told.lengths, QUANTILES * math.ceil((self.steps + 2) * batch / QUANTILES))
@@ -338,14 +338,14 @@ class _Stage:
         worker.stalled_s += seconds
         worker.stands_until_s = max(worker.stands_until_s, self.now) + seconds
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RehearsalOutcome:
         """Over the later steps, in whole periods."""
         made, kappa = len(self.starts), self.told.kappa
         if made < 2 * kappa + 2:
-            return Outcome(0.0, 0.0, made)
+            return RehearsalOutcome(0.0, 0.0, made)
         periods = max(1, int((made - 1) * (1 - WARM_SHARE)) // kappa)
         first = made - 1 - periods * kappa
         span_s = self.starts[-1] - self.starts[first]
         trained = made * self.told.groups_per_step
         busy_s = periods * kappa * self.told.train_s
-        return Outcome(min(1.0, busy_s / span_s), self.dropped / (self.dropped + trained), made)
+        return RehearsalOutcome(min(1.0, busy_s / span_s), self.dropped / (self.dropped + trained), made)

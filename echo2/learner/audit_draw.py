@@ -27,7 +27,7 @@ SEEN_MIN = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class DrawnPassage:
     """`kind`: what a worker may choose of a rollout, as text."""
 
     worker: PeerId
@@ -58,10 +58,10 @@ class AuditDraw:
     share: float
     rng: random.Random
     given_up: int = 0
-    waiting: list[Drawn] = field(default_factory=list)
+    waiting: list[DrawnPassage] = field(default_factory=list)
     _accounts: dict[PeerId, _Account] = field(default_factory=dict)
 
-    def consider(self, drawn: Drawn, draws_by_seed: bool) -> None:
+    def consider(self, drawn: DrawnPassage, draws_by_seed: bool) -> None:
         """A rollout that was trained on, and whose every token is in."""
         account = self._account(drawn.worker)
         account.seen[drawn.kind] += 1
@@ -74,9 +74,9 @@ class AuditDraw:
             self.waiting.remove(max(self.waiting, key=self._order))
             self.given_up += 1
 
-    def take(self, tokens_max: int) -> list[Drawn]:
+    def take(self, tokens_max: int) -> list[DrawnPassage]:
         """What to look at now: the least looked at first, up to so many tokens and one rollout at least."""
-        taken: list[Drawn] = []
+        taken: list[DrawnPassage] = []
         for one in sorted(self.waiting, key=self._order):
             tokens_max -= len(one.passage.token_ids)
             if taken and tokens_max < 0:
@@ -85,7 +85,7 @@ class AuditDraw:
         self.waiting = [one for one in self.waiting if one not in taken]
         return taken
 
-    def looked_at(self, drawn: Drawn, tokens: int) -> None:
+    def looked_at(self, drawn: DrawnPassage, tokens: int) -> None:
         """Of `tokens` of it; none where its versions are not kept any longer."""
         if tokens:
             self._account(drawn.worker).looked[drawn.kind] += 1
@@ -103,7 +103,7 @@ class AuditDraw:
         known = {worker: account for worker, account in self._accounts.items() if account.seen.total() >= SEEN_MIN}
         return {worker: 1.0 - account.looked.total() / account.seen.total() for worker, account in known.items()}
 
-    def _order(self, one: Drawn) -> tuple[float, float, float]:
+    def _order(self, one: DrawnPassage) -> tuple[float, float, float]:
         account = self._account(one.worker)
         return account.share(), account.share(one.kind), one.at_s
 

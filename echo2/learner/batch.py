@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from echo2.base.ids import Step
 from echo2.base.rollout import GroupSpec, Rollout
-from echo2.learner.episodes import Insertion, Sent
+from echo2.learner.episodes import Insertion, SentTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TrainGroup:
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float, ...]
     insertions: tuple[tuple[Insertion, ...], ...] = ()
-    senders: tuple[tuple[Sent, ...], ...] = ()
+    senders: tuple[tuple[SentTokens, ...], ...] = ()
 
     def text_of(self, index: int) -> tuple[list[int], list[int]]:
         """All tokens behind the prompt of its rollout `index`, the world's among them, and the places of the sampled ones."""

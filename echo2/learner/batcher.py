@@ -20,22 +20,22 @@ from typing import Protocol
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import GroupSpec, Verdict
 from echo2.learner.batcher_events import (
-    Accuse,
+    AccuseWorker,
     Action,
-    Answer,
+    AnswerReport,
     AskPrompts,
     BatchWanted,
     CapPlanned,
     Close,
-    Drawn,
-    Ended,
     Event,
     ExamDue,
     ExamTick,
     Fared,
     Hand,
     Keep,
-    Offer,
+    OfferGroups,
+    OffersEnded,
+    PromptsDrawn,
     QuestionsDrawn,
     Reported,
     Resumed,
@@ -45,7 +45,7 @@ from echo2.learner.batcher_events import (
     TakenOver,
     Train,
     VersionLeft,
-    Wake,
+    WakeTrainer,
     WorkerBarred,
     WorkerReleased,
 )
@@ -54,7 +54,7 @@ from echo2.learner.episodes import Turn, is_later_turn
 from echo2.learner.exam import ExamRules
 from echo2.learner.examining import Examining
 from echo2.learner.group import Draw, Group
-from echo2.learner.history import Dropped, Finished, Opened, drawn_of
+from echo2.learner.history import Finished, GroupDropped, Opened, drawn_of
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
 from echo2.learner.shelf import Closure, Counts, Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
@@ -152,7 +152,7 @@ class Batcher:
             case Said(before, token_ids):
                 spec = self._home_of(before.root).open_turn(before, token_ids)
                 return [] if spec is None else self._opened([spec])
-            case Drawn(draws):
+            case PromptsDrawn(draws):
                 return self._drawn(draws)
             case CapPlanned(rollouts):
                 self._cap_rollouts = rollouts
@@ -172,7 +172,7 @@ class Batcher:
                 return self._exams.drawn(event)
             case ExamTick(now):
                 return self._exams.tick(now)
-            case Ended():
+            case OffersEnded():
                 self._is_offering = False
                 self._exams.ended()
         return []
@@ -206,8 +206,8 @@ class Batcher:
                 actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), Score(rollout)]
         # A copy of a rollout whose first acknowledgement was lost is durable only once that one is.
         is_final = any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts)
-        accused = [Accuse(peer_id, text) for peer_id, text in shelf.untruths.take()]
-        return [*actions, Answer(verdicts, is_final), *accused]
+        accused = [AccuseWorker(peer_id, text) for peer_id, text in shelf.untruths.take()]
+        return [*actions, AnswerReport(verdicts, is_final), *accused]
 
     def _rewarded(self, event: Rewarded) -> list[Action]:
         if self._exams.home_of(event.group_id) is not None:
@@ -236,21 +236,21 @@ class Batcher:
     def _opened(self, specs: Sequence[GroupSpec]) -> list[Action]:
         homes = [(self._home_of(spec.group_id), spec) for spec in specs]
         kept: list[Action] = [Keep(Opened(home.groups[spec.group_id].draw, spec)) for home, spec in homes]
-        return [*kept, Offer(tuple(specs))] if specs and self._is_offering else kept
+        return [*kept, OfferGroups(tuple(specs))] if specs and self._is_offering else kept
 
     def _settled(self) -> list[Action]:
         """Closures told, groups behind them moved up, prompts asked for, the trainer woken."""
         closures = self._shelf.take_closures()
         early = [closure for closure in closures if closure.reason != "complete"]
         self._retries += [closure.retry for closure in early if closure.retry is not None]
-        actions: list[Action] = [Keep(Dropped(closure.group_id)) for closure in early]
+        actions: list[Action] = [Keep(GroupDropped(closure.group_id)) for closure in early]
         for reason in dict.fromkeys(closure.reason for closure in closures):
             actions.append(Close(_ids_of(closures, reason), reason))
         if early and (moved := self._shelf.move_up()):
-            actions.append(Offer(tuple(moved)))
+            actions.append(OfferGroups(tuple(moved)))
         actions += self._asks()
         if self._shelf.is_batch_ready or self.is_short:
-            actions.append(Wake())
+            actions.append(WakeTrainer())
         return actions
 
     def _asks(self) -> list[Action]:

@@ -60,7 +60,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class PromptsDrawn:
     """Prompts that were asked for. Fewer than were asked for: there are no more."""
 
     draws: tuple[Draw, ...]
@@ -120,7 +120,7 @@ class ExamTick:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class OffersEnded:
     """No groups are offered any more."""
 
 
@@ -130,7 +130,7 @@ Event = (
     | TakenOver
     | Rewarded
     | Said
-    | Drawn
+    | PromptsDrawn
     | CapPlanned
     | VersionLeft
     | WorkerBarred
@@ -139,14 +139,14 @@ Event = (
     | ExamDue
     | QuestionsDrawn
     | ExamTick
-    | Ended
+    | OffersEnded
 )
 
 # ---- actions
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerReport:
     """`is_synced_first`: the journal must be on the disk before the worker reads it."""
 
     verdicts: tuple[SegmentVerdict, ...]
@@ -176,14 +176,14 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class AskPrompts:
-    """Draw these `again`, then up to `fresh` new ones, and come back with `Drawn`, even with none."""
+    """Draw these `again`, then up to `fresh` new ones, and come back with `PromptsDrawn`, even with none."""
 
     again: tuple[Draw, ...]
     fresh: int
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferGroups:
     specs: tuple[GroupSpec, ...]
 
 
@@ -194,7 +194,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Accuse:
+class AccuseWorker:
     peer_id: PeerId
     text: str
 
@@ -237,22 +237,22 @@ class Examined:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class WakeTrainer:
     """Whoever waits for a batch: there is one, or there will be none."""
 
 
 Action = (
-    Answer
+    AnswerReport
     | Hand
     | Keep
     | Score
     | AskPrompts
-    | Offer
+    | OfferGroups
     | Close
-    | Accuse
+    | AccuseWorker
     | Fared
     | Train
-    | Wake
+    | WakeTrainer
     | AskQuestions
     | Answered
     | Examined

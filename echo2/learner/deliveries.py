@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, PeerId
-from echo2.learner.episodes import NOBODY, Sent
+from echo2.learner.episodes import NOBODY, SentTokens
 
 HEARD_S = 6.0
 """Longer than any worker's report interval by far, so that each rollout in progress is among those heard of."""
@@ -26,7 +26,7 @@ _Place = tuple[GroupId, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class DeliveryTally:
     """By one worker."""
 
     worker_id: PeerId
@@ -56,7 +56,7 @@ class Deliveries:
         if worker != NOBODY and len(self._fresh) < ROLLOUTS_MAX:
             self._fresh.add((worker, (group_id, index)))
 
-    def admitted(self, senders: Iterable[Sent]) -> None:
+    def admitted(self, senders: Iterable[SentTokens]) -> None:
         """A rollout was admitted; `senders`: who sent which share of it."""
         known = [sent for sent in senders if sent.token_count > 0]
         total = sum(sent.token_count for sent in known)
@@ -69,7 +69,7 @@ class Deliveries:
         while len(self._proven) > WORKERS_MAX:
             del self._proven[next(iter(self._proven))]
 
-    def take(self, now: float) -> tuple[Delivered, ...] | None:
+    def take(self, now: float) -> tuple[DeliveryTally, ...] | None:
         """All workers of which something was heard, as of now."""
         silent_s = float("inf") if self._told_at is None else now - self._told_at
         is_news = any(worker not in self._told_of for worker, _ in self._fresh)
@@ -85,4 +85,4 @@ class Deliveries:
         admitted, self._admitted = self._admitted, {}
         self._told_at, self._told_of = now, set(heard)
         workers = sorted(heard.keys() | admitted.keys())
-        return tuple(Delivered(worker, heard[worker], admitted.get(worker, 0.0)) for worker in workers)
+        return tuple(DeliveryTally(worker, heard[worker], admitted.get(worker, 0.0)) for worker in workers)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from echo2.weights import Setting
+from echo2.weights import CodecSetting
 from echo2.weights.policy import SettingCost, choose_setting
 
 SettingWish = Literal["auto", "fast", "dense"]
 
-FIRST_SHARE = {Setting.FAST: 0.0119, Setting.DENSE: 0.0088}
+FIRST_SHARE = {CodecSetting.FAST: 0.0119, CodecSetting.DENSE: 0.0088}
 """Of the full weights' bytes, as long as none was encoded."""
-ENCODE_BYTES_PER_S = {Setting.FAST: 6.2e9, Setting.DENSE: 2.4e9}
-DECODE_BYTES_PER_S = {Setting.FAST: 7.1e9, Setting.DENSE: 2.2e9}
+ENCODE_BYTES_PER_S = {CodecSetting.FAST: 6.2e9, CodecSetting.DENSE: 2.4e9}
+DECODE_BYTES_PER_S = {CodecSetting.FAST: 7.1e9, CodecSetting.DENSE: 2.2e9}
 """Full weights per second and core, as the share is: at a learning rate of 3e-6, one step apart."""
 WORKER_CORES = 1
 """A worker decodes in one thread: its other cores may be busy."""
@@ -35,17 +35,17 @@ class SettingChoice:
     def __init__(self, wish: SettingWish = "auto", cores: int = 1) -> None:
         self.wish = wish
         self.cores = cores
-        self.setting = Setting.DENSE if wish == "dense" else Setting.FAST
+        self.setting = CodecSetting.DENSE if wish == "dense" else CodecSetting.FAST
         self.reason = "nothing was published yet" if wish == "auto" else f"{wish}: asked for (broadcast.delta_setting)"
         self._share = dict(FIRST_SHARE)
         self._encode_bytes_per_s = dict(ENCODE_BYTES_PER_S)
 
-    def encoded(self, setting: Setting, weights_bytes: int, encoded_bytes: int, seconds: float) -> None:
+    def encoded(self, setting: CodecSetting, weights_bytes: int, encoded_bytes: int, seconds: float) -> None:
         """What a delta came to; the other setting is taken to differ from it as it did in the benchmark."""
         if encoded_bytes <= 0 or seconds <= 0 or weights_bytes <= 0:
             return
         share, rate = encoded_bytes / weights_bytes, weights_bytes / seconds / self.cores
-        for each in Setting:
+        for each in CodecSetting:
             self._share[each] = share * FIRST_SHARE[each] / FIRST_SHARE[setting]
             self._encode_bytes_per_s[each] = rate * ENCODE_BYTES_PER_S[each] / ENCODE_BYTES_PER_S[setting]
 
@@ -56,13 +56,13 @@ class SettingChoice:
             return False
         before = self.setting
         if spread_bytes_per_s <= 0:
-            self.setting, self.reason = Setting.FAST, "fast: the uplink is not known yet"
+            self.setting, self.reason = CodecSetting.FAST, "fast: the uplink is not known yet"
         else:
             costs = {
                 each: SettingCost(
                     self._share[each] * weights_bytes, self._encode_bytes_per_s[each], DECODE_BYTES_PER_S[each]
                 )
-                for each in Setting
+                for each in CodecSetting
             }
             self.setting, why = choose_setting(
                 costs, weights_bytes, spread_bytes_per_s, self.cores, WORKER_CORES, self.setting

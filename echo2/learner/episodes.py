@@ -27,7 +27,7 @@ class Insertion:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentTokens:
     """`token_count` consecutive tokens of a rollout that the worker `peer_id` reported."""
 
     peer_id: PeerId
@@ -40,7 +40,7 @@ class Turn:
 
     prompt_token_ids: tuple[int, ...]
     rollout: Rollout
-    senders: tuple[Sent, ...] = ()
+    senders: tuple[SentTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class JoinedRollout:
 
     rollout: Rollout
     insertions: tuple[Insertion, ...]
-    senders: tuple[Sent, ...]
+    senders: tuple[SentTokens, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
-    senders: tuple[Sent, ...] = ()
+    senders: tuple[SentTokens, ...] = ()
     for number, turn in enumerate(turns):
         assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
         said = turn.prompt_token_ids[len(before) :]
@@ -109,10 +109,10 @@ def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
     return JoinedRollout(whole, tuple(insertions), senders)
 
 
-def extended_senders(held: tuple[Sent, ...], peer_id: PeerId, token_count: int) -> tuple[Sent, ...]:
+def extended_senders(held: tuple[SentTokens, ...], peer_id: PeerId, token_count: int) -> tuple[SentTokens, ...]:
     """`held` with `token_count` more tokens of `peer_id`."""
     if token_count <= 0 or not peer_id:
         return held
     if held and held[-1].peer_id == peer_id:
-        return (*held[:-1], Sent(peer_id, held[-1].token_count + token_count))
-    return (*held, Sent(peer_id, token_count))
+        return (*held[:-1], SentTokens(peer_id, held[-1].token_count + token_count))
+    return (*held, SentTokens(peer_id, token_count))

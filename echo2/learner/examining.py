@@ -17,7 +17,7 @@ from echo2.learner.batcher_events import (
     Close,
     Examined,
     Keep,
-    Offer,
+    OfferGroups,
     QuestionsDrawn,
     Rewarded,
     Score,
@@ -25,7 +25,7 @@ from echo2.learner.batcher_events import (
 from echo2.learner.episodes import is_later_turn, root_of
 from echo2.learner.exam import BEHIND_VERSIONS, MOVES_MAX, Exam, ExamResult, ExamRules
 from echo2.learner.group import Group
-from echo2.learner.history import Dropped, Opened
+from echo2.learner.history import GroupDropped, Opened
 from echo2.learner.shelf import Shelf
 
 OVER = "evaluation over"
@@ -65,7 +65,7 @@ class Examining:
                 self._exam = Exam(self.rules, version, self._training)
                 self._exam.take_back(exams[version])
             else:
-                actions += [Keep(Dropped(group.spec.group_id)) for group in exams[version]]
+                actions += [Keep(GroupDropped(group.spec.group_id)) for group in exams[version]]
         if self._exam is None:
             return actions
         for group_id, group in self._exam.shelf.groups.items():
@@ -135,7 +135,7 @@ class Examining:
             return []
         actions: list[Action] = []
         closures = exam.shelf.take_closures()
-        actions += [Keep(Dropped(closure.group_id)) for closure in closures]
+        actions += [Keep(GroupDropped(closure.group_id)) for closure in closures]
         for reason in dict.fromkeys(closure.reason for closure in closures):
             actions.append(Close(tuple(c.group_id for c in closures if c.reason == reason), reason))
         actions += self._opened(exam, exam.open([c.retry for c in closures if c.retry is not None]))
@@ -152,12 +152,12 @@ class Examining:
 
     def _opened(self, exam: Exam, specs: Sequence[GroupSpec]) -> list[Action]:
         kept: list[Action] = [Keep(Opened(exam.shelf.groups[spec.group_id].draw, spec)) for spec in specs]
-        return [*kept, Offer(tuple(specs))] if specs and not self._is_ended else kept
+        return [*kept, OfferGroups(tuple(specs))] if specs and not self._is_ended else kept
 
     def _over(self, exam: Exam) -> list[Action]:
         """Nothing of it is needed any more."""
         open_ids = tuple(group_id for group_id in exam.shelf.groups if root_of(group_id) not in exam.told)
-        kept: list[Action] = [Keep(Dropped(group_id)) for group_id in exam.shelf.groups]
+        kept: list[Action] = [Keep(GroupDropped(group_id)) for group_id in exam.shelf.groups]
         return [*kept, Close(open_ids, OVER)] if open_ids else kept
 
     def _examined(self, result: ExamResult) -> list[Action]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
-from echo2.learner.episodes import Sent
+from echo2.learner.episodes import SentTokens
 
 EXAM_MARK = "e"
 """With which ids of groups begin that evaluate; those to train on begin with another letter."""
@@ -59,7 +59,7 @@ class Group:
     rewards: dict[int, float | None] = field(default_factory=dict)
     scored: set[int] = field(default_factory=set)
     lease_attempt: int = 0
-    senders: dict[int, tuple[Sent, ...]] = field(default_factory=dict)
+    senders: dict[int, tuple[SentTokens, ...]] = field(default_factory=dict)
     pruned: int = 0
 
     @property

@@ -14,14 +14,14 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout
 from echo2.learner.batch import Batch
-from echo2.learner.episodes import Sent, root_of
+from echo2.learner.episodes import SentTokens, root_of
 from echo2.learner.group import Draw, Group, exam_version_of
 from echo2.learner.segment import empty_rollout
 from echo2.learner.shelf import Shelf
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class SegmentBegan:
     """A journal segment begins after `step` steps, `cursor` prompts drawn; `published`: versions still known."""
 
     run_id: str
@@ -41,11 +41,11 @@ class Finished:
     """A rollout, or a turn of one, and who reported which of its tokens."""
 
     rollout: Rollout
-    senders: tuple[Sent, ...] = ()
+    senders: tuple[SentTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class BatchDrawn:
     """`rewards[g][i]`: of rollout i of the g-th group; None where scoring failed."""
 
     step: Step
@@ -54,7 +54,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class VersionPublished:
     """Version `version` is about to leave (`fingerprint` empty), or has left."""
 
     version: Version
@@ -62,11 +62,11 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class GroupDropped:
     group_id: GroupId
 
 
-Record = Began | Opened | Finished | Drawn | Published | Dropped
+Record = SegmentBegan | Opened | Finished | BatchDrawn | VersionPublished | GroupDropped
 
 
 @dataclass(slots=True)
@@ -76,14 +76,14 @@ class History:
     cursor: int = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
     opened_in: dict[GroupId, Step] = field(default_factory=dict)
-    drawn: dict[Step, Drawn] = field(default_factory=dict)
+    drawn: dict[Step, BatchDrawn] = field(default_factory=dict)
     published: dict[Version, str] = field(default_factory=dict)
     dropped: set[GroupId] = field(default_factory=set)
 
     def apply(self, record: Record, segment: Step) -> None:
         """`segment`: the step of the journal's segment in which the record stands."""
         match record:
-            case Began():
+            case SegmentBegan():
                 self.cursor = max(self.cursor, record.cursor)
                 for version in record.published:
                     self.published.setdefault(version, "")
@@ -95,11 +95,11 @@ class History:
                 if group is not None:
                     group.rollouts[record.rollout.index] = record.rollout
                     group.senders[record.rollout.index] = record.senders
-            case Drawn():
+            case BatchDrawn():
                 self.drawn[record.step] = record
-            case Published():
+            case VersionPublished():
                 self.published[record.version] = record.fingerprint or self.published.get(record.version, "")
-            case Dropped():
+            case GroupDropped():
                 self.dropped.add(record.group_id)
 
     def _open(self, record: Opened, segment: Step) -> None:
@@ -142,10 +142,10 @@ class History:
         return shelf.draw_recorded(record.group_ids, record.rewards)
 
 
-def drawn_of(batch: Batch) -> Drawn:
+def drawn_of(batch: Batch) -> BatchDrawn:
     """The record of a batch, enough to draw it again."""
     rewards = []
     for group in batch.groups:
         known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}
         rewards.append(tuple(known.get(index) for index in range(group.spec.rollout_count)))
-    return Drawn(batch.step, tuple(group.spec.group_id for group in batch.groups), tuple(rewards))
+    return BatchDrawn(batch.step, tuple(group.spec.group_id for group in batch.groups), tuple(rewards))

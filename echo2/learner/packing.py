@@ -32,7 +32,7 @@ class PackingLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class GroupLengths:
     """One group: tokens of its prompt and of its completions."""
 
     prompt: int
@@ -60,7 +60,7 @@ class MicroBatch:
         return self.width * len(self.rows)
 
 
-def plan_microbatches(groups: Sequence[Lengths], limits: PackingLimits) -> list[MicroBatch]:
+def plan_microbatches(groups: Sequence[GroupLengths], limits: PackingLimits) -> list[MicroBatch]:
     """The layout of a batch of groups. Groups without completions take no place."""
     longest = max((g.prompt + c for g in groups for c in g.completions), default=0)
     row_tokens = max(longest, min(limits.row_tokens, limits.token_budget))
@@ -69,7 +69,7 @@ def plan_microbatches(groups: Sequence[Lengths], limits: PackingLimits) -> list[
     return _stacked(sorted(rows, key=_row_tokens, reverse=True), limits.token_budget)
 
 
-def _units(index: int, group: Lengths, row_tokens: int, limits: PackingLimits) -> list[Unit]:
+def _units(index: int, group: GroupLengths, row_tokens: int, limits: PackingLimits) -> list[Unit]:
     units: list[Unit] = []
     members: list[int] = []
     tokens = group.prompt

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextvars import Context, ContextVar
 from typing import TYPE_CHECKING, Protocol
 
-from echo2.outside.clock import Clock, MachineClock
+from echo2.outside.clock import MachineClock, OutsideClock
 from echo2.outside.files import Files, MachineFiles
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Outside(Protocol):
     @property
-    def clock(self) -> Clock: ...
+    def clock(self) -> OutsideClock: ...
 
     @property
     def net(self) -> Net: ...
@@ -41,7 +41,7 @@ class Machine:
     """The machine itself. gRPC is loaded when it is first needed: many commands do without."""
 
     def __init__(self) -> None:
-        self.clock: Clock = MachineClock()
+        self.clock: OutsideClock = MachineClock()
         self.files: Files = MachineFiles()
         self.rng: random.Random = random.SystemRandom()
 
@@ -77,7 +77,7 @@ def entered(outside: Outside) -> Iterator[None]:
 
 
 class SteadyClock:
-    """`Clock` of the core's protocols: `monotonic` under the name that they are handed."""
+    """`OutsideClock` of the core's protocols: `monotonic` under the name that they are handed."""
 
     __slots__ = ()
 

@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 
-class Clock(Protocol):
+class OutsideClock(Protocol):
     def unix_now(self) -> float: ...
 
     def monotonic(self) -> float: ...

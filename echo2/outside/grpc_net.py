@@ -10,13 +10,13 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import PortBusy, TrustError, Unreachable
-from echo2.outside.guard import Guard
+from echo2.outside.guard import HandlerGuard
 from echo2.outside.net import Dialled, NetOptions, Shown
 
 
 class GrpcNet:
     def server(self, options: NetOptions) -> grpc.aio.Server:
-        return grpc.aio.server(interceptors=[Guard()], options=list(options))
+        return grpc.aio.server(interceptors=[HandlerGuard()], options=list(options))
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
         address = f"{host}:{port}"

@@ -176,7 +176,7 @@ def _name_of(context: Any) -> str:
     return f"{bytes(names[0]).decode(errors='replace')} at {context.peer()}" if names else str(context.peer())
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class HandlerGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Around every handler of a server."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:

@@ -39,7 +39,7 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.session import Session
+from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 
 KEY = ArtifactKey(b"simulated-artefa")
@@ -49,7 +49,7 @@ EVENTS_MAX = 50_000_000
 @dataclass(slots=True)
 class SimNode:
     link: NodeLink
-    session: Session
+    session: BroadcastSession
     is_alive: bool = True
     is_frozen: bool = False
     up_free_at: float = 0.0
@@ -69,7 +69,7 @@ class BroadcastNetwork:
     def __init__(self, plan: BroadcastPlan, *, seed: int = 0) -> None:
         self.now = 0.0
         self.plan = plan
-        self.nodes = {link.peer_id: SimNode(link, Session(link.peer_id, seed)) for link in plan.nodes}
+        self.nodes = {link.peer_id: SimNode(link, BroadcastSession(link.peer_id, seed)) for link in plan.nodes}
         self.seed_id = plan.nodes[0].peer_id
         self.accusations: list[tuple[PeerId, str]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []

@@ -75,7 +75,7 @@ def weighted_and_alike(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BroadcastOutcome:
     topology: str
     slowest_s: float
     bound_s: float
@@ -89,14 +89,14 @@ class Outcome:
         return self.slowest_s / self.bound_s
 
 
-def broadcast(nodes: list[NodeLink], total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> Outcome:
+def broadcast(nodes: list[NodeLink], total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> BroadcastOutcome:
     """One artifact to everyone, by the real session cores; chunks have at most `chunk_bytes`."""
     made = plan(nodes, 1, total_bytes, chunk_bytes)
     net = BroadcastNetwork(made)
     net.connect_all()
     net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes))
     net.run(limit_s)
-    return Outcome(
+    return BroadcastOutcome(
         topology=made.topology,
         slowest_s=net.slowest_s,
         bound_s=total_bytes / fluid_bound(nodes).rate_bytes_per_s,

@@ -16,7 +16,7 @@ from functools import partial
 
 from echo2.base.ids import GroupId, Step
 from echo2.base.rng import derived_rng
-from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
@@ -97,7 +97,7 @@ class Generation:
     def drain(self, worker: SimWorker) -> None:
         """No new leases: those under way end, those of which nothing has begun are handed back."""
         self._handle(le.WorkerAllowed(worker.peer_id, False))
-        self._handle(le.Wanted(worker.peer_id, 0, worker.version))
+        self._handle(le.RolloutsWanted(worker.peer_id, 0, worker.version))
         idle = {
             run.group.group_id: run.group
             for run in worker.waiting
@@ -105,7 +105,7 @@ class Generation:
         }
         worker.waiting = deque(run for run in worker.waiting if run.group.group_id not in idle)
         for group in idle.values():
-            self._handle(le.Ended(worker.peer_id, group.lease_id, le.EndReason.HANDED_BACK, "drained"))
+            self._handle(le.LeaseEnded(worker.peer_id, group.lease_id, EndReason.HANDED_BACK, "drained"))
 
     def lose(self, worker: SimWorker, loss_s: float) -> None:
         """What it made since its last report is lost, the rest goes on elsewhere."""
@@ -122,7 +122,7 @@ class Generation:
         """Tells the book of free slots; once is enough until a grant or a newer version."""
         known = self.book.seekers.get(worker.peer_id)
         if worker.is_active and worker.free_slots > 0 and (known is None or known.version != worker.version):
-            self._handle(le.Wanted(worker.peer_id, worker.free_slots, worker.version))
+            self._handle(le.RolloutsWanted(worker.peer_id, worker.free_slots, worker.version))
 
     # ---- the book
 
@@ -188,5 +188,5 @@ class Generation:
     def _whole(self, worker: SimWorker, group: SimGroup) -> None:
         tokens = int(group.tokens)
         self._handle(le.Progressed(worker.peer_id, group.lease_id, len(group.runs), tokens))
-        self._handle(le.Ended(worker.peer_id, group.lease_id, le.EndReason.FINISHED, ""))
+        self._handle(le.LeaseEnded(worker.peer_id, group.lease_id, EndReason.FINISHED, ""))
         self._finished(group)

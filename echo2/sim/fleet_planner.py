@@ -16,13 +16,13 @@ from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig
 from echo2.sim.fleet import FleetSim
 from echo2.sim.fleet_scenario import WorkerTruth
 from echo2.sim.fleet_worker import SimWorker
-from echo2.sim.lengths import Lengths
+from echo2.sim.lengths import LengthDistribution
 
 TAIL_SHARE = 0.95
 NOISE_LIMIT = 0.5
 
 
-def estimate_of(truth: WorkerTruth, lengths: Lengths) -> WorkerEstimate:
+def estimate_of(truth: WorkerTruth, lengths: LengthDistribution) -> WorkerEstimate:
     """What perfect telemetry would say of a machine."""
     mean_tokens = lengths.mean_tokens
     return WorkerEstimate(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from echo2.cost_model.snapshot import DownloadMode, LearnerEstimate, LinkEstimate, PlanConfig, checked, checked_positive
-from echo2.sim.lengths import Lengths
+from echo2.sim.lengths import LengthDistribution
 
 STEPS_MAX = 100_000
 
@@ -52,7 +52,7 @@ class PriceChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Baseline:
+class ColocatedCluster:
     """A co-located cluster that generates and trains in turns on the same GPUs."""
 
     gpu_count: int
@@ -77,7 +77,7 @@ class FleetScenario:
     name: str
     learner: LearnerEstimate
     config: PlanConfig
-    lengths: Lengths
+    lengths: LengthDistribution
     workers: tuple[WorkerTruth, ...]
     steps: int = 60
     warmup_steps: int = 15
@@ -85,7 +85,7 @@ class FleetScenario:
     train_cv: float = 0.0
     estimate_noise: float = 0.0
     price_changes: tuple[PriceChange, ...] = ()
-    baseline: Baseline | None = None
+    baseline: ColocatedCluster | None = None
     origin: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """`median_tokens * exp(sigma * normal)`, from 1 to `max_tokens`; or one of `trace`, when it is not empty."""
 
     median_tokens: float = 1000.0

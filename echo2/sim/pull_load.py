@@ -24,7 +24,7 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.session import Session
+from echo2.broadcast.session import BroadcastSession
 
 KEY = ArtifactKey(b"a large artefact")
 LINK_BYTES_PER_S = 500e6
@@ -65,7 +65,7 @@ class PullCost:
 class Puller:
     def __init__(self, load: PullLoad, seed: int = 0) -> None:
         self.load = load
-        self.session = Session(PeerId("me"), seed)
+        self.session = BroadcastSession(PeerId("me"), seed)
         self.cost = PullCost()
         self.now = 0.0
         self._asked: deque[tuple[PeerId, int]] = deque()

@@ -25,7 +25,7 @@ from echo2.learner.runtime.model_facts import digest_of
 from echo2.learner.runtime.prompts import PromptSource
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.runtime.training_side import Scorer
-from echo2.learner.runtime.world import Answer
+from echo2.learner.runtime.world import TurnAnswer
 from echo2.sim.tiny_model import (
     SHAPES,
     STOP_TOKEN,
@@ -171,14 +171,16 @@ class TinyWorld:
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, f"p{index}", "")
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
         rng = derived_rng(self._seed, "answer", index, len(turns), sum(turns[-1]))
         await asyncio.sleep(0.01 + 0.2 * rng.random())
         if len(turns) < 1 + index % self._turns and room_tokens > 8:
-            return Answer(None, tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4)))
+            return TurnAnswer(None, tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4)))
         if rng.random() < self._fails:
-            return Answer(Scored(None, RewardFailure.RAISED, "made up", 0.0))
-        return Answer(Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0))
+            return TurnAnswer(Scored(None, RewardFailure.RAISED, "made up", 0.0))
+        return TurnAnswer(Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0))
 
     def close(self) -> None:
         pass

@@ -15,10 +15,10 @@ from google.protobuf.message import Message
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import Verdict
 from echo2.coordinator.given_up import COMPLETE
-from echo2.coordinator.saved import Changes
+from echo2.coordinator.saved import StoreChanges
 from echo2.learner.batch import Batch
 from echo2.learner.group import Group, exam_version_of
-from echo2.learner.history import Dropped, Record
+from echo2.learner.history import GroupDropped, Record
 from echo2.learner.shelf import Shelf
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.process import Process
@@ -149,7 +149,7 @@ class Witness:
 
     # ---- what daemons keep and train
 
-    def kept(self, changes: Changes) -> None:
+    def kept(self, changes: StoreChanges) -> None:
         """The coordinator's store has it now."""
         self.kept_leases.update((lease.lease_id, lease.attempt) for lease in changes.leases)
 
@@ -172,5 +172,5 @@ class Witness:
 
     def noted(self, process: Process, record: Record) -> None:
         """The learner's journal was given it."""
-        if isinstance(record, Dropped) and not process.has_ended:
+        if isinstance(record, GroupDropped) and not process.has_ended:
             self.truth.dropped(record.group_id, "closed untrained")

@@ -1,6 +1,6 @@
 """The whole of echo2 in one process: the real coordinator, learner and worker daemons in a virtual world, from a seed.
 
-`World(Scene.of(seed)).run()` gives an `Outcome`. Guarantees: same seed, same events in the same order (`Outcome.digest`),
+`World(Scene.of(seed)).run()` gives an `WorldOutcome`. Guarantees: same seed, same events in the same order (`WorldOutcome.digest`),
 under any hash seed. Machines live longer than processes: one that ends is started again by whoever looks after the
 machine, on the same disk or another. Leaves to others: what goes wrong (storm), what must hold (witness, checkers).
 """
@@ -66,7 +66,7 @@ LEARNER_PORT, WORKER_PORT = 9100, 9000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WorldOutcome:
     """`failure` is empty when everything held."""
 
     seed: int
@@ -281,7 +281,7 @@ class World:
 
     # ---- the run
 
-    def run(self, faults_until_s: float = 0.0) -> Outcome:
+    def run(self, faults_until_s: float = 0.0) -> WorldOutcome:
         """Starts everything, lets faults happen, lets them stop, waits for progress and for the newest version."""
         with _heard(self), _as_running(self.loop):
             try:
@@ -292,7 +292,7 @@ class World:
             finally:
                 self._finish()
         failure, invariant = (str(self.failure), self.failure.invariant) if self.failure is not None else ("", 0)
-        return Outcome(
+        return WorldOutcome(
             self.scene.seed, self.story.digest, failure, invariant, self.truth.step,
             max(self.witness.run_fingerprints, default=Version(0)), self.loop.time(),
             self.faults + self.wires.counts + self.witness.counts, self.truth.checks, self.restarts,
@@ -405,7 +405,7 @@ class _WatchedTrainer(TinyTrainer):
         world.witness.trained(self._process, batch, found)
 
 
-class _Told(logging.Handler):
+class _LogListener(logging.Handler):
     def __init__(self, world: World) -> None:
         super().__init__(logging.INFO)
         self._world = world
@@ -420,7 +420,7 @@ class _Told(logging.Handler):
 @contextlib.contextmanager
 def _heard(world: World) -> Iterator[None]:
     """What daemons log goes into the story."""
-    root, handler = logging.getLogger("echo2"), _Told(world)
+    root, handler = logging.getLogger("echo2"), _LogListener(world)
     before = (root.level, root.propagate, root.handlers[:])
     root.setLevel(logging.INFO)
     root.propagate, root.handlers[:] = False, [handler]

@@ -10,7 +10,7 @@ from echo2.base.errors import DiskFull
 from echo2.base.ids import RunId
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.saved import Changes, SavedState
+from echo2.coordinator.saved import SavedState, StoreChanges
 from echo2.cost_model.sizing import Fit
 from echo2.outside import here
 from echo2.sim.made_up_engine import CONTEXT_TOKENS, EngineFaults, MadeUpEngine
@@ -19,7 +19,7 @@ from echo2.trust.runtime.tls import Credentials
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.machine import Machine
+from echo2.worker.runtime.machine import WorkerMachine
 
 GIB = 1 << 30
 
@@ -50,17 +50,17 @@ class NoPage:
 class WatchedStore:
     """The real store; `kept` hears of what it holds once it holds it."""
 
-    def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[Changes], None]) -> None:
+    def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[StoreChanges], None]) -> None:
         self._store, self._kept = SqlStore(url, run_id, mark), kept
 
     @classmethod
-    def opener(cls, kept: Callable[[Changes], None]) -> Callable[[str, RunId, Path], WatchedStore]:
+    def opener(cls, kept: Callable[[StoreChanges], None]) -> Callable[[str, RunId, Path], WatchedStore]:
         return lambda url, run_id, mark: cls(url, run_id, mark, kept)
 
     def load(self) -> SavedState:
         return self._store.load()
 
-    def write(self, changes: Changes) -> None:
+    def write(self, changes: StoreChanges) -> None:
         if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
             raise DiskFull("expected room for the coordinator's state")
         self._store.write(changes)
@@ -86,8 +86,8 @@ class VirtualEngines:
         """The same machine with engines that pick tokens otherwise."""
         return VirtualEngines(picks, self._slot_count, self._step_s, self._faults)
 
-    def look(self, folder: Path) -> Machine:
-        return Machine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
+    def look(self, folder: Path) -> WorkerMachine:
+        return WorkerMachine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
 
     def memory_bytes(self) -> tuple[int, int]:
         return GIB, 8 * GIB
@@ -100,7 +100,7 @@ class VirtualEngines:
         choice: EngineChoice,
         config: dict[str, object],
         options: WorkerOptions,
-        machine: Machine,
+        machine: WorkerMachine,
         longest_tokens: int = 0,
         published_bytes: int = 0,
     ) -> Fit:

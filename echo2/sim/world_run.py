@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.sim.storm import stormy_world
-from echo2.sim.world import Outcome
+from echo2.sim.world import WorldOutcome
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Tally:
     restarts: Counter[str] = field(default_factory=Counter)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: WorldOutcome) -> None:
         self.seeds += 1
         self.steps += outcome.steps
         self.virtual_s += outcome.virtual_s
@@ -40,7 +40,7 @@ class Tally:
             self.failed.append((outcome.seed, outcome.failure))
 
 
-def outcome_of(seed: int) -> Outcome:
+def outcome_of(seed: int) -> WorldOutcome:
     """One seed, from start to end."""
     world, storm_until_s = stormy_world(seed)
     return world.run(storm_until_s)

@@ -6,8 +6,8 @@ packs frames into chunks as it likes and `FrameReader` cuts them out again. Typi
     learner   base = HostWeights.from_tensors(weights, Version(0), key)
               header = DeltaHeader(target_version=.., parent_version=base.version,
                                    parent_fingerprint=base.fingerprint(), fingerprint_key=key)
-              frames = encode_delta(base, snapshot, header, Setting.DENSE)    # frames.fingerprint after the last
-    worker    decoder = Decoder(host)
+              frames = encode_delta(base, snapshot, header, CodecSetting.DENSE)# frames.fingerprint after the last
+    worker    decoder = ContainerDecoder(host)
               decoder.feed(frame)                                             # in any order, as they come
               staged = decoder.finish()                                       # verified; a `StagedVersion`
               host.commit(staged)                                             # wholly or not at all
@@ -20,8 +20,8 @@ tied tensors one name is kept (`untied`). Every call that takes weights reads th
 """
 
 from echo2.weights.compose import compose, densified
-from echo2.weights.container import DeltaHeader, FrameReader, Setting, join_frames, parse_frame
-from echo2.weights.decode import DecodeLimits, Decoder, StagedDelta
+from echo2.weights.container import CodecSetting, DeltaHeader, FrameReader, join_frames, parse_frame
+from echo2.weights.decode import ContainerDecoder, DecodeLimits, StagedDelta
 from echo2.weights.device import apply_updates
 from echo2.weights.elements import WeightSet, untied
 from echo2.weights.encode import Encoding, encode_delta, encode_keyframe
@@ -38,12 +38,12 @@ from echo2.weights.warm import warm_up
 
 __all__ = [
     "DecodeLimits",
-    "Decoder",
+    "ContainerDecoder",
     "DeltaHeader",
     "Encoding",
     "FrameReader",
     "HostWeights",
-    "Setting",
+    "CodecSetting",
     "StagedDelta",
     "WeightSet",
     "apply_updates",

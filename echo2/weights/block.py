@@ -26,7 +26,7 @@ from echo2.weights.changes import (
     run_parts,
 )  # fmt: skip
 from echo2.weights.classes import CLASS_COUNT
-from echo2.weights.container import Method, Setting
+from echo2.weights.container import CodecSetting, Method
 from echo2.weights.elements import Bits, ElementType
 from echo2.weights.layout import Block
 from echo2.weights.marks import Finds
@@ -76,13 +76,13 @@ class EncodedBlock:
         return self.method in (Method.RAW, Method.PLANES)
 
 
-def uses_classes(element: ElementType, setting: Setting) -> bool:
+def uses_classes(element: ElementType, setting: CodecSetting) -> bool:
     """Whether changes of this type are coded by exponent class."""
-    return setting is Setting.DENSE and element.exponent_bits > 0
+    return setting is CodecSetting.DENSE and element.exponent_bits > 0
 
 
 def encode_block(
-    block: Block, old: list[Bits], new: list[Bits], setting: Setting, key: int, finds: Finds
+    block: Block, old: list[Bits], new: list[Bits], setting: CodecSetting, key: int, finds: Finds
 ) -> EncodedBlock:
     """Codes a block of a delta; `old` and `new` hold the bits of its segments."""
     changes = Changes.found(old, new, finds)

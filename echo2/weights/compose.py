@@ -20,11 +20,11 @@ from echo2.weights.block import decode_whole, encode_block, encode_whole, finds_
 from echo2.weights.changes import Changes, read_plain
 from echo2.weights.container import (
     BlockFrame,
+    CodecSetting,
     DeltaHeader,
     EndFrame,
     HeaderFrame,
     Method,
-    Setting,
     container_id_of,
     encode_block_frame,
     encode_end,
@@ -49,7 +49,7 @@ class _Container:
             raise DeltaFormatError("expected a container that begins with its header")
         self.head = head
         self.whose = head.header.describe()
-        if head.header.parent_version is None or head.header.setting is not Setting.FAST:
+        if head.header.parent_version is None or head.header.setting is not CodecSetting.FAST:
             raise DeltaFormatError(f"{self.whose}: expected a delta of setting FAST, only these merge without weights")
 
     def next_frame(self) -> BlockFrame | EndFrame:
@@ -150,7 +150,7 @@ def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
 def densified(delta: Iterable[bytes], target: HostWeights) -> Iterator[bytes]:
     """The same delta in setting `DENSE`. `target` holds the version that it leads to; it is only read."""
     container = _Container(delta)
-    header: DeltaHeader = replace(container.head.header, setting=Setting.DENSE)
+    header: DeltaHeader = replace(container.head.header, setting=CodecSetting.DENSE)
     if container.head.table_digest != target.table_digest or header.target_version != target.version:
         raise DeltaFormatError(f"{container.whose}: expected the weights of its target, got version {target.version}")
     head = encode_header(header, target.table)
@@ -170,7 +170,7 @@ def densified(delta: Iterable[bytes], target: HostWeights) -> Iterator[bytes]:
             flat = np.concatenate(new)
             flat[changes.positions()] -= changes.steps().view(np.uint64).astype(flat.dtype)
             old = [flat[s.base : s.base + s.count] for s in block.segments]
-            coded = encode_block(block, old, new, Setting.DENSE, header.fingerprint_key, finds_for(block))
+            coded = encode_block(block, old, new, CodecSetting.DENSE, header.fingerprint_key, finds_for(block))
             method, payload = coded.method, coded.payload
         yield encode_block_frame(
             container_id_of(head), block.index, block.element_count, block.element.code, method, payload

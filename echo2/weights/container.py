@@ -40,7 +40,7 @@ HEADER_BYTES_MAX = 1 << 28
 PAYLOAD_BYTES_MAX = BLOCK_ELEMENTS_MAX * 8 + 4096
 
 
-class Setting(enum.Enum):
+class CodecSetting(enum.Enum):
     """How changes are coded. `FAST` needs no weights to merge; `DENSE` also codes them by the old exponents."""
 
     FAST = 1
@@ -70,7 +70,7 @@ class DeltaHeader:
     parent_fingerprint: int | None = None
     target_fingerprint: int | None = None
     fingerprint_key: int = 0
-    setting: Setting = Setting.FAST
+    setting: CodecSetting = CodecSetting.FAST
     block_elements: int = BLOCK_ELEMENTS
     shard_count: int = 1
     set_name: str = ""
@@ -275,7 +275,7 @@ def _parse_header(data: memoryview) -> HeaderFrame:
     (table_digest,) = cursor.unpack("<Q")
     name = cursor.text(name_bytes)
     body = cursor.take(body_bytes)
-    if cursor.left or flags > 1 or parent < -1 or setting not in {s.value for s in Setting}:
+    if cursor.left or flags > 1 or parent < -1 or setting not in {s.value for s in CodecSetting}:
         raise DeltaFormatError(f"{whose}: expected known flags and setting, and nothing after its table")
     if not 1 <= elements <= BLOCK_ELEMENTS_MAX or not 1 <= shards <= SHARDS_MAX:
         raise DeltaFormatError(f"{whose}: expected 1 to {BLOCK_ELEMENTS_MAX} elements a block, got {elements}")
@@ -283,7 +283,7 @@ def _parse_header(data: memoryview) -> HeaderFrame:
         target_version=Version(target), parent_version=None if parent < 0 else Version(parent),
         parent_fingerprint=None if parent < 0 else parent_print,
         target_fingerprint=target_print if flags & _HAS_TARGET_FINGERPRINT else None,
-        fingerprint_key=key, setting=Setting(setting), block_elements=elements, shard_count=shards, set_name=name,
+        fingerprint_key=key, setting=CodecSetting(setting), block_elements=elements, shard_count=shards, set_name=name,
     )  # fmt: skip
     table = parse_table(body, whose) if parent < 0 else None
     if (table is None) != (not body) or (table is not None and table.digest() != table_digest):

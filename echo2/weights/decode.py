@@ -230,7 +230,7 @@ def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
     return TensorUpdate(segment.spec.name, segment.spec.element.name, segment.spec.shape, indices, bits)
 
 
-class Decoder:
+class ContainerDecoder:
     """Takes the frames of one container and stages the version that they carry upon `base`."""
 
     def __init__(self, base: HostWeights, limits: DecodeLimits | None = None, spill: Spill | None = None) -> None:

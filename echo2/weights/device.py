@@ -20,7 +20,7 @@ from echo2.weights.bits import I64, U32, U64
 from echo2.weights.block import EncodedBlock, Run, coded_block, dense_payload, uses_classes
 from echo2.weights.changes import Changes
 from echo2.weights.classes import CLASS_COUNT
-from echo2.weights.container import Setting
+from echo2.weights.container import CodecSetting
 from echo2.weights.elements import Bits, ElementType, flat_bits
 from echo2.weights.fingerprint import MODULUS, ROW_ELEMENTS, column_coefficients, row_coefficients
 from echo2.weights.layout import Block, Segment
@@ -98,7 +98,7 @@ def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) ->
 
 
 def encode_block_on_device(
-    block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: Setting, key: int
+    block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: CodecSetting, key: int
 ) -> EncodedBlock:
     """As `block.encode_block`, for segments of flat integer bit patterns (`flat_bits`) on one device."""
     element = block.element

@@ -19,8 +19,8 @@ import torch
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch
 from echo2.weights.block import EncodedBlock, FindsPool, encode_block, encode_whole
 from echo2.weights.container import (
+    CodecSetting,
     DeltaHeader,
-    Setting,
     TensorTable,
     container_id_of,
     encode_block_frame,
@@ -122,7 +122,7 @@ def in_order(
             future.cancel()
 
 
-class Source:
+class WeightSource:
     """Segments of a weight set, as raw bits. Contiguous tensors are not copied, and tensors on a device stay there.
 
     `parts` are flat runs of elements by name, each with the place of its first element in its tensor: whole tensors
@@ -142,7 +142,7 @@ class Source:
                 self._on_device[name] = flat_bits(part)
 
     @classmethod
-    def of(cls, weights: WeightSet | HostWeights, table: TensorTable) -> Source:
+    def of(cls, weights: WeightSet | HostWeights, table: TensorTable) -> WeightSource:
         """All of a set."""
         if isinstance(weights, HostWeights):
             return cls({spec.name: (weights.bits(spec.name), 0) for spec in table.specs})
@@ -169,7 +169,7 @@ class Source:
         return out
 
 
-def delta_coder(old: Source, new: Source, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
+def delta_coder(old: WeightSource, new: WeightSource, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
     """Codes a block's changes; on as many threads as one likes."""
     pool = FindsPool()
 
@@ -186,7 +186,7 @@ def delta_coder(old: Source, new: Source, header: DeltaHeader) -> Callable[[Bloc
     return code
 
 
-def keyframe_coder(source: Source, key: int) -> Callable[[Block], EncodedBlock]:
+def keyframe_coder(source: WeightSource, key: int) -> Callable[[Block], EncodedBlock]:
     """Codes a block's elements whole."""
 
     def code(block: Block) -> EncodedBlock:
@@ -221,7 +221,7 @@ def encode_delta(
     parent: WeightSet | HostWeights,
     target: WeightSet | HostWeights,
     header: DeltaHeader,
-    setting: Setting | None = None,
+    setting: CodecSetting | None = None,
     executor: Executor | None = None,
     ahead: int = 2,
 ) -> Encoding:
@@ -239,7 +239,7 @@ def encode_delta(
     table = _table_of(target)
     _check_same_tensors(_table_of(parent), table, header)
     blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
-    code = delta_coder(Source.of(parent, table), Source.of(target, table), header)
+    code = delta_coder(WeightSource.of(parent, table), WeightSource.of(target, table), header)
     return Encoding(header, table, blocks, start).run(in_order(blocks, code, executor, ahead))
 
 
@@ -253,5 +253,5 @@ def encode_keyframe(
     table, key = _table_of(target), header.fingerprint_key
     blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
     start = sum(header_term(key, spec) for spec in table.specs) % MODULUS
-    code = keyframe_coder(Source.of(target, table), key)
+    code = keyframe_coder(WeightSource.of(target, table), key)
     return Encoding(header, table, blocks, start).run(in_order(blocks, code, executor, ahead))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echo2.base.ids import Version
-from echo2.weights.container import Setting
+from echo2.weights.container import CodecSetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Edge:
     parent: Version | None
     target: Version
     encoded_bytes: int
-    setting: Setting = Setting.FAST
+    setting: CodecSetting = CodecSetting.FAST
     is_coming: bool = False
 
 
@@ -36,7 +36,7 @@ class WorkerLink:
 
     bytes_per_s: float
     round_trip_s: float
-    decode_bytes_per_s: Mapping[Setting, float]
+    decode_bytes_per_s: Mapping[CodecSetting, float]
     keyframe_bytes_per_s: float
 
 
@@ -167,19 +167,19 @@ STAY_SHARE = 0.9
 
 
 def choose_setting(
-    costs: Mapping[Setting, SettingCost],
+    costs: Mapping[CodecSetting, SettingCost],
     weights_bytes: int,
     uplink_bytes_per_s: float,
     cores: int,
     worker_cores: int,
-    current: Setting | None = None,
-) -> tuple[Setting, str]:
+    current: CodecSetting | None = None,
+) -> tuple[CodecSetting, str]:
     """The setting whose slowest stage (encoding, sending, decoding; they overlap) ends first, and why.
 
     The current one stays while another would not end in less than `STAY_SHARE` of its time.
     """
-    found: dict[Setting, tuple[float, str]] = {}
-    for setting in Setting:
+    found: dict[CodecSetting, tuple[float, str]] = {}
+    for setting in CodecSetting:
         cost = costs[setting]
         stages = {
             "encoding": weights_bytes / (cost.encode_bytes_per_s * cores),
@@ -232,7 +232,7 @@ def joining_path(edges: Sequence[Edge], newest: Version) -> frozenset[Edge]:
     have the base checkpoint, version 0, the fewest bytes from that.
     """
     keyframes = sorted((edge for edge in edges if edge.parent is None), key=lambda edge: -edge.target)
-    link = WorkerLink(1.0, 0.0, dict.fromkeys(Setting, math.inf), math.inf)
+    link = WorkerLink(1.0, 0.0, dict.fromkeys(CodecSetting, math.inf), math.inf)
     deltas = [edge for edge in edges if edge.parent is not None]
     for keyframe in keyframes:
         way = plan_catch_up(keyframe.target, newest, deltas, link, 0)

@@ -22,7 +22,7 @@ from echo2.base.errors import DeltaFormatError
 from echo2.weights.block import EncodedBlock
 from echo2.weights.container import DeltaHeader, TensorTable
 from echo2.weights.elements import TensorSpec, WeightSet, element_type_of, flat_bits, untied
-from echo2.weights.encode import Encoding, Source, delta_coder, in_order, keyframe_coder
+from echo2.weights.encode import Encoding, WeightSource, delta_coder, in_order, keyframe_coder
 from echo2.weights.fingerprint import MODULUS, fingerprint_part, header_term
 from echo2.weights.layout import Block, blocks_of, shard_range, sorted_specs
 
@@ -68,7 +68,7 @@ def sharded_table(weights: WeightSet) -> TensorTable:
     return TensorTable(sorted_specs(specs), tuple(sorted(aliases.items())))
 
 
-def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int) -> Source:
+def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int) -> WeightSource:
     for spec in table.specs:
         tensor = weights.get(spec.name)
         if tensor is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.element.torch_dtype):
@@ -76,7 +76,7 @@ def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int
             raise DeltaFormatError(
                 f"tensor {spec.name}: expected {spec.element.name} {spec.shape}, got {got}: send a keyframe"
             )
-    return Source({spec.name: rows_of(spec.name, weights[spec.name], shard, shard_count) for spec in table.specs})
+    return WeightSource({spec.name: rows_of(spec.name, weights[spec.name], shard, shard_count) for spec in table.specs})
 
 
 def section_fingerprint(weights: WeightSet, table: TensorTable, shard: int, shard_count: int, key: int) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from echo2.base.ids import Version
-from echo2.weights.container import DeltaHeader, Setting
-from echo2.weights.decode import Decoder
+from echo2.weights.container import CodecSetting, DeltaHeader
+from echo2.weights.decode import ContainerDecoder
 from echo2.weights.encode import encode_delta, encode_keyframe
 from echo2.weights.host import HostWeights
 
@@ -28,7 +28,7 @@ def warm_up(*types: torch.dtype) -> None:
         tensor[:800] = old[name][1:801]  # a block that changes rarely, and one that changes often
     host = HostWeights.empty()
     _pass_on(host, list(encode_keyframe(old, DeltaHeader(target_version=Version(0)))))
-    for number, setting in enumerate(Setting):
+    for number, setting in enumerate(CodecSetting):
         header = DeltaHeader(
             target_version=Version(number + 1),
             parent_version=host.version,
@@ -41,7 +41,7 @@ def warm_up(*types: torch.dtype) -> None:
 
 
 def _pass_on(host: HostWeights, frames: list[bytes]) -> None:
-    decoder = Decoder(host)
+    decoder = ContainerDecoder(host)
     for frame in frames:
         decoder.feed(frame)
     host.commit(decoder.finish())

@@ -12,16 +12,16 @@ from dataclasses import replace
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Step, Version
-from echo2.base.rollout import GroupSpec
+from echo2.base.rollout import EndReason, GroupSpec
 from echo2.broadcast.reachability import Access
-from echo2.coordinator.lease_events import Delivered, EndReason, HeldLease, WorkerDelivered
+from echo2.coordinator.lease_events import Delivered, HeldLease, WorkerDelivered
 from echo2.coordinator.telemetry import (
     Heartbeat,
     LearnerHello,
     LearnerReport,
     LinkReport,
-    PeerLink,
     PublishedVersion,
+    ReportedLink,
     WorkerHello,
 )
 from echo2.wire.bounds import check
@@ -112,8 +112,8 @@ def _reach(message: pb.Reach) -> Access:
     return replace(access_from_message(message.access), addresses=tuple(message.addresses))
 
 
-def _links(message: pb.LinkTable) -> tuple[PeerLink, ...]:
-    return tuple(PeerLink(PeerId(link.peer_id), link.kind, link.reason) for link in message.links)
+def _links(message: pb.LinkTable) -> tuple[ReportedLink, ...]:
+    return tuple(ReportedLink(PeerId(link.peer_id), link.kind, link.reason) for link in message.links)
 
 
 def heartbeat_to_message(heartbeat: Heartbeat) -> pb.Heartbeat:

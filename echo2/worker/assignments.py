@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import LeaseId, Version
 from echo2.base.noise import rollout_seed
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.rollout import EndReason, FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.worker.demand import Demand
 from echo2.worker.duties import (
     Abort,
@@ -28,8 +28,8 @@ from echo2.worker.duties import (
     CoordinatorLost,
     Drain,
     Drained,
+    DutyTick,
     EndLease,
-    EndReason,
     EngineRefused,
     Event,
     FetchPartials,
@@ -50,12 +50,11 @@ from echo2.worker.duties import (
     Sampled,
     Submit,
     TellProgress,
-    Tick,
     VersionCame,
     WakeAt,
 )
 from echo2.worker.engine import GenerateRequest, TokenChunk
-from echo2.worker.lease import Lease, Phase
+from echo2.worker.lease import LeasePhase, LeaseWork
 from echo2.worker.length import expected_remaining
 from echo2.worker.options import WorkerLimits
 from echo2.worker.partial import PartialRollout, unheld_tokens
@@ -89,7 +88,7 @@ class Assignments:
     limits: WorkerLimits
     fixed_report_interval_s: float = 0.0
     report_interval_s: float = 2.0
-    _leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    _leases: dict[LeaseId, LeaseWork] = field(default_factory=dict)
     _demand: Demand = field(default_factory=Demand)
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTHS_MAX))
     _learner_since: float | None = None
@@ -126,7 +125,7 @@ class Assignments:
         return any(lease.is_running for lease in self._leases.values())
 
     @property
-    def exact_leases(self) -> list[Lease]:
+    def exact_leases(self) -> list[LeaseWork]:
         """Those whose group may have tokens of one version alone."""
         return [lease for lease in self._leases.values() if lease.group.exact_version is not None]
 
@@ -191,7 +190,7 @@ class Assignments:
                         yield from self._hand_back(lease.lease_id, f"version {version} is live now", now)
             case VersionCame(version):
                 self._waiting = _Waiting(version, now)
-            case Tick():
+            case DutyTick():
                 pass
 
     # -- leases
@@ -216,12 +215,12 @@ class Assignments:
             message = f"it is for version {group.exact_version}, the live one is {self._demand.version}"
             yield EndLease(grant.lease_id, EndReason.HANDED_BACK, message)
             return
-        lease = Lease(
+        lease = LeaseWork(
             lease_id=grant.lease_id,
             group=group,
             deadline=grant.deadline,
             margin_s=min(MARGIN_S_MAX, max(0.0, grant.deadline - now) / 10),
-            phase=Phase.FETCHING if grant.is_continuation else Phase.RUNNING,
+            phase=LeasePhase.FETCHING if grant.is_continuation else LeasePhase.RUNNING,
             rollouts={i: PartialRollout(group.group_id, i, now) for i in range(group.rollout_count)},
             report_due=now + self.report_interval_s,
         )
@@ -233,7 +232,7 @@ class Assignments:
 
     def _resumed(self, lease_id: LeaseId, rollouts: tuple[Rollout, ...], now: float) -> Iterator[Action]:
         lease = self._leases.get(lease_id)
-        if lease is None or lease.phase is not Phase.FETCHING:
+        if lease is None or lease.phase is not LeasePhase.FETCHING:
             return
         for partial in rollouts:
             rollout = lease.rollouts.get(partial.index)
@@ -246,10 +245,10 @@ class Assignments:
                 return
             rollout.resume(partial, lease.group.sampling)
             rollout.started_at = now
-        lease.phase = Phase.RUNNING
+        lease.phase = LeasePhase.RUNNING
         yield from self._submitted(lease)
 
-    def _submitted(self, lease: Lease) -> Iterator[Action]:
+    def _submitted(self, lease: LeaseWork) -> Iterator[Action]:
         group = lease.group
         for index, rollout in lease.rollouts.items():
             if not rollout.is_stopped:
@@ -263,19 +262,19 @@ class Assignments:
                     )
                 )
 
-    def _aborts(self, lease: Lease) -> Iterator[Action]:
+    def _aborts(self, lease: LeaseWork) -> Iterator[Action]:
         for index, rollout in lease.rollouts.items():
             if not rollout.is_stopped:
                 yield Abort(f"{lease.lease_id}/{index}")
 
     def _hand_back(self, lease_id: LeaseId, reason: str, now: float) -> Iterator[Action]:
         lease = self._leases.get(lease_id)
-        if lease is None or lease.phase is Phase.HANDING_BACK:
+        if lease is None or lease.phase is LeasePhase.HANDING_BACK:
             return
-        if lease.phase is Phase.FETCHING:
+        if lease.phase is LeasePhase.FETCHING:
             yield from self._ended(lease_id, EndReason.HANDED_BACK, reason)
             return
-        lease.phase = Phase.HANDING_BACK
+        lease.phase = LeasePhase.HANDING_BACK
         lease.end_message = reason
         lease.report_due = now
         yield from self._aborts(lease)
@@ -301,7 +300,7 @@ class Assignments:
         if lease.group.exact_version not in (None, chunk.version):  # it ran on while it was being handed back
             chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
         rollout.append(chunk)
-        if lease.phase is Phase.HANDING_BACK:
+        if lease.phase is LeasePhase.HANDING_BACK:
             lease.report_due = self._wake_at = now
         if rollout.is_ended:
             self._lengths.append(len(rollout.token_ids))
@@ -330,7 +329,7 @@ class Assignments:
             if rollout.is_settled and not rollout.is_stopped:
                 rollout.is_stopped = True
                 yield Abort(f"{lease_id}/{verdict.index}")
-        if lease.has_finished_news or lease.phase is Phase.HANDING_BACK:
+        if lease.has_finished_news or lease.phase is LeasePhase.HANDING_BACK:
             lease.report_due = min(lease.report_due, now + RESEND_PAUSE_S)
         yield TellProgress(
             lease_id,
@@ -342,10 +341,10 @@ class Assignments:
         # Tokens are counted as held by verdicts only, so what was under way is simply sent again.
         for lease in self._leases.values():
             lease.is_reporting = False
-            if lease.has_finished_news or lease.phase is Phase.HANDING_BACK:
+            if lease.has_finished_news or lease.phase is LeasePhase.HANDING_BACK:
                 lease.report_due = now
 
-    def _news(self, lease: Lease) -> Iterator[RolloutSegment]:
+    def _news(self, lease: LeaseWork) -> Iterator[RolloutSegment]:
         room = REPORT_TOKENS_MAX
         siblings = [len(r.token_ids) for r in lease.rollouts.values() if r.is_ended]
         # Finished rollouts first: others wait for them.
@@ -377,10 +376,10 @@ class Assignments:
         if self._wake_at < math.inf:
             yield WakeAt(self._wake_at)
 
-    def _outlook(self, lease: Lease, now: float) -> Iterator[Action]:
+    def _outlook(self, lease: LeaseWork, now: float) -> Iterator[Action]:
         if lease.is_settled:
             yield from self._ended(lease.lease_id, EndReason.FINISHED, "")
-        elif lease.phase is Phase.HANDING_BACK and not lease.is_reporting and lease.is_handed_back:
+        elif lease.phase is LeasePhase.HANDING_BACK and not lease.is_reporting and lease.is_handed_back:
             yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, lease.end_message)
         elif now >= self._verdict_deadline(lease):
             yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, "its deadline has passed")
@@ -400,7 +399,7 @@ class Assignments:
         latest = waiting.since + HOLD_S_MAX
         return latest if self.exact_leases else min(latest, self._exact_ended_at + EXACT_GRACE_S)
 
-    def _verdict_deadline(self, lease: Lease) -> float:
+    def _verdict_deadline(self, lease: LeaseWork) -> float:
         if self._learner_since is None:
             return math.inf
         return max(lease.deadline, self._learner_since) + VERDICT_GRACE_S
@@ -438,7 +437,7 @@ class Assignments:
     def _next_time(self, now: float) -> float:
         times = [math.inf]
         for lease in self._leases.values():
-            if lease.phase is not Phase.HANDING_BACK:
+            if lease.phase is not LeasePhase.HANDING_BACK:
                 times.append(lease.deadline - lease.margin_s)
             else:
                 times.append(self._verdict_deadline(lease))

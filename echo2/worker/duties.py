@@ -4,19 +4,11 @@ that may have to be done about them. Times are on the clock of `now`.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from echo2.base.ids import LeaseId, Version
-from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict
+from echo2.base.rollout import EndReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict
 from echo2.worker.engine import GenerateRequest, TokenChunk
-
-
-class EndReason(enum.Enum):
-    FINISHED = "finished"
-    HANDED_BACK = "handed back"
-    REFUSED = "refused"
-
 
 # ---- events
 
@@ -142,7 +134,7 @@ class VersionCame:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class DutyTick:
     """The time that a `WakeAt` asked for has come."""
 
 
@@ -164,7 +156,7 @@ Event = (
     | FinishUp
     | Live
     | VersionCame
-    | Tick
+    | DutyTick
 )
 
 # ---- actions
@@ -236,7 +228,7 @@ class LetVersion:
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Send a `Tick` at `at`; the newest `WakeAt` counts."""
+    """Send a `DutyTick` at `at`; the newest `WakeAt` counts."""
 
     at: float
 

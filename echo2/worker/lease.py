@@ -10,19 +10,19 @@ from echo2.base.rollout import GroupSpec
 from echo2.worker.partial import PartialRollout
 
 
-class Phase(enum.Enum):
+class LeasePhase(enum.Enum):
     FETCHING = "waits for the partial rollouts"
     RUNNING = "generates"
     HANDING_BACK = "hands back"
 
 
 @dataclass(slots=True)
-class Lease:
+class LeaseWork:
     lease_id: LeaseId
     group: GroupSpec
     deadline: float
     margin_s: float
-    phase: Phase
+    phase: LeasePhase
     rollouts: dict[int, PartialRollout]
     report_due: float
     is_reporting: bool = False
@@ -30,7 +30,7 @@ class Lease:
 
     @property
     def is_settled(self) -> bool:
-        return self.phase is not Phase.FETCHING and all(rollout.is_settled for rollout in self.rollouts.values())
+        return self.phase is not LeasePhase.FETCHING and all(rollout.is_settled for rollout in self.rollouts.values())
 
     @property
     def is_handed_back(self) -> bool:

@@ -25,7 +25,7 @@ FAILURES_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class ArtifactBegan:
     """The first chunk of an artifact is here. `parent` None: a keyframe."""
 
     version: Version
@@ -33,7 +33,7 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class ArtifactGivenUp:
     """The artifact that was under way will not be completed: another path is cheaper now."""
 
 
@@ -82,7 +82,7 @@ class Checked:
     is_equal: bool
 
 
-Event = Began | Dropped | Adopted | Decoded | DecodeFailed | Swapped | SwapFailed | Checked
+Event = ArtifactBegan | ArtifactGivenUp | Adopted | Decoded | DecodeFailed | Swapped | SwapFailed | Checked
 
 # ---- actions
 
@@ -97,7 +97,7 @@ class DropDecoder:
     """Throw away what was decoded."""
 
 
-class Source(enum.Enum):
+class SwapSource(enum.Enum):
     """Where the engine gets the bits from."""
 
     DELTA = "delta"  # what was decoded, on top of the engine's version
@@ -105,9 +105,9 @@ class Source(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapEngine:
     version: Version
-    source: Source
+    source: SwapSource
     mode: SwapMode
 
 
@@ -169,7 +169,7 @@ class GiveUp:
 Action = (
     StartDecoder
     | DropDecoder
-    | Swap
+    | SwapEngine
     | Check
     | Commit
     | HoldTokens
@@ -199,8 +199,8 @@ class SwapMachine:
     host: Version | None = None
     live: Version | None = None
     _state: _State = _State.IDLE
-    _began: Began | None = None
-    _source: Source = Source.DELTA
+    _began: ArtifactBegan | None = None
+    _source: SwapSource = SwapSource.DELTA
     _skips: int = 0
     _failures: int = 0
     _decoded_at: float = 0.0
@@ -220,9 +220,9 @@ class SwapMachine:
 
     def _on(self, event: Event, now: float) -> Iterator[Action]:
         match event:
-            case Began():
+            case ArtifactBegan():
                 yield from self._begin(event)
-            case Dropped():
+            case ArtifactGivenUp():
                 if self._state is _State.DECODING:
                     self._state = _State.IDLE
                     yield DropDecoder()
@@ -241,7 +241,7 @@ class SwapMachine:
             case Checked(version, is_equal):
                 yield from self._checked(version, is_equal, now)
 
-    def _begin(self, began: Began) -> Iterator[Action]:
+    def _begin(self, began: ArtifactBegan) -> Iterator[Action]:
         assert self._state in (_State.IDLE, _State.BROKEN), f"an artifact began while the worker {self.state}"
         if self._state is _State.BROKEN:
             return
@@ -254,11 +254,11 @@ class SwapMachine:
         if self._state is _State.BROKEN:
             return
         self.host, self._decoded_at = version, now
-        self._began = Began(version, None)
+        self._began = ArtifactBegan(version, None)
         self._state = _State.SWAPPING
-        self._source = Source.HOST
+        self._source = SwapSource.HOST
         yield HoldTokens(version)
-        yield Swap(version, Source.HOST, self.mode)
+        yield SwapEngine(version, SwapSource.HOST, self.mode)
 
     def _decoded(self, version: Version, more_is_here: bool, now: float) -> Iterator[Action]:
         if self._state is not _State.DECODING or self._began is None:
@@ -273,11 +273,11 @@ class SwapMachine:
             return
         self._skips = 0
         self._state = _State.SWAPPING
-        self._source = Source.DELTA if fits else Source.HOST
-        if self._source is Source.HOST:
+        self._source = SwapSource.DELTA if fits else SwapSource.HOST
+        if self._source is SwapSource.HOST:
             yield from self._commit(version)
         yield HoldTokens(version)
-        yield Swap(version, self._source, self.mode)
+        yield SwapEngine(version, self._source, self.mode)
 
     def _commit(self, version: Version) -> Iterator[Action]:
         self.host = version
@@ -302,8 +302,8 @@ class SwapMachine:
         version = self._began.version
         if self.host != version:
             yield from self._commit(version)
-        self._source = Source.HOST
-        yield Swap(version, Source.HOST, self.mode)
+        self._source = SwapSource.HOST
+        yield SwapEngine(version, SwapSource.HOST, self.mode)
 
     def _checked(self, version: Version, is_equal: bool, now: float) -> Iterator[Action]:
         if self._state is not _State.CHECKING:
@@ -322,9 +322,9 @@ class SwapMachine:
             yield from self._broken(message)
             return
         self._state = _State.SWAPPING
-        self._source = Source.HOST
+        self._source = SwapSource.HOST
         yield HoldTokens(version)
-        yield Swap(version, Source.HOST, self.mode)
+        yield SwapEngine(version, SwapSource.HOST, self.mode)
 
     def _failed(self, message: str) -> Iterator[Action]:
         self._failures += 1

@@ -17,7 +17,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, Unreachable
 from echo2.base.ids import RunId
-from echo2.coordinator.provisioning import MachineState, Offer, Provider, machine_prefix
+from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, machine_prefix
 from echo2.coordinator.runtime.providers import kubernetes as kubernetes_provider
 from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
 from echo2.coordinator.runtime.providers.local import LocalProvider
@@ -39,24 +39,24 @@ def _sleeper(link_path: Path, folder: Path, machine_id: str) -> list[str]:
 
 
 def local(folder: Path) -> LocalProvider:
-    return LocalProvider(Offer("one", "local", machines_max=2), folder, _sleeper)
+    return LocalProvider(MachineOffer("one", "local", machines_max=2), folder, _sleeper)
 
 
-def cluster_offer(cluster: Cluster, **more: Any) -> Offer:
-    return Offer(
+def cluster_offer(cluster: Cluster, **more: Any) -> MachineOffer:
+    return MachineOffer(
         "one", "kubernetes", settings={"deployment": "fleet", "namespace": "rl", "server": cluster.url}, **more
     )
 
 
-def sky_offer(**settings: str) -> Offer:
-    return Offer("one", "skypilot", "A100", 1.2, is_spot=True, settings={"accelerators": "A100:1", **settings})
+def sky_offer(**settings: str) -> MachineOffer:
+    return MachineOffer("one", "skypilot", "A100", 1.2, is_spot=True, settings={"accelerators": "A100:1", **settings})
 
 
 @pytest.fixture(params=["manual", "local", "kubernetes", "skypilot"])
 def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provider]:
     match request.param:
         case "manual":
-            yield ManualProvider(Offer("one", "manual"))
+            yield ManualProvider(MachineOffer("one", "manual"))
         case "local":
             yield local(tmp_path)
         case "kubernetes":
@@ -93,7 +93,7 @@ def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_g
 
 def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen(tmp_path: Path) -> None:
     async def scene() -> None:
-        short = LocalProvider(Offer("one", "local"), tmp_path, lambda *_: [sys.executable, "-c", "pass"])
+        short = LocalProvider(MachineOffer("one", "local"), tmp_path, lambda *_: [sys.executable, "-c", "pass"])
         await short.rent(FIRST, LINK)
         while await short.observe():
             await asyncio.sleep(0.02)
@@ -190,7 +190,7 @@ def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says()
 def test_skypilot_takes_the_task_that_we_build() -> None:
     sky = pytest.importorskip("sky", reason="SkyPilot is not installed")
     settings = {"infra": "kubernetes", "cpus": "4+", "memory": "16", "disk_size": "100"}
-    offer = Offer("one", "skypilot", "", 1.2, is_spot=True, settings=settings)
+    offer = MachineOffer("one", "skypilot", "", 1.2, is_spot=True, settings=settings)
     task = SkyPilotProvider(offer, RUN).task(FIRST, LINK)
     (resources,) = task.resources
     assert (resources.use_spot, resources.cpus, resources.disk_size) == (True, "4+", 100)
@@ -199,7 +199,7 @@ def test_skypilot_takes_the_task_that_we_build() -> None:
         assert issubclass(getattr(sky.exceptions, name), Exception)
     assert sky.StatusRefreshMode.AUTO
     with pytest.raises(ConfigError, match="SkyPilot takes no such task"):
-        SkyPilotProvider(Offer("one", "skypilot", settings={"infra": "the/moon/x/y/z"}), RUN)
+        SkyPilotProvider(MachineOffer("one", "skypilot", settings={"infra": "the/moon/x/y/z"}), RUN)
 
 
 def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"pip install 'echo2\[skypilot\]'"):
         SkyPilotProvider(sky_offer(), RUN)
     with pytest.raises(ConfigError, match=r"pip install 'echo2\[kubernetes\]'"):
-        kubernetes_provider.KubernetesProvider(Offer("one", "kubernetes", settings={"deployment": "fleet"}))
+        kubernetes_provider.KubernetesProvider(MachineOffer("one", "kubernetes", settings={"deployment": "fleet"}))
 
 
 @pytest.mark.parametrize(
@@ -244,15 +244,17 @@ def test_offers_are_read_and_wrong_settings_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got 'colour'"):
         make_provider(offer, RUN, tmp_path)
     with pytest.raises(ConfigError, match="'deployment', it is missing"):
-        make_provider(Offer("k", "kubernetes"), RUN, tmp_path)
+        make_provider(MachineOffer("k", "kubernetes"), RUN, tmp_path)
     with pytest.raises(ConfigError, match="expected a file at"):
         load_offers(tmp_path / "none.toml")
 
 
 def test_rented_workers_are_told_where_the_base_checkpoint_is(tmp_path: Path) -> None:
-    manual = make_provider(Offer("m", "manual"), RUN, tmp_path, "org/base")
+    manual = make_provider(MachineOffer("m", "manual"), RUN, tmp_path, "org/base")
     words = shlex.split(asyncio.run(manual.rent(FIRST, LINK)))
     assert words == ["echo-worker", "join", LINK, "--model.path", "org/base"]
-    assert "--model.path" not in asyncio.run(make_provider(Offer("m", "manual"), RUN, tmp_path).rent(FIRST, LINK))
+    assert "--model.path" not in asyncio.run(
+        make_provider(MachineOffer("m", "manual"), RUN, tmp_path).rent(FIRST, LINK)
+    )
     cloud = SkyPilotProvider(sky_offer(arguments="--verbose"), RUN, Sky(), "/models/a base")
     assert "--model.path '/models/a base' --verbose" in cloud.task(FIRST, LINK).run

@@ -19,11 +19,11 @@ import sqlalchemy as sa
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
-from echo2.coordinator.membership import Liveness, Member, Setting
-from echo2.coordinator.provisioning import Machine, MachineState
+from echo2.coordinator.lease_events import GroupPhase, Lease, OpenGroup
+from echo2.coordinator.membership import Liveness, Member, OperatorSetting
+from echo2.coordinator.provisioning import MachineState, RentedMachine
 from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
-from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample
+from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, StoreChanges
 from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.coordinator.tokens import Token
 from echo2.outside import files
@@ -66,18 +66,19 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 SPEC = GroupSpec(GroupId("g"), (1, 2), 4, SamplingParams(max_new_tokens=8), 3)
-GROUP = OpenGroup(SPEC, Phase.LEASED, 5.0, attempts=2, lease_id=LeaseId("l"))
+GROUP = OpenGroup(SPEC, GroupPhase.LEASED, 5.0, attempts=2, lease_id=LeaseId("l"))
 LEASE = Lease(LeaseId("l"), GroupId("g"), PeerId("w"), 2, 5.0, 35.0, 6.0, 1, 40)
 MEMBER = Member(
     PeerId("w"), WorkerHello(1, "w", RUN, ("h:1",), 0.5, True, "A100", "vllm", "vast", 8, LinkReport(1e6, 2e6, 0.1)), 1.0, 9.0,
-    heartbeat=Heartbeat(Version(3), rollouts_per_s=2.0), setting=Setting.DRAINING, setting_reason="why", usd_spent=1.5,
+    heartbeat=Heartbeat(Version(3), rollouts_per_s=2.0), setting=OperatorSetting.DRAINING, setting_reason="why", usd_spent=1.5,
     last_liveness=Liveness.SUSPECT,
 )  # fmt: skip
 TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, False, {PeerId("w")})
-MACHINE = Machine("m", "gpu", "cloud", "mine", MachineState.RUNNING, 2.0, 5.0, None, "t", "", "")
-ALL = Changes(
+MACHINE = RentedMachine("m", "gpu", "cloud", "mine", MachineState.RUNNING, 2.0, 5.0, None, "t", "", "")
+ALL = StoreChanges(
     [GROUP], [], [LEASE], [], [MEMBER], [TOKEN], [LoggedEvent(1.0, "k", "text")],
-    [Sample(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)], [PaidAction(1.0, "active", "w", "why", 0.5, 0.0)], [MACHINE], {"port": "7"},
+    [CurvePoint(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)], [PaidAction(1.0, "active", "w", "why", 0.5, 0.0)],
+    [MACHINE], {"port": "7"},
 )  # fmt: skip
 
 
@@ -98,10 +99,10 @@ def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
 def test_later_writes_replace_and_drops_forget(url: str) -> None:
     store = SqlStore(url, RUN)
     store.write(ALL)
-    store.write(Changes(leases=[replace(LEASE, tokens=80)], members=[replace(MEMBER, usd_spent=2.0)]))
+    store.write(StoreChanges(leases=[replace(LEASE, tokens=80)], members=[replace(MEMBER, usd_spent=2.0)]))
     saved = store.load()
     assert (saved.leases[0].tokens, saved.members[0].usd_spent) == (80, 2.0)
-    store.write(Changes(groups_dropped=["g", "unknown"], leases_dropped=["l"]))
+    store.write(StoreChanges(groups_dropped=["g", "unknown"], leases_dropped=["l"]))
     saved = store.load()
     assert (saved.groups, saved.leases, len(saved.members)) == ((), (), 1)
     store.close()
@@ -111,7 +112,7 @@ def test_write_is_all_or_nothing(url: str) -> None:
     store = SqlStore(url, RUN)
     broken = replace(LEASE, worker_id=None)  # type: ignore[arg-type]
     with pytest.raises(StateError):
-        store.write(Changes(groups=[GROUP], leases=[broken], meta={"x": "1"}))
+        store.write(StoreChanges(groups=[GROUP], leases=[broken], meta={"x": "1"}))
     saved = store.load()
     assert (saved.groups, saved.leases, saved.meta.get("x")) == ((), (), None)
     store.close()
@@ -119,7 +120,7 @@ def test_write_is_all_or_nothing(url: str) -> None:
 
 def test_old_events_are_forgotten(url: str) -> None:
     store = SqlStore(url, RUN)
-    store.write(Changes(events=[LoggedEvent(float(i), "k", str(i)) for i in range(10)]))
+    store.write(StoreChanges(events=[LoggedEvent(float(i), "k", str(i)) for i in range(10)]))
     store.prune(events_kept=3, samples_kept=3)
     assert [event.text for event in store.load().events] == ["7", "8", "9"]
     store.close()
@@ -197,7 +198,7 @@ def test_full_disk_is_told_as_such(tmp_path: Path) -> None:
     store._engine.dispose()
     with pytest.raises(DiskFull, match="expected room"):
         for index in range(200):
-            store.write(Changes(meta={f"k{index}": "x" * 1000}))
+            store.write(StoreChanges(meta={f"k{index}": "x" * 1000}))
     store.close()
 
 
@@ -226,11 +227,11 @@ def test_a_checkpoint_beside_writes_lets_the_log_start_over(tmp_path: Path) -> N
     log = tmp_path / "state.sqlite-wal"
     with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)) as store:
         for number in range(300):
-            store.write(Changes(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
+            store.write(StoreChanges(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
         grown = log.stat().st_size
         store.checkpoint()
         for number in range(300):
-            store.write(Changes(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
+            store.write(StoreChanges(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
         assert log.stat().st_size < 1.5 * grown
         assert store.load().meta["n"] == "299"
     store.checkpoint()  # told after the end, by a thread that was late
@@ -241,7 +242,7 @@ def test_a_checkpoint_on_another_thread_neither_stops_nor_loses_writes(tmp_path:
     with closing(SqlStore(url, RUN)) as store, ThreadPoolExecutor(1) as pool:
         for number in range(count):
             done = pool.submit(store.checkpoint)
-            store.write(Changes(events=[LoggedEvent(1.0, "k", str(number))]))
+            store.write(StoreChanges(events=[LoggedEvent(1.0, "k", str(number))]))
             done.result()
         assert [event.text for event in store.load().events] == [str(number) for number in range(count)]
 
@@ -253,7 +254,7 @@ def kept_in(folder: Path) -> SqlStore:
     return SqlStore(f"sqlite:///{folder / 'state.sqlite'}", RUN, folder / "state.mark")
 
 
-BANNED = replace(MEMBER, setting=Setting.BANNED)
+BANNED = replace(MEMBER, setting=OperatorSetting.BANNED)
 
 
 def as_a_kill_leaves_it(folder: Path, into: Path, changes: int = 40) -> Path:
@@ -263,8 +264,8 @@ def as_a_kill_leaves_it(folder: Path, into: Path, changes: int = 40) -> Path:
     store.write(ALL)
     store.checkpoint()
     for number in range(changes):
-        store.write(Changes(meta={"n": str(number)}))
-    store.write(Changes(members=[BANNED]))
+        store.write(StoreChanges(meta={"n": str(number)}))
+    store.write(StoreChanges(members=[BANNED]))
     shutil.copytree(folder, into)
     store.close()
     return into
@@ -351,7 +352,7 @@ def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatc
         store.write(ALL)
     older = (tmp_path / "state.sqlite").read_bytes()
     with closing(kept_in(tmp_path)) as store:
-        store.write(Changes(members=[BANNED]))
+        store.write(StoreChanges(members=[BANNED]))
     (tmp_path / "state.sqlite").write_bytes(older)
     monkeypatch.setattr(files, "_BOOT_ID", tmp_path / "none")
     with pytest.raises(StateError, match="expected all of 2 changes, found the first 1"):

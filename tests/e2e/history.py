@@ -14,7 +14,7 @@ from pathlib import Path
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import Rollout
-from echo2.learner.history import Drawn, Dropped, Finished, Opened, Published, Record
+from echo2.learner.history import BatchDrawn, Finished, GroupDropped, Opened, Record, VersionPublished
 from echo2.learner.runtime.journal import read_journal
 
 
@@ -59,15 +59,15 @@ def judge(records: list[Record], staleness_bound: int) -> Judged:
                 name = (rollout.group_id, rollout.index)
                 known = found.finished.setdefault(name, rollout)
                 assert known == rollout, f"rollout {name} was admitted twice, with other tokens"
-            case Drawn():
+            case BatchDrawn():
                 known_groups = found.groups_of.setdefault(record.step, record.group_ids)
                 assert known_groups == record.group_ids, f"step {record.step} was drawn twice, with other groups"
                 for group_id in record.group_ids:
                     at = found.trained.setdefault(group_id, record.step)
                     assert at == record.step, f"group {group_id} was trained at steps {at} and {record.step}"
-            case Dropped(group_id):
+            case GroupDropped(group_id):
                 found.dropped.add(group_id)
-            case Published(version, fingerprint) if fingerprint:
+            case VersionPublished(version, fingerprint) if fingerprint:
                 known_print = found.fingerprints.setdefault(version, fingerprint)
                 assert known_print == fingerprint, f"version {version} was published with two fingerprints"
             case _:

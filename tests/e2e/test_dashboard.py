@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.coordinator_load import Ledger, Shape, run_load
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
@@ -124,7 +124,7 @@ async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
 async def _releases_the_quarantined_and_bans(page: Any, daemon: CoordinatorDaemon) -> None:
     """What the audit found stands in the worker's row; the operator lifts it there, or bans a worker there."""
     assert daemon.hub is not None
-    member = next(m for m in daemon.hub.membership.members.values() if m.setting is Setting.AUTOMATIC)
+    member = next(m for m in daemon.hub.membership.members.values() if m.setting is OperatorSetting.AUTOMATIC)
     finding = "audit: its numbers are 0.07 nats off, 0.05 are allowed"
     accused(daemon.hub, member.peer_id, finding, is_certain=False)
     row = page.locator("#fleet-body tr").filter(has_text=member.name)
@@ -133,16 +133,16 @@ async def _releases_the_quarantined_and_bans(page: Any, daemon: CoordinatorDaemo
     await shoot(page, "quarantined-1440-light")
     await row.get_by_role("button", name=f"Release {member.name}").click()
     await row.get_by_role("button", name=f"Ban {member.name}").wait_for(timeout=WAIT_MS)
-    assert member.setting is Setting.AUTOMATIC
+    assert member.setting is OperatorSetting.AUTOMATIC
     await row.get_by_role("button", name=f"Ban {member.name}").click()
     await page.locator("#confirm-reason input").first.fill("its owner asked for it")
     await page.locator("#confirm-go").click()
     await row.get_by_text("banned").first.wait_for(timeout=WAIT_MS)
-    assert (member.setting, member.setting_reason) == (Setting.BANNED, "its owner asked for it")
+    assert (member.setting, member.setting_reason) == (OperatorSetting.BANNED, "its owner asked for it")
     await shoot(page, "banned-1440-light")
     await row.get_by_role("button", name=f"Lift ban {member.name}").click()
     await row.get_by_role("button", name=f"Ban {member.name}").wait_for(timeout=WAIT_MS)
-    assert member.setting is Setting.AUTOMATIC
+    assert member.setting is OperatorSetting.AUTOMATIC
 
 
 async def _makes_a_token(page: Any, daemon: CoordinatorDaemon) -> None:
@@ -245,7 +245,7 @@ def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> No
                     await page.wait_for_function(listed, timeout=6 * WAIT_MS)
                     assert daemon.hub is not None
                     member = next(m for m in daemon.hub.membership.members.values() if m.name == "h100-0242")
-                    daemon.hub.set_worker(member.peer_id, Setting.STANDBY, f"seen at {width}")
+                    daemon.hub.set_worker(member.peer_id, OperatorSetting.STANDBY, f"seen at {width}")
                     shown = (
                         "() => [...document.querySelectorAll('#fleet-body tr')].some((tr) => "
                         f"tr.textContent.includes('h100-0242') && tr.querySelector('[title=\"seen at {width}\"]'))"

@@ -80,8 +80,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # weights
     Mutant("a swap is not checked", _SWAP, "        if is_equal:\n", "        if True:\n",
            (_UNIT + "worker/test_swap.py",)),
-    Mutant("tokens of unproven weights pass", _SWAP, "        self._source = Source.DELTA if fits else Source.HOST\n        if self._source is Source.HOST:\n            yield from self._commit(version)\n        yield HoldTokens(version)\n",
-           "        self._source = Source.DELTA if fits else Source.HOST\n        if self._source is Source.HOST:\n            yield from self._commit(version)\n",
+    Mutant("tokens of unproven weights pass", _SWAP, "        self._source = SwapSource.DELTA if fits else SwapSource.HOST\n        if self._source is SwapSource.HOST:\n            yield from self._commit(version)\n        yield HoldTokens(version)\n",
+           "        self._source = SwapSource.DELTA if fits else SwapSource.HOST\n        if self._source is SwapSource.HOST:\n            yield from self._commit(version)\n",
            (_UNIT + "worker/test_swap.py",)),
     Mutant("a delta goes onto any parent", _SWAP, "self._began.parent == self.live\n", "True\n",
            (_UNIT + "worker/test_swap.py",)),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echo2.control.backoff import Backoff
 from echo2.control.waits import Waits
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -32,12 +32,12 @@ def test_all_workers_and_the_learner_hear_of_a_ban_and_of_its_end_and_newcomers_
             assert not (await worker.hello()).welcome.banned_peer_ids
             hub, name = daemon.hub, bad.credentials.peer_id
             assert hub is not None
-            hub.set_worker(name, Setting.BANNED, "it lies")
+            hub.set_worker(name, OperatorSetting.BANNED, "it lies")
             assert (await worker.until("banned")) == pb.BannedPeer(peer_id=name)
             told = await learner.until("banned")
             assert (told.peer_id, told.is_banned, told.is_lifted) == (name, True, False)
             assert list((await late.hello()).welcome.banned_peer_ids) == [name]
-            hub.set_worker(name, Setting.QUARANTINED, "it may have lied")
+            hub.set_worker(name, OperatorSetting.QUARANTINED, "it may have lied")
             assert (await worker.until("banned")) == pb.BannedPeer(peer_id=name, is_lifted=True)
             told = await learner.until("banned")
             assert (told.peer_id, told.is_banned, told.is_lifted) == (name, False, False)

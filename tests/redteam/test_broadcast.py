@@ -19,7 +19,7 @@ from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactId, ArtifactKey
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.broadcast.session import Session
+from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.swarm import MISSING_MAX
 from echo2.trust.identity import Role
 from echo2.trust.runtime import tls
@@ -104,7 +104,7 @@ def test_the_worst_messages_cost_a_node_little_time_and_hold_up_nobody(flood: st
 
 
 def test_one_have_map_takes_a_session_no_time_whatever_it_says() -> None:
-    session, key, liar, honest = Session(PeerId("me")), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
+    session, key, liar, honest = BroadcastSession(PeerId("me")), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
     session.handle(PeerUp(liar), 0.0)
     session.handle(PeerUp(honest), 0.0)
     session.handle(HeaderSeen(liar, key, is_wanted=True), 0.0)
@@ -119,7 +119,7 @@ def test_one_have_map_takes_a_session_no_time_whatever_it_says() -> None:
 
 def test_chunks_that_a_liar_made_up_keep_no_real_ones_out() -> None:
     """It speaks first, and of the last MISSING_MAX of all chunks that there may be."""
-    session, key, liar, honest = Session(PeerId("me")), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
+    session, key, liar, honest = BroadcastSession(PeerId("me")), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
     for peer in (liar, honest):
         session.handle(PeerUp(peer), 0.0)
     session.handle(HeaderSeen(honest, key, is_wanted=True), 0.0)

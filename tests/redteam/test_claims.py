@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from echo2.coordinator.membership import Activation, Member, Setting
+from echo2.coordinator.membership import Activation, Member, OperatorSetting
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -254,7 +254,7 @@ def test_a_price_above_the_cap_or_the_budget_waits_for_the_operator_and_costs_no
             assert "the whole pool's cap is 5" in run.member(dear).activation_reason
             approved = await run.worker(name="approved", price_usd_per_hour=6.0)
             await run.until(lambda: "6 USD/h" in run.member(approved).activation_reason)
-            run.hub.set_worker(approved.credentials.peer_id, Setting.ACTIVE, "agreed")
+            run.hub.set_worker(approved.credentials.peer_id, OperatorSetting.ACTIVE, "agreed")
             await run.until(lambda: run.is_active(approved))
             await approved.hello(name="approved", price_usd_per_hour=7.0)  # not what was agreed
             await run.until(lambda: not run.is_active(approved))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from echo2.base.ids import GroupId, LeaseId, RunId
-from echo2.coordinator.lease_events import Phase, lease_id_of
+from echo2.coordinator.lease_events import GroupPhase, lease_id_of
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -62,7 +62,7 @@ def coordinator_of(daemon: CoordinatorDaemon) -> Identity:
     return daemon.hub.identity
 
 
-def group_state(daemon: CoordinatorDaemon) -> tuple[Phase, int]:
+def group_state(daemon: CoordinatorDaemon) -> tuple[GroupPhase, int]:
     assert daemon.hub is not None
     opened = daemon.hub.book.groups[GroupId("g1")]
     return opened.phase, opened.attempts
@@ -79,13 +79,13 @@ def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends_nobod
             answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
             assert answer.refusal.code == expected, answer
             await asyncio.sleep(TICKS_S)  # the daemon's own clock has looked at what is there since
-            assert group_state(daemon) == (Phase.QUEUED, 0)
+            assert group_state(daemon) == (GroupPhase.QUEUED, 0)
             assert (await learner.hello(open_groups=[group("g1")])).WhichOneof("kind") == "welcome"
             for node in (learner, worker):
                 await node.close()
         async with running(options(tmp_path)) as daemon:  # what it said ends no later start either
             await asyncio.sleep(TICKS_S)
-            assert group_state(daemon) == (Phase.QUEUED, 0)
+            assert group_state(daemon) == (GroupPhase.QUEUED, 0)
 
     play(scene)
 
@@ -110,7 +110,7 @@ def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_adopted(t
             assert daemon.hub is not None
             lease = daemon.hub.book.leases[LeaseId(stolen.lease_id)]
             assert (lease.worker_id, lease.group_id) == (honest.credentials.peer_id, "g1")
-            assert daemon.hub.book.groups[GroupId("g2")].phase is Phase.QUEUED
+            assert daemon.hub.book.groups[GroupId("g2")].phase is GroupPhase.QUEUED
             for node in (learner, honest, thief):
                 await node.close()
 
@@ -124,7 +124,7 @@ def test_a_worker_with_its_own_ticket_keeps_its_lease(tmp_path: Path) -> None:
             await learner.hello(open_groups=[group("g1")])
             await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
             assert (await worker.until("lease_grant")).ticket.attempt == 7
-            assert group_state(daemon) == (Phase.LEASED, 7)
+            assert group_state(daemon) == (GroupPhase.LEASED, 7)
             for node in (learner, worker):
                 await node.close()
 

@@ -13,7 +13,7 @@ import zstandard
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.trust.identity import JoinLink, Role
-from echo2.weights import Decoder, DeltaHeader, HostWeights, encode_keyframe
+from echo2.weights import ContainerDecoder, DeltaHeader, HostWeights, encode_keyframe
 from echo2.weights.container import Method, container_id_of, encode_block_frame
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
@@ -50,7 +50,7 @@ def test_a_compressed_block_that_would_grow_past_its_tensor_is_refused_before_it
     bomb = bombs()[name]
     header = DeltaHeader(target_version=Version(1), fingerprint_key=1)
     first = next(encode_keyframe({"w": torch.zeros(ELEMENTS).bfloat16()}, header))
-    decoder = Decoder(HostWeights.empty())
+    decoder = ContainerDecoder(HostWeights.empty())
     decoder.feed(first)
     frame = encode_block_frame(container_id_of(first), 0, ELEMENTS, 1, Method.PLANES, planes(bomb))
     tracemalloc.start()

@@ -17,7 +17,7 @@ from echo2.broadcast.catch_up import link_of
 from echo2.broadcast.chunks import BlockAssembler
 from echo2.broadcast.manifest import ArtifactId, Header, Seal
 from echo2.broadcast.runtime.chunk_store import ends_of_records, read_records
-from echo2.weights import Decoder, HostWeights
+from echo2.weights import ContainerDecoder, HostWeights
 from echo2.weights.container import FORMAT_VERSION
 from echo2.weights.policy import Edge, plan_catch_up
 from echo2.wire import broadcast as wire
@@ -112,7 +112,7 @@ class LeftVersions:
         return [of_edge[piece] for piece in plan.pieces]
 
     def _apply(self, left: LeftArtifact, host: HostWeights) -> ArtifactId:
-        decoder = Decoder(host)
+        decoder = ContainerDecoder(host)
         for block in left.blocks():
             decoder.feed(block)
         host.commit(decoder.finish())

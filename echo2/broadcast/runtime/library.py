@@ -24,7 +24,7 @@ from echo2.base.errors import (
     VersionMismatch,
 )
 from echo2.base.ids import RunId, Version
-from echo2.broadcast.catch_up import UNKNOWN_LINK, Offer, Way, plan_way
+from echo2.broadcast.catch_up import UNKNOWN_LINK, ArtifactOffer, Way, plan_way
 from echo2.broadcast.chunks import BlockAssembler
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
 from echo2.broadcast.room import expected_bytes, store_bytes_min
@@ -329,9 +329,9 @@ class Library:
             self.add_seal(key, entry.seal)
         return dropped
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[ArtifactOffer]:
         return [
-            Offer(
+            ArtifactOffer(
                 key, entry.header.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
                 entry.header.is_pushed, bool(entry.digests),
             )

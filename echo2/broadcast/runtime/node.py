@@ -18,6 +18,7 @@ from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.events import (
     Accuse,
+    ArtifactWanted,
     ChunkSeen,
     ChunkSent,
     Emptied,
@@ -31,7 +32,6 @@ from echo2.broadcast.events import (
     SendChunk,
     Unwanted,
     Wake,
-    Wanted,
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
@@ -52,7 +52,7 @@ from echo2.broadcast.runtime.progress import (
     AvailableArtifact,
     NodeStats,
     Progress,
-    Published,
+    PublicationDone,
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.restoring import restored
@@ -61,7 +61,7 @@ from echo2.broadcast.runtime.stripes import Stripes
 from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.uplink import UplinkWatch
-from echo2.broadcast.session import Session
+from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.topology import BroadcastPlan, chunk_bytes_for
 from echo2.outside import unix_now
 from echo2.trust.identity import Role
@@ -82,7 +82,7 @@ class BroadcastNode:
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
         self.library = Library(store, credentials.run_id, options.limits, options.lineage)
-        self.session = Session(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
+        self.session = BroadcastSession(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter = Meter()
         self.following = Following(self.peer_id, self.library, self.meter, options.shape)
         self._grpc = GrpcTransport(credentials)
@@ -227,7 +227,7 @@ class BroadcastNode:
         full_snapshot_bytes: int,
         *,
         is_pushed: bool = True,
-    ) -> Published:
+    ) -> PublicationDone:
         """Sends blocks as the iterator yields them (it runs in a thread); `fingerprint` is called after the last.
 
         `is_pushed` False: only those who ask for it get it (a keyframe for newcomers). An artifact that
@@ -235,7 +235,7 @@ class BroadcastNode:
         """
         known = self.library.find(artifact)
         if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
-            return Published(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
+            return PublicationDone(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
         run_id, lineage = self.credentials.run_id, self.options.lineage
         header = Header(artifact, run_id, lineage, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
         header = header.signed(self.credentials.identity)
@@ -260,7 +260,7 @@ class BroadcastNode:
         self.library.add_seal(header.key, seal)
         self._act(SealSeen(None, header.key, index))
         log.info("published %s: %d chunks, %d bytes", artifact, index, total)
-        return Published(artifact, index, total)
+        return PublicationDone(artifact, index, total)
 
     def _keep(self, chunk: Chunk, digest: bytes, *, is_fresh: bool) -> None:
         if chunk.key not in self.library.entries:
@@ -319,7 +319,7 @@ class BroadcastNode:
         for key in way.keys if way is not None else ():
             artifact = self.session.artifacts.get(key)
             if artifact is not None and not artifact.is_wanted:
-                self._act(Wanted(key))
+                self._act(ArtifactWanted(key))
         self._changed.set()
 
     def _forget(self, key: ArtifactKey) -> None:

@@ -56,7 +56,7 @@ class AvailableArtifact:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublicationDone:
     """A finished publication."""
 
     artifact: ArtifactId

@@ -44,7 +44,7 @@ class PathSent:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SocketTotals:
     """Since the last look, over all connections that sent."""
 
     delivered_bytes: int
@@ -88,7 +88,7 @@ class SocketWatch:
         """A connection was made."""
         self._looks = 0
 
-    def look(self) -> Sent:
+    def look(self) -> SocketTotals:
         if self._looks % SCAN_EVERY == 0:
             self._last = {fd: self._last.get(fd, _UNSEEN) for fd in _descriptors() if _tcp_info(fd) is not None}
             self._usual = {fd: name for fd, name in self._usual.items() if fd in self._last}
@@ -107,7 +107,7 @@ class SocketWatch:
                 retransmitted += max(0, again)
                 path = PathSent(came, max(0, again) if found.queue_s < SHORT_QUEUE_S else 0)
                 paths[found.remote] = paths.get(found.remote, PathSent()) + path
-        return Sent(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
+        return SocketTotals(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
 
     def use(self, control: Control) -> None:
         """All connections that are known, and those that will be."""

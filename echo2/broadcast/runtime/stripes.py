@@ -21,9 +21,9 @@ from echo2.broadcast.policy import SLOTS_PER_PEER
 from echo2.broadcast.reachability import LinkWay
 from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.progress import LinkStatus
-from echo2.broadcast.runtime.sockets import PathSent, Sent
+from echo2.broadcast.runtime.sockets import PathSent, SocketTotals
 from echo2.broadcast.runtime.transport import Connection, Widenable, way_of
-from echo2.broadcast.session import Session
+from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.striping import LinkLook, Striping, connections_max
 from echo2.wire import broadcast as wire
 
@@ -48,7 +48,7 @@ class Stripes:
 
     def __init__(
         self,
-        session: Session,
+        session: BroadcastSession,
         act: Callable[[LinkWidened], None],
         links: Mapping[PeerId, PeerLink],
         open_one: Callable[[PeerLink], Coroutine[None, None, None]],
@@ -68,7 +68,7 @@ class Stripes:
             known = self._widths[link.peer_id] = _Width(link)
         return known
 
-    def look(self, sent: Sent, now: float) -> None:
+    def look(self, sent: SocketTotals, now: float) -> None:
         """How the links fare; see uplink.UplinkWatch."""
         for peer_id, link in self._links.items():
             peer = self._session.peers.get(peer_id)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from echo2.broadcast.congestion import CongestionChooser
 from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.sockets import Sent, SocketWatch
-from echo2.broadcast.session import Session
+from echo2.broadcast.runtime.sockets import SocketTotals, SocketWatch
+from echo2.broadcast.session import BroadcastSession
 
 log = logging.getLogger("echo2.broadcast")
 UPLINK_INTERVAL_S = 0.1
@@ -22,8 +22,8 @@ UPLINK_INTERVAL_S = 0.1
 
 class UplinkWatch:
     def __init__(
-        self, meter: Meter, session: Session, act: Callable[[UplinkSeen], None],
-        hold_back: Callable[[Sent, float], None] = lambda sent, now: None,
+        self, meter: Meter, session: BroadcastSession, act: Callable[[UplinkSeen], None],
+        hold_back: Callable[[SocketTotals, float], None] = lambda sent, now: None,
     ) -> None:  # fmt: skip
         """`hold_back` hears of each look where every loss slows a connection, since BBR may not be chosen."""
         self._meter, self._session, self._act, self._hold_back = meter, session, act, hold_back

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo2.coordinator.membership import Activation, Change, Member
-from echo2.coordinator.runtime.session import Session
+from echo2.coordinator.runtime.session import StreamSession
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 
@@ -35,7 +35,7 @@ def banned_ids(members: Iterable[Member]) -> list[str]:
     return [member.peer_id for member in members if member.activation is Activation.BANNED]
 
 
-def tell_ban(change: Change, workers: Iterable[Session[pb.WorkerOrder]]) -> None:
+def tell_ban(change: Change, workers: Iterable[StreamSession[pb.WorkerOrder]]) -> None:
     """To all workers, when one is banned or a ban is lifted."""
     if Activation.BANNED in (change.activation, change.worked):
         is_lifted = change.activation is not Activation.BANNED

@@ -7,12 +7,12 @@ import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
 
-from echo2.cost_model.catalogue import Gpu, parse_catalogue, parse_models
+from echo2.cost_model.catalogue import GpuType, parse_catalogue, parse_models
 from echo2.cost_model.sizing import ModelSize
 
 
 @functools.cache
-def built_in_catalogue() -> Mapping[str, Gpu]:
+def built_in_catalogue() -> Mapping[str, GpuType]:
     """`echo2/cost_model/gpus.toml`."""
     return parse_catalogue(tomllib.loads((files("echo2.cost_model") / "gpus.toml").read_text(encoding="utf-8")))
 

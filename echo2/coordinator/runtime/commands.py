@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
 from echo2.coordinator.lease_waits import slowest, waits
-from echo2.coordinator.membership import Member, Setting
-from echo2.coordinator.provisioning import Offer, Provider
+from echo2.coordinator.membership import Member, OperatorSetting
+from echo2.coordinator.provisioning import MachineOffer, Provider
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.providers.manual import join_command
 from echo2.coordinator.runtime.provisioner import Provisioner
@@ -48,7 +48,12 @@ class Commands:
     """`enrol_host`, `enrol_port`: what join links name."""
 
     def __init__(
-        self, hub: Hub, enrol_host: str, enrol_port: int, offers: Sequence[Offer], providers: Mapping[str, Provider]
+        self,
+        hub: Hub,
+        enrol_host: str,
+        enrol_port: int,
+        offers: Sequence[MachineOffer],
+        providers: Mapping[str, Provider],
     ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
         self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
@@ -86,9 +91,9 @@ class Commands:
 
     def set_worker(self, peer_id: str, setting: str, reason: str) -> None:
         try:
-            wanted = Setting(setting)
+            wanted = OperatorSetting(setting)
         except ValueError:
-            known = ", ".join(one.value for one in Setting)
+            known = ", ".join(one.value for one in OperatorSetting)
             raise MalformedMessage(f"worker state: expected one of {known}, got {setting[:40]!r}") from None
         if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
             raise MalformedMessage(f"reason: expected up to {REASON_CHARS_MAX} printable characters")

@@ -22,7 +22,7 @@ from typing import IO, Protocol
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.runtime.addresses import is_loopback, joined
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
 from echo2.coordinator.runtime.commands import Commands
@@ -37,7 +37,7 @@ from echo2.coordinator.runtime.providers.offers import load_offers, make_provide
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import OpenedPage
-from echo2.coordinator.saved import Changes, StateStore
+from echo2.coordinator.saved import StateStore, StoreChanges
 from echo2.coordinator.tokens import token_hash
 from echo2.outside import unix_now
 from echo2.outside.guard import noting
@@ -150,7 +150,7 @@ class CoordinatorDaemon:
         page_port = self._open_page(web_host, _port(options.dashboard_port, ports.get("dashboard_port")))
         files.callback(page_port.close)
         bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": page_port.port}
-        store.write(Changes(meta={name: str(number) for name, number in bound.items()}))
+        store.write(StoreChanges(meta={name: str(number) for name, number in bound.items()}))
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
         commands = Commands(hub, options.link_host, enrol_port, offers, providers)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
@@ -178,7 +178,7 @@ class CoordinatorDaemon:
     def _is_banned(self, peer: PeerId) -> bool:
         """Asked from the relay's thread: one look-up each."""
         member = self.hub.membership.members.get(peer) if self.hub is not None else None
-        return member is not None and member.setting is Setting.BANNED
+        return member is not None and member.setting is OperatorSetting.BANNED
 
     async def _serve_relay(self, own: tls.Credentials, port: int, store: Store, servers: AsyncExitStack) -> str:
         """Where workers behind NATs find out how they are met, and meet. Loaded meanwhile: that takes longer than to start."""
@@ -187,7 +187,7 @@ class CoordinatorDaemon:
 
         bound, close = await serve_relay(own, self.options.host, port, self._is_banned)
         servers.push_async_callback(close)
-        store.write(Changes(meta={"relay_port": str(bound)}))
+        store.write(StoreChanges(meta={"relay_port": str(bound)}))
         _log.info("relay for workers behind NATs at %s", joined(self.options.link_host, bound))
         return joined(self.options.link_host, bound)
 

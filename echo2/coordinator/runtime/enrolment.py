@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import grpc
 
 from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, TrustError, VersionMismatch
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.tokens import RateLimiter
 from echo2.outside.guard import Refusals
@@ -95,7 +95,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         role = Role(request.role)
         certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token_id)
         member = self._hub.membership.members.get(certificate.peer_id)
-        if member is not None and member.setting is Setting.BANNED:
+        if member is not None and member.setting is OperatorSetting.BANNED:
             raise NotAllowed(f"worker {certificate.peer_id} is banned: {member.setting_reason or 'no reason given'}")
         token = self._hub.tokens.redeem(request.token, request.role, certificate.peer_id, now)
         self._hub.keeper.token(token.token_id)
@@ -130,7 +130,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
         member = self._hub.membership.members.get(caller.peer_id)
-        if member is not None and member.setting is Setting.BANNED:
+        if member is not None and member.setting is OperatorSetting.BANNED:
             raise NotAllowed(f"worker {caller.peer_id} is banned: {member.setting_reason or 'no reason given'}")
         certificate = self._authority.issue(request.certificate_request_der, caller.role, now, token_id=caller.token_id)
         certificate.check_peer(caller.peer_id)

@@ -30,7 +30,7 @@ from echo2.coordinator.membership import (
     LivenessRule,
     Member,
     Membership,
-    Setting,
+    OperatorSetting,
 )
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
@@ -39,8 +39,8 @@ from echo2.coordinator.runtime.barring import banned_ids, barring_of, barrings_o
 from echo2.coordinator.runtime.granting import order_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
-from echo2.coordinator.runtime.session import Session, check_hello, check_quantisation
-from echo2.coordinator.saved import LoggedEvent, PaidAction, Sample, SavedState, StateStore
+from echo2.coordinator.runtime.session import StreamSession, check_hello, check_quantisation
+from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, SavedState, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.tokens import TokenBook
@@ -51,8 +51,8 @@ from echo2.wire.broadcast import plan_to_message
 from echo2.wire.coordinator import learner_hello_from_message, learner_hello_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
-WorkerSession = Session[pb.WorkerOrder]
-LearnerSession = Session[pb.LearnerOrder]
+WorkerSession = StreamSession[pb.WorkerOrder]
+LearnerSession = StreamSession[pb.LearnerOrder]
 MEMBERS_KEPT_TICKS = 60
 """Telemetry of a sixtieth of the workers is kept at each tick: all at once would hold up leases, and after a restart
 half a minute old is as good as new. What must not be lost (joins, orders, money) is kept when it happens."""
@@ -270,7 +270,7 @@ class Hub:
         if self.workers.get(peer_id) is not session:
             return
         del self.workers[peer_id]
-        self._handle(le.Wanted(peer_id, 0, Version(0)))
+        self._handle(le.RolloutsWanted(peer_id, 0, Version(0)))
         self.membership.cut(peer_id, self.clock.now())
         self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
 
@@ -320,10 +320,10 @@ class Hub:
         order = pb.Activation(is_active=change.activation is Activation.ACTIVE, reason=member.activation_reason)
         self._send(member.peer_id, pb.WorkerOrder(activation=order))
 
-    def set_worker(self, peer_id: PeerId, setting: Setting, reason: str) -> None:
+    def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
         """The operator's word on a worker."""
         member = self.membership.set(peer_id, setting, reason, self.clock.now())
-        if setting is Setting.AUTOMATIC and self.plan is not None:
+        if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
             member.is_wanted = member.peer_id in self.plan.pool or member.is_on_trial
         self.keeper.member(peer_id)
         self._review(self.membership.change_of(member, self.clock.now()))
@@ -374,7 +374,7 @@ class Hub:
         money = self.money.sums()
         self.reckoning.step_made(report, money.usd_spent, now)
         self.keeper.sample(
-            Sample(
+            CurvePoint(
                 now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
                 self.plan.predicted_utilisation if self.plan else 0.0, money.usd_spent, money.usd_per_hour,
             )

@@ -11,8 +11,8 @@ from collections import deque
 from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.membership import Membership
-from echo2.coordinator.provisioning import Machine
-from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample, StateStore
+from echo2.coordinator.provisioning import RentedMachine
+from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, StateStore, StoreChanges
 from echo2.coordinator.tokens import TokenBook
 
 SAMPLES_KEPT = 4_000
@@ -28,11 +28,11 @@ class Keeper:
         self._leases: set[LeaseId] = set()
         self._members: set[PeerId] = set()
         self._token_ids: set[str] = set()
-        self._changes = Changes()
+        self._changes = StoreChanges()
         self._flushes = 0
         self._events_kept = events_kept
         self.events: deque[LoggedEvent] = deque(maxlen=events_kept)
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
+        self.samples: deque[CurvePoint] = deque(maxlen=SAMPLES_KEPT)
         self.paid: deque[PaidAction] = deque(maxlen=events_kept)
 
     def group(self, group_id: GroupId) -> None:
@@ -51,7 +51,7 @@ class Keeper:
         self.events.append(event)
         self._changes.events.append(event)
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, sample: CurvePoint) -> None:
         self.samples.append(sample)
         self._changes.samples.append(sample)
 
@@ -59,7 +59,7 @@ class Keeper:
         self.paid.append(action)
         self._changes.paid.append(action)
 
-    def machine(self, machine: Machine) -> None:
+    def machine(self, machine: RentedMachine) -> None:
         self._changes.machines.append(machine)
 
     def meta(self, key: str, value: str) -> None:
@@ -67,7 +67,7 @@ class Keeper:
 
     def flush(self) -> None:
         """DiskFull or StateError when it cannot be kept."""
-        changes, self._changes = self._changes, Changes()
+        changes, self._changes = self._changes, StoreChanges()
         for group_id in sorted(self._groups):
             group = self._book.groups.get(group_id)
             if group is None:

@@ -11,7 +11,7 @@ from echo2.coordinator import accounts
 from echo2.coordinator.membership import Member, Membership
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.pricing import PriceLimit, price_limit
-from echo2.coordinator.provisioning import Machine, Offer
+from echo2.coordinator.provisioning import MachineOffer, RentedMachine
 from echo2.coordinator.tokens import TokenBook
 
 
@@ -20,10 +20,10 @@ class Money:
 
     def __init__(self, membership: Membership, tokens: TokenBook, clock: Clock) -> None:
         self._membership, self._tokens, self._clock = membership, tokens, clock
-        self.machines: dict[str, Machine] = {}
-        self.offers: tuple[Offer, ...] = ()
+        self.machines: dict[str, RentedMachine] = {}
+        self.offers: tuple[MachineOffer, ...] = ()
 
-    def workers_of(self, machine: Machine) -> list[Member]:
+    def workers_of(self, machine: RentedMachine) -> list[Member]:
         """Who joined with the machine's token."""
         token, members = self._tokens.tokens.get(machine.token_id), self._membership.members
         return [members[peer_id] for peer_id in sorted(token.peers) if peer_id in members] if token else []
@@ -37,7 +37,7 @@ class Money:
         own = next((machine for machine in machines if member in self.workers_of(machine)), None)
         return price_limit(own, self.offers, member.hello.gpu, options.usd_per_hour_cap, options.usd_budget)
 
-    def sums(self) -> accounts.Sums:
+    def sums(self) -> accounts.FleetCosts:
         """With what rented machines cost while they idle."""
         members, now = self._membership.members.values(), self._clock.now()
         accounts.meter(members, now)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from echo2.base.ids import PeerId
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.runtime.hub import Hub
 
 
 def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
     """The worker drains and is asked for its leases now, with all their tokens."""
     if not hub.membership.members[peer_id].activation.is_barred:
-        hub.set_worker(peer_id, Setting.DRAINING, reason)
+        hub.set_worker(peer_id, OperatorSetting.DRAINING, reason)
     for lease in hub.book.leases_of(peer_id):
         hub.apply(hub.book.handle(le.Recall(lease.lease_id, reason), hub.clock.now()))
 

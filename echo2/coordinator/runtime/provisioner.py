@@ -16,10 +16,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet_advice import Advice, Purse, advise, rates_by_gpu
+from echo2.coordinator.fleet_advice import FleetAdvice, Purse, advise, rates_by_gpu
 from echo2.coordinator.membership import Member
 from echo2.coordinator.options import PlannerMode
-from echo2.coordinator.provisioning import Machine, MachineState, Offer, Provider, Sighting, machine_prefix
+from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, RentedMachine, Sighting, machine_prefix
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.preemption import preempted, send_home
 from echo2.coordinator.saved import PaidAction
@@ -42,7 +42,7 @@ class Provisioner:
     def __init__(
         self,
         hub: Hub,
-        offers: Sequence[Offer],
+        offers: Sequence[MachineOffer],
         providers: Mapping[str, Provider],
         make_link: Callable[[str, int], tuple[Token, str]],
     ) -> None:
@@ -50,20 +50,20 @@ class Provisioner:
         self.offers = {offer.name: offer for offer in offers}
         self.machines = hub.money.machines
         hub.money.offers = tuple(offers)
-        self.advice = Advice(reason="nothing has been looked at yet")
+        self.advice = FleetAdvice(reason="nothing has been looked at yet")
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._rented_here: set[str] = set()
 
     # ---- what may be asked for
 
-    async def rent(self, offer_name: str, label: str, reason: str) -> Machine:
+    async def rent(self, offer_name: str, label: str, reason: str) -> RentedMachine:
         """One machine of an offer, perhaps still on its way. LimitExceeded beyond the offer's number, cap or budget."""
         offer, now = self._offer(offer_name), self._hub.clock.now()
         self._check_room(offer)
         machine_id = machine_prefix(self._hub.options.run_id, offer.name) + here().rng.randbytes(3).hex()
         token, link = self._make_link(label or machine_id, self._providers[offer.name].link_uses)
-        machine = Machine(
+        machine = RentedMachine(
             machine_id, offer.name, offer.provider, label, MachineState.WANTED, offer.usd_per_hour, now,
             token_id=token.token_id,
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Provisioner:
         await self._in_time(machine, self._rent(machine, link))
         return machine
 
-    async def _rent(self, machine: Machine, link: str) -> None:
+    async def _rent(self, machine: RentedMachine, link: str) -> None:
         try:
             machine.command = await self._providers[machine.offer].rent(machine.machine_id, link)
         except EchoError as error:
@@ -99,11 +99,11 @@ class Provisioner:
             send_home(self._hub, worker.peer_id, f"its machine is given back: {reason}")
         await self._in_time(machine, self._release(machine, reason))
 
-    async def _release(self, machine: Machine, reason: str) -> None:
+    async def _release(self, machine: RentedMachine, reason: str) -> None:
         await self._provider(machine).release(machine.machine_id)
         self._ended(machine, "released", reason)
 
-    async def _in_time(self, machine: Machine, work: Coroutine[None, None, None]) -> None:
+    async def _in_time(self, machine: RentedMachine, work: Coroutine[None, None, None]) -> None:
         """Waits `ANSWER_S` for a provider; what takes longer goes on, and its end is journalled."""
         task = asyncio.create_task(work)
         self._asking[machine.machine_id] = task
@@ -112,7 +112,7 @@ class Provisioner:
         if task.done():
             task.result()
 
-    def _asked(self, machine: Machine, task: asyncio.Task[None]) -> None:
+    def _asked(self, machine: RentedMachine, task: asyncio.Task[None]) -> None:
         self._asking.pop(machine.machine_id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.problems[machine.offer] = str(error)
@@ -130,7 +130,7 @@ class Provisioner:
 
     async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
         """Does what the advice says, once; returns how many machines were rented or released."""
-        advice, self.advice = self.advice, Advice(reason="being carried out")
+        advice, self.advice = self.advice, FleetAdvice(reason="being carried out")
         count = 0
         for surrender in advice.release:
             await self.release(surrender.machine_id, f"{by_whom}: {surrender.reason}")
@@ -145,7 +145,7 @@ class Provisioner:
 
     # ---- looking
 
-    def workers_of(self, machine: Machine) -> list[Member]:
+    def workers_of(self, machine: RentedMachine) -> list[Member]:
         """Who joined with its token."""
         return self._hub.money.workers_of(machine)
 
@@ -200,7 +200,7 @@ class Provisioner:
         for machine_id in sorted(set(sightings) - set(self.machines)):
             self._take_in(self.offers[name], machine_id)
 
-    async def _compare(self, machine: Machine, sighting: Sighting | None) -> None:
+    async def _compare(self, machine: RentedMachine, sighting: Sighting | None) -> None:
         if machine.state is MachineState.RELEASING:  # an earlier process was about to, or the provider did not answer
             await self._in_time(machine, self._release(machine, "begun before"))
         elif machine.provider == "manual" and machine.command:  # what a person does is seen by who joins
@@ -212,12 +212,12 @@ class Provisioner:
         else:
             self._is_now(machine, sighting.state)
 
-    def _is_now(self, machine: Machine, state: MachineState) -> None:
+    def _is_now(self, machine: RentedMachine, state: MachineState) -> None:
         if machine.state is not state:
             machine.state, machine.notice = state, ""
             self._keep(machine)
 
-    def _missing(self, machine: Machine) -> None:
+    def _missing(self, machine: RentedMachine) -> None:
         if machine.state is MachineState.WANTED:
             self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
         elif machine.state is MachineState.ENDING:
@@ -225,18 +225,18 @@ class Provisioner:
         elif machine.machine_id not in self._rented_here or self._age_s(machine) >= LOST_AFTER_S:
             self._ended(machine, "lost", "its provider does not list it any longer")
 
-    def _age_s(self, machine: Machine) -> float:
+    def _age_s(self, machine: RentedMachine) -> float:
         return self._hub.clock.now() - machine.rented_at
 
-    def _take_in(self, offer: Offer, machine_id: str) -> None:
+    def _take_in(self, offer: MachineOffer, machine_id: str) -> None:
         now = self._hub.clock.now()
-        machine = Machine(
+        machine = RentedMachine(
             machine_id, offer.name, offer.provider, "found", MachineState.STARTING, offer.usd_per_hour, now
         )
         self.machines[machine_id] = machine
         self._journal(machine, "found", "its provider lists it and the journal did not know it")
 
-    def _on_notice(self, machine: Machine, notice: str) -> None:
+    def _on_notice(self, machine: RentedMachine, notice: str) -> None:
         if machine.state in (MachineState.ENDING, MachineState.GONE):
             return
         machine.state, machine.notice = MachineState.ENDING, notice
@@ -254,7 +254,7 @@ class Provisioner:
 
     # ---- keeping
 
-    def _ended(self, machine: Machine, action: str, reason: str) -> None:
+    def _ended(self, machine: RentedMachine, action: str, reason: str) -> None:
         machine.state, machine.ended_at = MachineState.GONE, self._hub.clock.now()
         token = self._hub.tokens.tokens.get(machine.token_id)
         if token is not None and not token.is_revoked:
@@ -262,7 +262,7 @@ class Provisioner:
             self._hub.keeper.token(token.token_id)
         self._journal(machine, action, reason)
 
-    def _journal(self, machine: Machine, action: str, reason: str) -> None:
+    def _journal(self, machine: RentedMachine, action: str, reason: str) -> None:
         """Keeps the machine, the paid action and a line of the log before anything follows from them."""
         now = self._hub.clock.now()
         spent = machine.usd_spent(now)
@@ -273,17 +273,17 @@ class Provisioner:
         self._hub.note("machine", f"{action}: {machine.machine_id} at {machine.usd_per_hour:g} USD/h{cost}: {reason}")
         self._keep(machine)
 
-    def _keep(self, machine: Machine) -> None:
+    def _keep(self, machine: RentedMachine) -> None:
         self._hub.keeper.machine(machine)
         self._hub.flush_now()
 
-    def _offer(self, name: str) -> Offer:
+    def _offer(self, name: str) -> MachineOffer:
         offer = self.offers.get(name)
         if offer is None:
             raise MalformedMessage(f"offer: expected one of {', '.join(self.offers)}, got {name[:40]!r}")
         return offer
 
-    def _provider(self, machine: Machine) -> Provider:
+    def _provider(self, machine: RentedMachine) -> Provider:
         provider = self._providers.get(machine.offer)
         if provider is None:
             raise NotAllowed(
@@ -292,7 +292,7 @@ class Provisioner:
             )
         return provider
 
-    def _check_room(self, offer: Offer) -> None:
+    def _check_room(self, offer: MachineOffer) -> None:
         open_ones = [machine for machine in self.machines.values() if machine.is_open]
         if len(self.machines) >= MACHINES_MAX:
             raise LimitExceeded(f"machines: expected {MACHINES_MAX} at most in a run's journal")

@@ -25,7 +25,7 @@ from echo2.coordinator import lease_events as le
 from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.enrolment import caller_host
 from echo2.coordinator.runtime.hub import Hub
-from echo2.coordinator.runtime.session import Order, Session, refusal_of
+from echo2.coordinator.runtime.session import Order, StreamSession, refusal_of
 from echo2.coordinator.tokens import RateLimiter
 from echo2.outside import monotonic
 from echo2.outside.guard import FairShare, FairShares, Refusals, handling
@@ -46,14 +46,14 @@ TICKETS_AT_ONCE = 16
 _log = logging.getLogger("echo2.coordinator")
 
 
-class Party(Protocol[Order]):
+class StreamRole(Protocol[Order]):
     """What differs between a worker's stream and the learner's."""
 
     role: Role
 
-    async def began(self, peer_id: PeerId, first: Any, session: Session[Order]) -> None: ...
+    async def began(self, peer_id: PeerId, first: Any, session: StreamSession[Order]) -> None: ...
     def said(self, peer_id: PeerId, message: Any) -> None: ...
-    def ended(self, peer_id: PeerId, session: Session[Order]) -> None: ...
+    def ended(self, peer_id: PeerId, session: StreamSession[Order]) -> None: ...
 
 
 class WorkerParty:
@@ -65,7 +65,7 @@ class WorkerParty:
         self._hub, self._seen_from = hub, seen_from
         self._left_out: tuple[str, ...] = ()
 
-    async def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: Session[pb.WorkerOrder]) -> None:
+    async def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: StreamSession[pb.WorkerOrder]) -> None:
         _expect_hello(first, f"worker {peer_id}")
         hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64]!r} ({peer_id})")
         held = await self._held_leases(peer_id, first.hello.held_tickets)
@@ -115,20 +115,22 @@ class WorkerParty:
                 check(ended, whose)
                 text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
                 reason = wire.end_reason_from_message(ended)
-                self._hub.worker_event(peer_id, le.Ended(peer_id, lease_id_from_wire(ended.lease_id), reason, text))
+                self._hub.worker_event(
+                    peer_id, le.LeaseEnded(peer_id, lease_id_from_wire(ended.lease_id), reason, text)
+                )
             case "leaving":
                 check(message.leaving, whose)
                 self._hub.worker_left(peer_id, message.leaving.reason)
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
-    def ended(self, peer_id: PeerId, session: Session[pb.WorkerOrder]) -> None:
+    def ended(self, peer_id: PeerId, session: StreamSession[pb.WorkerOrder]) -> None:
         self._hub.worker_cut(peer_id, session)
 
 
-def _wanted(peer_id: PeerId, request: pb.LeaseRequest, whose: str) -> le.Wanted:
+def _wanted(peer_id: PeerId, request: pb.LeaseRequest, whose: str) -> le.RolloutsWanted:
     check(request, f"the lease request of {whose}")
-    return le.Wanted(peer_id, request.free_rollouts, Version(request.version))
+    return le.RolloutsWanted(peer_id, request.free_rollouts, Version(request.version))
 
 
 class LearnerParty:
@@ -139,7 +141,7 @@ class LearnerParty:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    async def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: Session[pb.LearnerOrder]) -> None:
+    async def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: StreamSession[pb.LearnerOrder]) -> None:
         _expect_hello(first, f"learner {peer_id}")
         self._hub.learner_came(peer_id, wire.learner_hello_from_message(first.hello, f"learner {peer_id}"), session)
 
@@ -167,7 +169,7 @@ class LearnerParty:
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
-    def ended(self, peer_id: PeerId, session: Session[pb.LearnerOrder]) -> None:
+    def ended(self, peer_id: PeerId, session: StreamSession[pb.LearnerOrder]) -> None:
         self._hub.learner_cut(session)
 
 
@@ -194,7 +196,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def LearnerSession(self, request_iterator: AsyncIterator[pb.LearnerMessage], context: Any) -> None:
         await self._serve(context, LearnerParty(self._hub), lambda refusal: pb.LearnerOrder(refusal=refusal))
 
-    async def _serve(self, context: Any, party: Party[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
+    async def _serve(self, context: Any, party: StreamRole[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
         try:
             caller = peer_of(context)
             _check_role(caller.role, party.role, caller.peer_id)
@@ -206,7 +208,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 raise LimitExceeded(
                     f"{caller.peer_id}: too many streams, expected the next in {early_s:.1f} s or later"
                 )
-            session = Session(caller.peer_id, self._hub.options.limits.send_queue_max, as_order)
+            session = StreamSession(caller.peer_id, self._hub.options.limits.send_queue_max, as_order)
             with handling("a hello", caller.peer_id):
                 await party.began(caller.peer_id, first, session)
         except TimeoutError:
@@ -223,7 +225,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             session.end()
             party.ended(caller.peer_id, session)
 
-    async def _talk(self, context: Any, party: Party[Order], caller: PeerIdentity, session: Session[Order]) -> None:
+    async def _talk(
+        self, context: Any, party: StreamRole[Order], caller: PeerIdentity, session: StreamSession[Order]
+    ) -> None:
         reader = asyncio.create_task(self._read(context, party, caller, session))
         writer = asyncio.create_task(_write(context, session))
         self._streams.add(writer)
@@ -244,7 +248,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         is_known = caller.role is not Role.WORKER or not proven or caller.peer_id in proven
         return self._shares.of(caller.peer_id if is_known else f"link {caller.token_id}")
 
-    async def _read(self, context: Any, party: Party[Order], caller: PeerIdentity, session: Session[Order]) -> None:
+    async def _read(
+        self, context: Any, party: StreamRole[Order], caller: PeerIdentity, session: StreamSession[Order]
+    ) -> None:
         peer_id = caller.peer_id
         try:
             while isinstance(message := await context.read(), Message):
@@ -264,7 +270,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             session.refuse(error)
 
 
-async def _write(context: Any, session: Session[Order]) -> None:
+async def _write(context: Any, session: StreamSession[Order]) -> None:
     while (order := await session.orders.get()) is not None:
         await context.write(order)
 

@@ -44,7 +44,7 @@ def check_quantisation(hello: WorkerHello, is_allowed: bool) -> None:
         )
 
 
-class Session(Generic[Order]):
+class StreamSession(Generic[Order]):
     """`orders` holds what is to be written; None ends the stream."""
 
     def __init__(self, peer_id: PeerId, limit: int, as_order: Callable[[pb.Refusal], Order]) -> None:

@@ -26,12 +26,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from echo2.base.errors import DiskFull, EchoError, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
-from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
-from echo2.coordinator.membership import Liveness, Member, Setting
-from echo2.coordinator.provisioning import Machine, MachineState
+from echo2.coordinator.lease_events import GroupPhase, Lease, OpenGroup
+from echo2.coordinator.membership import Liveness, Member, OperatorSetting
+from echo2.coordinator.provisioning import MachineState, RentedMachine
 from echo2.coordinator.runtime import row_sums
 from echo2.coordinator.runtime.store_mark import StoreMark
-from echo2.coordinator.saved import Changes, LoggedEvent, PaidAction, Sample, SavedState
+from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, SavedState, StoreChanges
 from echo2.coordinator.tokens import Token
 from echo2.wire.coordinator import heartbeat_from_message, heartbeat_to_message, worker_hello_from_message
 from echo2.wire.coordinator import worker_hello_to_message as hello_to_message
@@ -212,7 +212,7 @@ class SqlStore:
             _MIGRATIONS[step](connection)
         connection.execute(sa.update(_meta).where(_meta.c.key == "schema_version").values(value=str(SCHEMA_VERSION)))
 
-    def write(self, changes: Changes) -> None:
+    def write(self, changes: StoreChanges) -> None:
         if changes.is_empty():
             return
         try:
@@ -350,9 +350,9 @@ def _saved_state(rows: Rows, events: list[Row], samples: list[Row], paid: list[R
         members=tuple(_member_of(row) for row in rows["members"]),
         tokens=tuple(_token_of(row) for row in rows["tokens"]),
         events=tuple(LoggedEvent(row["unix_s"], row["kind"], row["text"]) for row in events),
-        samples=tuple(Sample(**json.loads(row["fields"])) for row in samples),
+        samples=tuple(CurvePoint(**json.loads(row["fields"])) for row in samples),
         paid=tuple(PaidAction(**json.loads(row["fields"])) for row in paid),
-        machines=tuple(Machine(**{**row, "state": MachineState(row["state"])}) for row in rows["machines"]),
+        machines=tuple(RentedMachine(**{**row, "state": MachineState(row["state"])}) for row in rows["machines"]),
         meta={row["key"]: row["value"] for row in rows["meta"] if row["key"] not in (_STORE_ID, _WRITTEN)},
     )
 
@@ -367,7 +367,7 @@ def _group_row(group: OpenGroup) -> dict[str, Any]:
 
 def _group_of(row: dict[str, Any]) -> OpenGroup:
     return OpenGroup(
-        spec=group_from_message(rollout_pb2.GroupSpec.FromString(row["spec"])), phase=Phase(row["phase"]),
+        spec=group_from_message(rollout_pb2.GroupSpec.FromString(row["spec"])), phase=GroupPhase(row["phase"]),
         since=row["since"], attempts=row["attempts"], refusals=row["refusals"],
         lease_id=LeaseId(row["lease_id"]) if row["lease_id"] else None, not_before=row["not_before"],
         expected_tokens=row["expected_tokens"],
@@ -402,13 +402,13 @@ def _member_of(row: dict[str, Any]) -> Member:
     return Member(
         peer_id=PeerId(row["peer_id"]), hello=worker_hello_from_message(hello, whose), joined_at=row["joined_at"],
         heard_at=row["heard_at"], heartbeat=heartbeat_from_message(heartbeat, whose),
-        setting=Setting(row["setting"]), setting_reason=row["setting_reason"], is_wanted=row["is_wanted"],
+        setting=OperatorSetting(row["setting"]), setting_reason=row["setting_reason"], is_wanted=row["is_wanted"],
         activation_since=row["activation_since"], usd_spent=row["usd_spent"], metered_until=row["metered_until"],
         last_liveness=Liveness(row["liveness"]),
     )  # fmt: skip
 
 
-def _machine_row(machine: Machine) -> dict[str, Any]:
+def _machine_row(machine: RentedMachine) -> dict[str, Any]:
     return {**asdict(machine), "state": machine.state.value}
 
 

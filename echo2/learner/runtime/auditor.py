@@ -22,7 +22,7 @@ from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
 from echo2.learner.audit import Evidence, Habits, Passage, copies, examined, passage_of
-from echo2.learner.audit_draw import AuditDraw, Drawn, kind_of
+from echo2.learner.audit_draw import AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import NOBODY
 from echo2.learner.runtime.training_side import Scorer
@@ -83,7 +83,7 @@ class Auditor:
                 if not workers or self.accused.keys() & set(workers):
                     continue
                 passage = passage_of(group, member, self.habits_of)
-                drawn = Drawn(workers[-1], kind_of(passage), passage, now)
+                drawn = DrawnPassage(workers[-1], kind_of(passage), passage, now)
                 self.draw.consider(drawn, all(self.habits_of(worker).draws_by_seed for worker in workers))
         if self.draw.waiting and not self._is_looking:
             self._is_looking = True
@@ -99,7 +99,7 @@ class Auditor:
         finally:
             self._is_looking = False
 
-    def _weigh(self, drawn: Drawn, found: Sequence[Evidence], now: float) -> None:
+    def _weigh(self, drawn: DrawnPassage, found: Sequence[Evidence], now: float) -> None:
         tokens = sum(len(evidence.claimed) for evidence in found)
         self.draw.looked_at(drawn, tokens)
         self.counts.rollouts += tokens > 0

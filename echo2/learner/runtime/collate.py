@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echo2.learner.batch import TrainGroup
-from echo2.learner.packing import Lengths, MicroBatch
+from echo2.learner.packing import GroupLengths, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class PackedBatch:
         return int(self.sequence_T.numel())
 
 
-def lengths_of(groups: Sequence[TrainGroup]) -> list[Lengths]:
-    return [Lengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
+def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:
+    return [GroupLengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
 
 
 def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:

@@ -39,7 +39,7 @@ from echo2.learner.runtime.loop import EVALUATION, TrainingLoop
 from echo2.learner.runtime.metrics import Sink, open_sinks
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.prometheus import PrometheusEndpoint
-from echo2.learner.runtime.publisher import Broadcaster, Publisher
+from echo2.learner.runtime.publisher import Broadcaster, VersionPublisher
 from echo2.learner.runtime.ranks import world_size
 from echo2.learner.runtime.record import peak_flops_of
 from echo2.learner.runtime.reports import delivered_message, hello_of, published_message, report_of
@@ -249,16 +249,16 @@ class LearnerDaemon:
         finally:
             await self._close(loop, server, broadcaster, sinks)
 
-    def _publisher(self, prepared: Prepared, broadcaster: Broadcaster, intake: Intake) -> Publisher:
+    def _publisher(self, prepared: Prepared, broadcaster: Broadcaster, intake: Intake) -> VersionPublisher:
         cores = encode_cores(prepared.model.device.type, os.cpu_count() or 1)
         if cores > 1:
             self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder")
-        return Publisher(
+        return VersionPublisher(
             broadcaster, prepared.journal, prepared.schedule, intake.published, prepared.fingerprint_key,
             SettingChoice(self.options.delta_setting, cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
 
-    def _connect(self, loop: TrainingLoop, ingest: IngestService, publisher: Publisher) -> None:
+    def _connect(self, loop: TrainingLoop, ingest: IngestService, publisher: VersionPublisher) -> None:
         """Who tells whom."""
         self.loop = loop
         loop.on_step = self._send_report
@@ -279,7 +279,7 @@ class LearnerDaemon:
     async def _train(
         self,
         loop: TrainingLoop,
-        publisher: Publisher,
+        publisher: VersionPublisher,
         broadcaster: FleetBroadcaster,
         talk: Callable[[], Coroutine[Any, Any, None]],
         credentials: Credentials,
@@ -337,7 +337,7 @@ class LearnerDaemon:
                     self.session.delivered(delivered_message(told))
             await asyncio.sleep(NEWS_S)
 
-    async def _finish(self, loop: TrainingLoop, publisher: Publisher) -> RunSummary:
+    async def _finish(self, loop: TrainingLoop, publisher: VersionPublisher) -> RunSummary:
         """Exports the model if the run is complete: the version published last."""
         folder: Path | None = None
         if loop.is_finished:

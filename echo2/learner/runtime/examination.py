@@ -18,7 +18,7 @@ from echo2.learner.exam import ExamRules, ExamSet
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import EvaluationOptions, EvaluationSet
 from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.runtime.world import Answer, World
+from echo2.learner.runtime.world import PromptWorld, TurnAnswer
 from echo2.tasks.split import permuted
 from echo2.tasks.task import TaskInstance, TaskSpec
 
@@ -36,7 +36,7 @@ class _Asked:
     questions: int
     samples: int
     temperature: float
-    world: World | None
+    world: PromptWorld | None
 
 
 class Examination:
@@ -78,7 +78,7 @@ class Examination:
             sampling = replace(sampling, top_p=1.0, top_k=0)
         return Draw(number, 0, prompts.tokens_of(self._instance(asked, place)), sampling)
 
-    async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> Answer:
+    async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
         """To a finished turn of question `number`."""
         asked, place = self._at(number)
         index = self._instance(asked, place).index

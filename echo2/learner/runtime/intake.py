@@ -24,14 +24,14 @@ from echo2.learner.deliveries import Deliveries
 from echo2.learner.episodes import NOBODY, turn_of
 from echo2.learner.exam import ExamResult
 from echo2.learner.group import Draw, Group
-from echo2.learner.history import Began, Dropped, History, Opened, Record
+from echo2.learner.history import GroupDropped, History, Opened, Record, SegmentBegan
 from echo2.learner.holding import Holding
 from echo2.learner.offers import OfferConfig
 from echo2.learner.runtime.examination import Examination
 from echo2.learner.runtime.journal import Journal
 from echo2.learner.runtime.options import EvaluationOptions
 from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.runtime.world import Answer
+from echo2.learner.runtime.world import TurnAnswer
 from echo2.learner.shelf import Shelf
 from echo2.outside.guard import Mishaps
 from echo2.tasks.runtime.rewards import RewardFailure, Scored
@@ -49,7 +49,7 @@ class RewardSums:
 
 
 @dataclass(slots=True)
-class Outcome:
+class IntakeOutcome:
     """What the asker of an event is told, once all that follows from it is under way."""
 
     verdicts: tuple[SegmentVerdict, ...] = ()
@@ -118,16 +118,16 @@ class Intake:
 
     # ---- the one door
 
-    def tell(self, event: b.Event) -> Outcome:
+    def tell(self, event: b.Event) -> IntakeOutcome:
         """Has the batcher handle an event and carries out what follows."""
-        outcome = Outcome()
+        outcome = IntakeOutcome()
         self._carry_out(self._batcher.handle(event), outcome)
         return outcome
 
-    def _carry_out(self, actions: Sequence[b.Action], outcome: Outcome) -> None:
+    def _carry_out(self, actions: Sequence[b.Action], outcome: IntakeOutcome) -> None:
         for action in actions:
             match action:
-                case b.Answer(verdicts, is_synced_first):
+                case b.AnswerReport(verdicts, is_synced_first):
                     outcome.verdicts, outcome.is_synced_first = verdicts, is_synced_first
                 case b.Hand(rollouts):
                     outcome.handed = rollouts
@@ -138,12 +138,12 @@ class Intake:
                 case b.Score(rollout):
                     self._begin_scoring(rollout)
                 case b.AskPrompts(again, fresh):
-                    self._carry_out(self._batcher.handle(b.Drawn(self._draw(again, fresh))), outcome)
-                case b.Offer(specs):
+                    self._carry_out(self._batcher.handle(b.PromptsDrawn(self._draw(again, fresh))), outcome)
+                case b.OfferGroups(specs):
                     self.on_offer(specs)
                 case b.Close(group_ids, reason):
                     self.on_close(group_ids, reason)
-                case b.Accuse(peer_id, text):
+                case b.AccuseWorker(peer_id, text):
                     self.on_untruth(peer_id, text)
                 case b.Fared(cursor, rewards):
                     self.prompts.fared(cursor, rewards)
@@ -154,7 +154,7 @@ class Intake:
                     self.on_answered(group)
                 case b.Examined(result):
                     self.on_examined(result)
-                case b.Wake():
+                case b.WakeTrainer():
                     self._progress.set()
 
     def _keep(self, record: Record) -> None:
@@ -221,7 +221,7 @@ class Intake:
 
     async def _answered(
         self, group: Group, sampled: Sequence[Sequence[int]], context_tokens: int, sender: PeerId
-    ) -> Answer:
+    ) -> TurnAnswer:
         """What the world says to a completion. Its text must not be able to end the run by an error that nobody foresaw: such
         a rollout goes without a reward, and the log names its sender. Foreseen errors are the task's own and do end it."""
         try:
@@ -231,7 +231,7 @@ class Intake:
             raise
         except Exception as error:  # noqa: BLE001 - brought about by a completion, that is, by a worker
             self._mishaps.note("the answer to a completion", sender, error)
-            return Answer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
+            return TurnAnswer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
 
     def _count(self, scored: Scored, sender: PeerId) -> None:
         self.rewards.seconds += scored.seconds
@@ -286,7 +286,7 @@ class Intake:
         held = self.held
         live = {name: opened for name, opened in self._opened_in.items() if self._batcher.group(name) is not None}
         self._opened_in = live
-        self.journal.begin(Began(run_id, held.next_step, self.cursor, tuple(held.published)))
+        self.journal.begin(SegmentBegan(run_id, held.next_step, self.cursor, tuple(held.published)))
         return min(live.values(), default=held.next_step)
 
     def restore(self, history: History) -> None:
@@ -299,12 +299,12 @@ class Intake:
         """Begins, or goes on. `examined`: versions whose evaluation has its result."""
         for version in self._exams_held.keys() & set(examined):
             for group in self._exams_held.pop(version):
-                self.journal.append(Dropped(group.spec.group_id))
+                self.journal.append(GroupDropped(group.spec.group_id))
         self.tell(b.Resumed(self._exams_held))
 
     async def close(self) -> None:
         """Ends scoring; what was admitted stays in the journal."""
-        self.tell(b.Ended())
+        self.tell(b.OffersEnded())
         for task in list(self._scoring):
             task.cancel()
         await asyncio.gather(*self._scoring, return_exceptions=True)

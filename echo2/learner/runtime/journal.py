@@ -20,9 +20,9 @@ from google.protobuf.message import DecodeError
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.learner.episodes import Sent
+from echo2.learner.episodes import SentTokens
 from echo2.learner.group import Draw
-from echo2.learner.history import Began, Drawn, Dropped, Finished, Opened, Published, Record
+from echo2.learner.history import BatchDrawn, Finished, GroupDropped, Opened, Record, SegmentBegan, VersionPublished
 from echo2.learner.runtime.segment import OLD_SUFFIX, SUFFIX, Break, Framing
 from echo2.outside import here
 from echo2.wire.gen.echo2.v1 import journal_pb2
@@ -45,7 +45,7 @@ class Journal:
         self._sync: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, first: Began) -> None:
+    def begin(self, first: SegmentBegan) -> None:
         """Starts the segment of `first.step`, or goes on with it if a killed learner had begun it."""
         path = _path_of(self.folder, first.step)
         file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, self.folder)
@@ -227,7 +227,7 @@ def _payload(record: Record) -> bytes:
 def _to_message(record: Record) -> journal_pb2.JournalRecord:
     message = journal_pb2.JournalRecord()
     match record:
-        case Began():
+        case SegmentBegan():
             header = message.header
             header.format, header.run_id, header.step, header.cursor = FORMAT, record.run_id, record.step, record.cursor
             header.published.extend(record.published)
@@ -238,15 +238,15 @@ def _to_message(record: Record) -> journal_pb2.JournalRecord:
             message.rollout.rollout.CopyFrom(rollout_to_message(record.rollout))
             for sent in record.senders:
                 message.rollout.senders.add(peer_id=sent.peer_id, tokens=sent.token_count)
-        case Drawn():
+        case BatchDrawn():
             message.batch.step = record.step
             for group_id, rewards in zip(record.group_ids, record.rewards, strict=True):
                 group = message.batch.groups.add(group_id=group_id)
                 for reward in rewards:
                     group.rewards.add(is_failed=reward is None, value=reward or 0.0)
-        case Published():
+        case VersionPublished():
             message.published.version, message.published.fingerprint = record.version, record.fingerprint
-        case Dropped():
+        case GroupDropped():
             message.closed.group_id = record.group_id
     return message
 
@@ -261,26 +261,26 @@ def _from_message(payload: bytes, path: Path) -> Record:
             if message.header.format != FORMAT:
                 raise StateError(f"journal {path}: expected format {FORMAT}, got {message.header.format}")
             published = tuple(Version(version) for version in message.header.published)
-            return Began(message.header.run_id, Step(message.header.step), message.header.cursor, published)
+            return SegmentBegan(message.header.run_id, Step(message.header.step), message.header.cursor, published)
         case "opened":
             spec = group_from_message(message.opened.group)
             draw = Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling)
             return Opened(draw, spec)
         case "rollout":
-            senders = tuple(Sent(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
+            senders = tuple(SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
             return Finished(rollout_from_message(message.rollout.rollout), senders)
         case "batch":
             return _drawn(message.batch)
         case "published":
-            return Published(Version(message.published.version), message.published.fingerprint)
+            return VersionPublished(Version(message.published.version), message.published.fingerprint)
         case "closed":
-            return Dropped(GroupId(message.closed.group_id))
+            return GroupDropped(GroupId(message.closed.group_id))
         case kind:
             raise StateError(f"journal {path}: expected a known record, got {kind}")
 
 
-def _drawn(message: journal_pb2.DrawnBatch) -> Drawn:
-    return Drawn(
+def _drawn(message: journal_pb2.DrawnBatch) -> BatchDrawn:
+    return BatchDrawn(
         Step(message.step),
         tuple(GroupId(group.group_id) for group in message.groups),
         tuple(tuple(None if r.is_failed else r.value for r in group.rewards) for group in message.groups),

@@ -27,7 +27,7 @@ from echo2.learner.runtime.exams import Exams
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink
 from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.publisher import Publisher
+from echo2.learner.runtime.publisher import VersionPublisher
 from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, left_out_by_worker, state_fields, step_row
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
@@ -62,7 +62,7 @@ class TrainingLoop:
         options: LearnerOptions,
         prepared: Prepared,
         intake: Intake,
-        publisher: Publisher,
+        publisher: VersionPublisher,
         sinks: list[Sink],
         executor: ThreadPoolExecutor,
     ) -> None:

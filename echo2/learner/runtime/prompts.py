@@ -18,7 +18,7 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.world import Answer, World, make_world, prompt_tokens, text_of
+from echo2.learner.runtime.world import PromptWorld, TurnAnswer, make_world, prompt_tokens, text_of
 from echo2.learner.selection import OverlongShaping
 from echo2.tasks.curriculum import make_curriculum
 from echo2.tasks.runtime.rewards import Containment
@@ -35,8 +35,8 @@ class PromptSource:
     """The model's tokenizer, and the task or environments that are asked."""
 
     tokenizer: Any
-    make_world: Callable[[], World]
-    make_other: Callable[[TaskSpec], World] | None = None  # of an evaluation's further sets
+    make_world: Callable[[], PromptWorld]
+    make_other: Callable[[TaskSpec], PromptWorld] | None = None  # of an evaluation's further sets
 
 
 def source_of(options: LearnerOptions) -> PromptSource:
@@ -47,7 +47,7 @@ def source_of(options: LearnerOptions) -> PromptSource:
     hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
     containment = Containment(task.trusted_rewards, task.readable, (hidden,))
 
-    def make(spec: TaskSpec) -> World:
+    def make(spec: TaskSpec) -> PromptWorld:
         return make_world(spec, tokenizer, containment)
 
     return PromptSource(tokenizer, lambda: make(spec), make)
@@ -152,7 +152,7 @@ class Prompts:
 
     async def answer(
         self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
-    ) -> Answer:
+    ) -> TurnAnswer:
         """To a finished turn of prompt `cursor`, as it is trained on: a task's reward is shaped by the completion's
         length where that is on. `context_tokens`: all tokens up to the turn's end. `sender`: who sampled it.
         """
@@ -161,7 +161,7 @@ class Prompts:
         if self.overlong is None or scored is None or scored.reward is None:
             return answer
         shaped = self.overlong.shaped(scored.reward.value, len(turns[-1]))
-        return Answer(replace(scored, reward=replace(scored.reward, value=shaped)))
+        return TurnAnswer(replace(scored, reward=replace(scored.reward, value=shaped)))
 
     async def answer_instance(
         self,
@@ -169,8 +169,8 @@ class Prompts:
         turns: Sequence[Sequence[int]],
         context_tokens: int,
         sender: str = "",
-        world: World | None = None,
-    ) -> Answer:
+        world: PromptWorld | None = None,
+    ) -> TurnAnswer:
         """To a finished turn of instance `index` of the task, or of another `world`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
         return await (world or self.world).answer(index, turns, room_tokens, sender)
@@ -178,7 +178,7 @@ class Prompts:
     def held_out(self, position: int) -> TaskInstance:
         return self.world.instance(self.split.held_out_index(position))
 
-    def make_world(self, spec: TaskSpec) -> World:
+    def make_world(self, spec: TaskSpec) -> PromptWorld:
         """Another task's, with the run's tokenizer."""
         if self._make_other is None:
             raise ConfigError(f"task {spec.name}: expected none beside the run's own where prompts come from elsewhere")

@@ -21,12 +21,12 @@ from torch import Tensor
 from echo2.base.errors import EchoError
 from echo2.base.ids import Version
 from echo2.learner.delta_setting import SettingChoice
-from echo2.learner.history import Published
+from echo2.learner.history import VersionPublished
 from echo2.learner.publication import BaseSchedule, Merge, MergeSchedule, PublicationSchedule
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
 from echo2.outside import monotonic
-from echo2.weights import DeltaHeader, Encoding, Setting, compose
+from echo2.weights import CodecSetting, DeltaHeader, Encoding, compose
 
 _log = logging.getLogger("echo2.learner")
 
@@ -91,7 +91,7 @@ class ByteCounts:
     versions: int = 0
 
 
-class Publisher:
+class VersionPublisher:
     """`newest_tensors` are the weights of the version published last; of a sharded learner, this rank's rows of them."""
 
     def __init__(
@@ -176,7 +176,7 @@ class Publisher:
         training; the next version waits for it."""
         version, tensors = self.newest_version, self.newest_tensors
         parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
-        header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=Setting.FAST)
+        header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)
         encoding = self._coder.delta(base, tensors, header, self._executor)
         fingerprint = f"{self.newest_fingerprint:016x}"
         self.of_base.at = version
@@ -224,7 +224,7 @@ class Publisher:
             self.on_failure(error)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self.journal.append(Published(version, ""))
+        self.journal.append(VersionPublished(version, ""))
         await self.journal.commit()
         header = DeltaHeader(
             target_version=version,
@@ -242,7 +242,7 @@ class Publisher:
         await self._merge(tensors, header, artifact)
         self.newest, self.newest_tensors, self.newest_fingerprint = version, tensors, int(artifact.fingerprint, 16)
         await asyncio.to_thread(self._coder.forget_before, version)
-        self.journal.append(Published(version, artifact.fingerprint))
+        self.journal.append(VersionPublished(version, artifact.fingerprint))
         self.bytes.deltas += artifact.artifact_bytes
         self.bytes.full_snapshots += artifact.full_snapshot_bytes
         self.bytes.versions += 1
@@ -250,7 +250,7 @@ class Publisher:
         if self.schedule.is_keyframe_due or self._is_something_lost:
             await self.publish_keyframe()
 
-    def _choose_setting(self, tensors: Mapping[str, Tensor]) -> Setting:
+    def _choose_setting(self, tensors: Mapping[str, Tensor]) -> CodecSetting:
         has_changed = self.choice.choose(_bytes_of(tensors), self.broadcaster.spread_bytes_per_s)
         if has_changed or not self.bytes.versions:
             _log.info("deltas are coded %s", self.choice.reason)
@@ -260,8 +260,8 @@ class Publisher:
         """Offers what this version's delta can be merged to with earlier ones."""
         assert artifact.parent is not None, "a delta has a parent"
         merges = self.merges.published(artifact.version, artifact.parent)
-        if header.setting is Setting.DENSE:  # positions that depend on the weights do not merge
-            fast = replace(header, setting=Setting.FAST)
+        if header.setting is CodecSetting.DENSE:  # positions that depend on the weights do not merge
+            fast = replace(header, setting=CodecSetting.FAST)
             plain = self._coder.delta(self.newest_tensors, tensors, fast, self._executor)
             self._plain[artifact.parent, artifact.version] = await asyncio.to_thread(list, plain)
         for merge in merges:

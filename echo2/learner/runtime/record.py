@@ -15,7 +15,7 @@ from echo2.learner.batcher import Held
 from echo2.learner.loss import LossMetrics
 from echo2.learner.publication import PublicationSchedule
 from echo2.learner.runtime.auditor import Auditor
-from echo2.learner.runtime.publisher import Publisher
+from echo2.learner.runtime.publisher import VersionPublisher
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
 from echo2.outside import unix_now
@@ -117,7 +117,7 @@ def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[s
 
 
 def state_fields(
-    held: Held, publisher: Publisher, schedule: PublicationSchedule, utilisation: Utilisation
+    held: Held, publisher: VersionPublisher, schedule: PublicationSchedule, utilisation: Utilisation
 ) -> dict[str, object]:
     counts, sent = held.counts, publisher.bytes
     return {

@@ -29,7 +29,7 @@ _log = logging.getLogger("echo2.learner")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StandingVersion:
     """A version with its weights, a snapshot of the team."""
 
     version: Version
@@ -40,8 +40,8 @@ class Standing:
 class Replayed:
     """`before`: the version from which a delta to `newest` is still to leave; None where that one has left."""
 
-    newest: Standing
-    before: Standing | None
+    newest: StandingVersion
+    before: StandingVersion | None
     batches: int
 
 
@@ -73,7 +73,7 @@ class _Difference:
     found: str
 
 
-def replay(checkpointed: Standing, learner: Learner, left: LeftVersions) -> Replayed:
+def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) -> Replayed:
     """Trains all that is recorded. `checkpointed`: the newest version at the checkpoint, with its exact weights."""
     published = _as_they_left(learner.history.published, left)
     exact, begun, difference, batches = checkpointed, None, None, 0
@@ -85,7 +85,7 @@ def replay(checkpointed: Standing, learner: Learner, left: LeftVersions) -> Repl
             learner.prompts.fared(group.cursor, group.rewards)
         if version not in published or difference is not None:
             continue
-        made = Standing(version, learner.team.snapshot())
+        made = StandingVersion(version, learner.team.snapshot())
         if not published[version]:  # on its way out when the learner was killed, and with no worker
             begun = made
             continue
@@ -109,14 +109,18 @@ def _as_they_left(recorded: Mapping[Version, str], left: LeftVersions) -> dict[V
     return {version: known or left.fingerprint_of(version) for version, known in recorded.items()}
 
 
-def _difference(made: Standing, recorded: str, learner: Learner) -> _Difference | None:
+def _difference(made: StandingVersion, recorded: str, learner: Learner) -> _Difference | None:
     found = f"{learner.team.coder.fingerprint(made.version, made.weights, learner.fingerprint_key):016x}"
     return _Difference(made.version, recorded, found) if found != recorded else None
 
 
 def _go_on_from_published(
-    exact: Standing, published: Mapping[Version, str], difference: _Difference, learner: Learner, left: LeftVersions
-) -> tuple[Standing, Standing | None]:
+    exact: StandingVersion,
+    published: Mapping[Version, str],
+    difference: _Difference,
+    learner: Learner,
+    left: LeftVersions,
+) -> tuple[StandingVersion, StandingVersion | None]:
     """The newest version from now on, and the one from which its delta is to leave."""
     team = learner.team
     last = max(version for version, fingerprint in published.items() if fingerprint)
@@ -133,17 +137,17 @@ def _go_on_from_published(
         "version %d, the last published, is rebuilt from %s", last, ", ".join(map(str, applied)) or "the checkpoint"
     )
     tensors = host.tensors()
-    rebuilt = Standing(last, team.hold(last, {name: tensors[name] for name in exact.weights}))
+    rebuilt = StandingVersion(last, team.hold(last, {name: tensors[name] for name in exact.weights}))
     team.coder.forget_before(last)
     step = Version(team.trainer.step_count)
     if step == last:
         return rebuilt, None
     if step > learner.shelf.published[-1]:
         learner.shelf.publish(step)
-    return Standing(step, team.snapshot()), rebuilt
+    return StandingVersion(step, team.snapshot()), rebuilt
 
 
-def _tell(difference: _Difference, newest: Standing, before: Standing | None, batches: int) -> None:
+def _tell(difference: _Difference, newest: StandingVersion, before: StandingVersion | None, batches: int) -> None:
     leaves = (
         f"what came out leaves as version {newest.version}, with a delta from version {before.version}"
         if before is not None

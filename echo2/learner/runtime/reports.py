@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from echo2.learner.deliveries import Delivered
+from echo2.learner.deliveries import DeliveryTally
 from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import PublishedArtifact
@@ -89,7 +89,7 @@ def published_message(artifact: PublishedArtifact) -> coordinator_pb2.VersionPub
     )
 
 
-def delivered_message(told: Iterable[Delivered]) -> coordinator_pb2.WorkersDelivered:
+def delivered_message(told: Iterable[DeliveryTally]) -> coordinator_pb2.WorkersDelivered:
     return coordinator_pb2.WorkersDelivered(
         workers=[
             coordinator_pb2.WorkerDelivered(

@@ -21,7 +21,7 @@ from echo2.base.ids import RunId, Step, Version
 from echo2.base.rng import derived_seed
 from echo2.broadcast.room import store_bytes_min
 from echo2.broadcast.runtime.left_versions import LeftVersions
-from echo2.learner.history import Began, History
+from echo2.learner.history import History, SegmentBegan
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
@@ -32,7 +32,7 @@ from echo2.learner.runtime.model import PolicyModel, pick_device
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.runtime.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.runtime.ranks import Ranks, local_device, ranks_of_environment
-from echo2.learner.runtime.replay import Standing, replay
+from echo2.learner.runtime.replay import StandingVersion, replay
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
@@ -184,17 +184,17 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         prepared.checkpoint_step = checkpoint.step
         journal_from = Step(int(checkpoint.state["journal_from"]))
     elif not has_journal(prepared.journal.folder):
-        prepared.journal.begin(Began(options.run_id, Step(0), 0, (Version(0),)))
+        prepared.journal.begin(SegmentBegan(options.run_id, Step(0), 0, (Version(0),)))
         return
     records, newest_segment = read_journal(prepared.journal.folder, journal_from)
     for segment, record in records:
-        if isinstance(record, Began) and record.run_id != options.run_id:
+        if isinstance(record, SegmentBegan) and record.run_id != options.run_id:
             raise StateError(f"journal {prepared.journal.folder}: expected run {options.run_id}, got {record.run_id}")
         prepared.history.apply(record, segment)
     prepared.history.restore(prepared.shelf)
     prepared.journal.go_on(newest_segment)
     left = LeftVersions(chunk_folder(options), RunId(options.run_id))
-    replayed = replay(Standing(prepared.schedule.newest, prepared.published), prepared, left)
+    replayed = replay(StandingVersion(prepared.schedule.newest, prepared.published), prepared, left)
     prepared.published, prepared.schedule.newest = replayed.newest.weights, replayed.newest.version
     prepared.cut_off = (replayed.before.version, replayed.before.weights) if replayed.before is not None else None
     prepared.trained_again = replayed.batches

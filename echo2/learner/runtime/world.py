@@ -24,14 +24,14 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """To a finished turn: the rollout's end, or tokens behind which the model speaks again."""
 
     scored: Scored | None
     said: tuple[int, ...] = ()
 
 
-class World(Protocol):
+class PromptWorld(Protocol):
     """Prompts by index, and answers to completions."""
 
     @property
@@ -42,14 +42,16 @@ class World(Protocol):
 
     def instance(self, index: int) -> TaskInstance: ...
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
         """To the last of an instance's turns. `room_tokens`: how many the context still holds. `sender`: who sampled it."""
         ...
 
     def close(self) -> None: ...
 
 
-def make_world(spec: TaskSpec, tokenizer: Any, containment: Containment | None = None) -> World:
+def make_world(spec: TaskSpec, tokenizer: Any, containment: Containment | None = None) -> PromptWorld:
     """The task or the environments that `spec` describes."""
     make = EnvironmentWorld if is_environment(spec) else TaskWorld
     return make(spec, tokenizer, containment)
@@ -68,9 +70,11 @@ class TaskWorld:
     def instance(self, index: int) -> TaskInstance:
         return self.task.sample(index)
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
         scored = await _result(self._scorer.submit(index, text_of(self._tokenizer, turns[-1]), sender))
-        return Answer(scored)
+        return TurnAnswer(scored)
 
     def close(self) -> None:
         self._scorer.close()
@@ -89,19 +93,21 @@ class EnvironmentWorld:
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, self._source.open(index).reset(), "")
 
-    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Answer:
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
         texts = [text_of(self._tokenizer, turn) for turn in turns]
         stepped = await _result(self._pool.submit_step(index, texts, sender))
         observation = stepped.observation
         scored = Scored(None, stepped.failure, stepped.message, stepped.seconds)
         if observation is None:
-            return Answer(scored)
+            return TurnAnswer(scored)
         if observation.reward is not None:
-            return Answer(replace(scored, reward=observation.reward))
+            return TurnAnswer(replace(scored, reward=observation.reward))
         said = tokens_between(self._tokenizer, observation.messages, turns[-1])
         if len(said) >= room_tokens:
-            return Answer(replace(scored, reward=Reward(0.0, {"cut": 1.0})))
-        return Answer(None, said)
+            return TurnAnswer(replace(scored, reward=Reward(0.0, {"cut": 1.0})))
+        return TurnAnswer(None, said)
 
     def close(self) -> None:
         self._pool.close()

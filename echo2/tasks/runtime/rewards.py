@@ -127,7 +127,7 @@ class RewardCounts:
     fault: int = 0
 
 
-class Scorer(Protocol):
+class RewardScorer(Protocol):
     """Computes rewards of one task. Results come as futures, so that threads and event loops can both wait."""
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
@@ -145,7 +145,7 @@ class Scorer(Protocol):
 
 def make_scorer(
     task: Task, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None
-) -> Scorer:
+) -> RewardScorer:
     """In this process for a plain comparison of echo2's own, else a pool. `spec` must be what `task` was made from.
 
     A user's own task that says it is cheap is scored here only if rewards are trusted.

@@ -3,7 +3,7 @@ with one merged delta on top as any later version.
 
 `find_base` looks in this order: a local folder in Hugging Face layout, the hub's cache on this machine, the hub itself
 (unless `HF_HUB_OFFLINE` is set). Guarantees: what is found is only a candidate, its bits become a version when they have
-the fingerprint that the learner signed for it (`BaseCheckpoint.proven`) or for the parent of a delta; whatever goes
+the fingerprint that the learner signed for it (`BaseCheckpointLoader.proven`) or for the parent of a delta; whatever goes
 wrong here is told and the weights come from peers as usual. Leaves to others: peers, the engine.
 """
 
@@ -21,7 +21,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
-from echo2.weights.policy import BaseCheckpoint as Elsewhere
+from echo2.weights.policy import BaseCheckpoint
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HUB_ID = re.compile(rf"{_NAME.pattern}/{_NAME.pattern}")
@@ -58,7 +58,7 @@ def load_base(folder: Path) -> HostWeights:
     return HostWeights.from_tensors(tensors, Version(0), copy=False)
 
 
-class BaseCheckpoint:
+class BaseCheckpointLoader:
     """Loads in the background; `proven` gives the weights of a version that they are."""
 
     def __init__(self, run_id: RunId, model_path: str, model_name: str) -> None:
@@ -74,7 +74,7 @@ class BaseCheckpoint:
     async def offer_to(self, node: BroadcastNode) -> None:
         """The node fetches nothing until it is known whether there is one, for `WAIT_S` at most."""
         node.set_base(None, is_sought=True)
-        node.set_base(Elsewhere(Version(0), 0.0) if await self.loaded(WAIT_S) else None)
+        node.set_base(BaseCheckpoint(Version(0), 0.0) if await self.loaded(WAIT_S) else None)
 
     def candidate(self) -> HostWeights | None:
         """The weights, said to be version 0, for a delta that names the fingerprint of its parent; given once."""

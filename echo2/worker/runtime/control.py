@@ -25,7 +25,7 @@ ANSWER_S = 30.0
 SOCKET_PATH_BYTES_MAX = 100  # the system's limit is 108
 SOCKET_NAME = "echo-worker.sock"
 DEEP_SOCKET_NAME = re.compile(r"echo-worker-\d+-[0-9a-f]{16}\.sock")
-Answer = dict[str, object]
+CommandAnswer = dict[str, object]
 _log = logging.getLogger("echo2.worker")
 
 
@@ -41,7 +41,7 @@ def socket_path(folder: Path) -> Path:
 class ControlServer:
     """Listens between `start` and `stop`; `answer` is given the command's name, but for `who`, which is answered here."""
 
-    def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[Answer]]) -> None:
+    def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[CommandAnswer]]) -> None:
         self._folder = folder
         self._name = name
         self._path = socket_path(folder)
@@ -77,7 +77,7 @@ class ControlServer:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _reply(self, line: bytes) -> Answer:
+    async def _reply(self, line: bytes) -> CommandAnswer:
         try:
             request = json.loads(line)
             command = request["command"]
@@ -102,12 +102,12 @@ async def _is_answered(path: Path) -> bool:
     return True
 
 
-async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> Answer:
+async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> CommandAnswer:
     """Sends one command to the worker of `folder` and returns its answer."""
     return await ask_at(socket_path(folder), command, f"worker of {folder}", within_s)
 
 
-async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_S) -> Answer:
+async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_S) -> CommandAnswer:
     """The same for who knows the socket; `whose` is what an error calls it."""
     try:
         async with asyncio.timeout(within_s):

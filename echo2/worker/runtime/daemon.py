@@ -43,8 +43,8 @@ from echo2.worker.options import WorkerOptions
 from echo2.worker.price import Price, price_of
 from echo2.worker.runtime import machine as machine_check
 from echo2.worker.runtime.addresses import advertised_addresses, listen_host
-from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
-from echo2.worker.runtime.control import Answer, ControlServer
+from echo2.worker.runtime.base_checkpoint import BaseCheckpointLoader
+from echo2.worker.runtime.control import CommandAnswer, ControlServer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY
 from echo2.worker.runtime.join import join
@@ -295,7 +295,7 @@ class WorkerDaemon:
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
         # Where an adapter is published, the base is no version; the engine loads it itself.
         names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
-        base = BaseCheckpoint(self.telling.run_id, *names)
+        base = BaseCheckpointLoader(self.telling.run_id, *names)
         self._looking = asyncio.create_task(base.offer_to(node), name="base checkpoint")
         lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
         fit = self._engines.fit(self._choice, config, self.options, self._machine, *lengths)
@@ -365,7 +365,7 @@ class WorkerDaemon:
 
     # -- the owner's commands
 
-    async def _answer(self, command: str) -> Answer:
+    async def _answer(self, command: str) -> CommandAnswer:
         if command == "leave":
             self.stop("asked to leave")
             return {"text": "handing back what is held, then leaving"}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from echo2.base.clock import Clock
 from echo2.base.errors import EngineError, LimitExceeded
 from echo2.base.ids import LeaseId, Version
-from echo2.base.rollout import RolloutSegment
+from echo2.base.rollout import EndReason, RolloutSegment
 from echo2.worker import duties
 from echo2.worker.assignments import Assignments
 from echo2.worker.engine import Engine, GenerateRequest
@@ -40,7 +40,7 @@ class LearnerPort(Protocol):
 class CoordinatorPort(Protocol):
     """What the desk asks of the session with the coordinator; while there is none, it does nothing."""
 
-    def end_lease(self, lease_id: LeaseId, reason: duties.EndReason, message: str) -> None: ...
+    def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None: ...
 
     def tell_progress(self, lease_id: LeaseId, finished_rollouts: int, tokens: int) -> None: ...
 
@@ -131,8 +131,8 @@ class Desk:
         except (EngineError, LimitExceeded) as error:
             self._events.append(duties.EngineRefused(request.request_id, str(error)))
 
-    def _ended(self, lease_id: LeaseId, reason: duties.EndReason, message: str) -> None:
-        level = logging.WARNING if reason is duties.EndReason.REFUSED else logging.DEBUG
+    def _ended(self, lease_id: LeaseId, reason: EndReason, message: str) -> None:
+        level = logging.WARNING if reason is EndReason.REFUSED else logging.DEBUG
         _log.log(level, "lease %s: %s%s", lease_id, reason.value, f" ({message})" if message else "")
         if self.coordinator is not None:
             self.coordinator.end_lease(lease_id, reason, message)
@@ -142,7 +142,7 @@ class Desk:
     def _wake_in(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.send, duties.Tick())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.send, duties.DutyTick())
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -31,15 +31,15 @@ TOOL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class LocalGpu:
     name: str
     memory_bytes: int
     driver: str
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    gpus: tuple[Gpu, ...]
+class WorkerMachine:
+    gpus: tuple[LocalGpu, ...]
     cores: int
     memory_bytes: int
     free_disk_bytes: int
@@ -64,17 +64,17 @@ class Machine:
         )
 
 
-def parse_gpus(text: str) -> tuple[Gpu, ...]:
+def parse_gpus(text: str) -> tuple[LocalGpu, ...]:
     """From nvidia-smi's rows of name, memory in MiB and driver version; rows that are none are skipped."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 3 and fields[1].isdigit():
-            gpus.append(Gpu(fields[0], int(fields[1]) << 20, fields[2]))
+            gpus.append(LocalGpu(fields[0], int(fields[1]) << 20, fields[2]))
     return tuple(gpus)
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> tuple[LocalGpu, ...]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -86,9 +86,9 @@ def _gpus() -> tuple[Gpu, ...]:
     return parse_gpus(done.stdout) if done.returncode == 0 else ()
 
 
-def look(folder: Path) -> Machine:
+def look(folder: Path) -> WorkerMachine:
     """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
-    return Machine(
+    return WorkerMachine(
         gpus=_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_total_bytes(),
@@ -132,7 +132,7 @@ def memory_free_bytes() -> int:
     return free
 
 
-def findings(machine: Machine, folder: Path, store_bytes: int) -> list[Finding]:
+def findings(machine: WorkerMachine, folder: Path, store_bytes: int) -> list[Finding]:
     """What can be said before anybody else is known."""
     driver = machine.gpus[0].driver if machine.gpus else ""
     memory = sum(gpu.memory_bytes for gpu in machine.gpus)
@@ -157,7 +157,7 @@ async def reach(addresses: list[str]) -> Finding:
     return reach_finding(addresses, refused)
 
 
-def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:
+def chosen_engine(choice: EngineChoice, machine: WorkerMachine) -> EngineChoice:
     """EMBEDDED or VLLM. AUTO takes vLLM where there is a GPU and vLLM is installed."""
     if choice is EngineChoice.AUTO:
         return EngineChoice.VLLM if machine.gpus and machine.has_vllm else EngineChoice.EMBEDDED
@@ -166,7 +166,7 @@ def chosen_engine(choice: EngineChoice, machine: Machine) -> EngineChoice:
     return choice
 
 
-def check_room(machine: Machine, size: ModelSize, published_bytes: int, folder: Path) -> None:
+def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path) -> None:
     """ResourceError where a keyframe could not be taken: before anything is fetched.
 
     Beside an engine on GPUs the host holds the published weights and what is on its way; the embedded engine's own weights

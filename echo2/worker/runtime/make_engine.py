@@ -24,7 +24,7 @@ from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.several import SeveralEngines
-from echo2.worker.runtime.machine import Machine, check_room, look, memory_total_bytes, memory_used_bytes, reach
+from echo2.worker.runtime.machine import WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 
 LINGER_S = 0.25
 """Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
@@ -59,7 +59,7 @@ def fit_engine(
     choice: EngineChoice,
     config: dict[str, object],
     options: WorkerOptions,
-    machine: Machine,
+    machine: WorkerMachine,
     longest_tokens: int = 0,
     published_bytes: int = 0,
 ) -> Fit:
@@ -131,7 +131,7 @@ def _one_engine(
 class Engines(Protocol):
     """This machine, and how engines are made on it."""
 
-    def look(self, folder: Path) -> Machine: ...
+    def look(self, folder: Path) -> WorkerMachine: ...
 
     def memory_bytes(self) -> tuple[int, int]:
         """Used and there in all."""
@@ -144,7 +144,7 @@ class Engines(Protocol):
         choice: EngineChoice,
         config: dict[str, object],
         options: WorkerOptions,
-        machine: Machine,
+        machine: WorkerMachine,
         longest_tokens: int = 0,
         published_bytes: int = 0,
     ) -> Fit: ...

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from echo2.base.clock import Clock
 from echo2.base.errors import MalformedMessage, TrustError
 from echo2.base.ids import LeaseId, PeerId
+from echo2.base.rollout import EndReason
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.control.runtime.session import check_interval
 from echo2.outside import unix_now
@@ -40,7 +41,7 @@ class Orders:
         me: PeerId,
         clock: Clock,
         skew_is: Callable[[float], None],
-        refuse: Callable[[LeaseId, duties.EndReason, str], None],
+        refuse: Callable[[LeaseId, EndReason, str], None],
     ) -> None:
         self._desk = desk
         self._reporting = reporting
@@ -112,7 +113,7 @@ class Orders:
                 )
         except MalformedMessage as error:
             _log.warning("refusing lease %s: %s", lease_id, error)
-            self._refuse(lease_id, duties.EndReason.REFUSED, str(error))
+            self._refuse(lease_id, EndReason.REFUSED, str(error))
             return
         if grant.is_renewal and self._desk.machine.group_of(lease_id) is None:
             return  # it has ended here meanwhile: its ticket is needed no longer

@@ -14,7 +14,7 @@ from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.control.waits import Waits
-from echo2.worker.runtime.base_checkpoint import BaseCheckpoint
+from echo2.worker.runtime.base_checkpoint import BaseCheckpointLoader
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
 from echo2.worker.runtime.weights import WeightKeeper
@@ -31,7 +31,7 @@ class Receiving:
         keeper: WeightKeeper,
         desk: Desk,
         waits: Waits,
-        base: BaseCheckpoint,
+        base: BaseCheckpointLoader,
         progress: ShowsProgress,
     ) -> None:
         self._progress = progress

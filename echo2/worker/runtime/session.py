@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from echo2.base.ids import LeaseId, Version
+from echo2.base.rollout import EndReason
 from echo2.control.runtime.session import ControlSession, Party
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
-from echo2.worker import duties
 
 _REASONS = {
-    duties.EndReason.FINISHED: coordinator_pb2.LeaseEnded.REASON_FINISHED,
-    duties.EndReason.HANDED_BACK: coordinator_pb2.LeaseEnded.REASON_HANDED_BACK,
-    duties.EndReason.REFUSED: coordinator_pb2.LeaseEnded.REASON_REFUSED,
+    EndReason.FINISHED: coordinator_pb2.LeaseEnded.REASON_FINISHED,
+    EndReason.HANDED_BACK: coordinator_pb2.LeaseEnded.REASON_HANDED_BACK,
+    EndReason.REFUSED: coordinator_pb2.LeaseEnded.REASON_REFUSED,
 }
 
 
@@ -53,7 +53,7 @@ class WorkerSession:
             )
         )
 
-    def end_lease(self, lease_id: LeaseId, reason: duties.EndReason, message: str) -> None:
+    def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None:
         ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=_REASONS[reason], message=message[:2000])
         self._control.send(coordinator_pb2.WorkerMessage(lease_ended=ended))
 

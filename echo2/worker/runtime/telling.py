@@ -23,7 +23,7 @@ from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
-from echo2.worker.runtime.control import Answer
+from echo2.worker.runtime.control import CommandAnswer
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.weights import WeightKeeper
@@ -177,7 +177,7 @@ class Telling:
             links=[coordinator_pb2.PeerLink(peer_id=peer, kind=kind, reason=reason) for peer, kind, reason in links]
         )
 
-    def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> Answer:
+    def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> CommandAnswer:
         """For `echo-worker status`."""
         told, beats = self._told_links, self._beats
         beat = self.heartbeat(engine, keeper)

@@ -20,7 +20,7 @@ from echo2.base.errors import EchoError, EngineError, IntegrityError
 from echo2.base.ids import Version
 from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.broadcast.runtime.spill import FileSpill
-from echo2.weights import Decoder, FrameReader, HostWeights, StagedDelta
+from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta
 from echo2.worker import swap
 from echo2.worker.engine import Engine
 from echo2.worker.swap import SwapMachine
@@ -81,7 +81,7 @@ class WeightKeeper:
         self._hooks = hooks
         self._folder = folder
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
-        self._decoder: Decoder | None = None
+        self._decoder: ContainerDecoder | None = None
         self._reader = FrameReader()
         self._staged: StagedDelta | None = None
         self._decode_s = 0.0
@@ -89,11 +89,11 @@ class WeightKeeper:
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _new_decoder(self) -> Decoder:
-        return Decoder(self.host, spill=FileSpill(self._folder))
+    def _new_decoder(self) -> ContainerDecoder:
+        return ContainerDecoder(self.host, spill=FileSpill(self._folder))
 
     async def began(self, version: Version, parent: Version | None) -> None:
-        await self._send(swap.Began(version, parent))
+        await self._send(swap.ArtifactBegan(version, parent))
 
     async def chunk(self, payload: bytes) -> None:
         """The next bytes of the artifact under way; they are decoded before this returns."""
@@ -129,7 +129,7 @@ class WeightKeeper:
         await self._send(swap.Adopted(weights.version))
 
     async def dropped(self) -> None:
-        await self._send(swap.Dropped())
+        await self._send(swap.ArtifactGivenUp())
 
     # -- carrying out
 
@@ -148,7 +148,7 @@ class WeightKeeper:
                 self._decode_s = 0.0
             case swap.DropDecoder():
                 self._decoder = self._staged = None
-            case swap.Swap():
+            case swap.SwapEngine():
                 return await self._swap(action)
             case swap.Check(version):
                 return await self._check(version)
@@ -177,8 +177,10 @@ class WeightKeeper:
                 raise IntegrityError(reason)
         return None
 
-    async def _swap(self, action: swap.Swap) -> swap.Event:
-        staged: StagedVersion | None = self._staged if action.source is swap.Source.DELTA else HostSnapshot(self.host)
+    async def _swap(self, action: swap.SwapEngine) -> swap.Event:
+        staged: StagedVersion | None = (
+            self._staged if action.source is swap.SwapSource.DELTA else HostSnapshot(self.host)
+        )
         assert staged is not None, "what is swapped in was decoded"
         try:
             stood_still_s = await self._engine.swap(staged, action.mode)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from echo2.base.ids import Version
-from echo2.broadcast.catch_up import Offer, Way, link_of, plan_way
+from echo2.broadcast.catch_up import ArtifactOffer, Way, link_of, plan_way
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey
 from echo2.weights.policy import BaseCheckpoint
 
@@ -9,14 +9,14 @@ SNAPSHOT = 10**9
 LINK = link_of(1e6, 0.1, 1e12, 1e12)
 
 
-def offer(parent: int | None, version: int, missing: float, *, begun: bool = False) -> Offer:
+def offer(parent: int | None, version: int, missing: float, *, begun: bool = False) -> ArtifactOffer:
     artifact = ArtifactId(Version(version), None if parent is None else Version(parent))
     is_pushed = parent is not None and version - parent == 1
     key = ArtifactKey(f"{parent}>{version}".encode())
-    return Offer(key, artifact, missing, SNAPSHOT, is_pushed, begun)
+    return ArtifactOffer(key, artifact, missing, SNAPSHOT, is_pushed, begun)
 
 
-def way(start: int | None, *offers: Offer) -> tuple[str, list[str]]:
+def way(start: int | None, *offers: ArtifactOffer) -> tuple[str, list[str]]:
     found = plan_way(offers, None if start is None else Version(start), LINK)
     assert isinstance(found, Way)
     return found.kind, [key.decode() for key in found.keys]
@@ -41,7 +41,7 @@ def test_a_worker_takes_what_is_expected_first() -> None:
 def test_who_has_the_base_begins_there_where_that_is_sooner() -> None:
     base = BaseCheckpoint(Version(0), 0.0)
 
-    def begun_at(start: int | None, *offers: Offer) -> tuple[str, list[str]] | None:
+    def begun_at(start: int | None, *offers: ArtifactOffer) -> tuple[str, list[str]] | None:
         found = plan_way(offers, None if start is None else Version(start), LINK, (), base)
         return (found.kind, [key.decode() for key in found.keys]) if found is not None else None
 

@@ -23,7 +23,7 @@ from echo2.broadcast.events import (
 )
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import REPLAYS_MAX, SLOTS_PER_PEER, Pacer
-from echo2.broadcast.session import Session
+from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.topology import NodeLink, fluid_bound
 from echo2.broadcast.trees import plan
 from echo2.sim.broadcast_network import BroadcastNetwork
@@ -158,8 +158,8 @@ def test_once_faults_stop_every_living_worker_has_everything(
     assert not net.accusations, "an honest peer was accused"
 
 
-def _session() -> Session:
-    return Session(PeerId("me"))
+def _session() -> BroadcastSession:
+    return BroadcastSession(PeerId("me"))
 
 
 def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
@@ -37,7 +37,7 @@ def test_a_finding_that_is_not_certain_sets_the_worker_aside_until_the_operator_
             await again.hello(open_groups=[group("g1"), group("g2")])
             assert (await again.until("banned")).peer_id == peer_id, "a learner that comes back is told again"
 
-            hub.set_worker(peer_id, Setting.AUTOMATIC, "its card is that way")
+            hub.set_worker(peer_id, OperatorSetting.AUTOMATIC, "its card is that way")
             lifted = await again.until("banned")
             assert lifted.peer_id == peer_id and lifted.is_lifted
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
@@ -64,15 +64,15 @@ def test_a_certain_finding_bans_and_a_lesser_one_does_not_soften_it(tmp_path: Pa
             assert refusal.code == "NotAllowed" and TEXT in refusal.message
             assert (await learner.until("banned")).peer_id == peer_id
             await learner.say(report=pb.LearnerReport())
-            assert daemon.hub is not None and daemon.hub.membership.members[peer_id].setting is Setting.BANNED
+            assert daemon.hub is not None and daemon.hub.membership.members[peer_id].setting is OperatorSetting.BANNED
             for node in (learner, worker):
                 await node.close()
 
     play(scene)
 
 
-@pytest.mark.parametrize("setting", [Setting.BANNED, Setting.QUARANTINED])
-def test_a_notice_that_the_machine_goes_does_not_free_a_barred_worker(tmp_path: Path, setting: Setting) -> None:
+@pytest.mark.parametrize("setting", [OperatorSetting.BANNED, OperatorSetting.QUARANTINED])
+def test_a_notice_that_the_machine_goes_does_not_free_a_barred_worker(tmp_path: Path, setting: OperatorSetting) -> None:
     from echo2.coordinator.runtime.preemption import preempted
 
     async def scene() -> None:

@@ -18,7 +18,7 @@ from echo2.broadcast.runtime.addresses import outward_host
 from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.broadcast.topology import can_connect
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
@@ -216,7 +216,7 @@ def test_a_certificate_is_renewed_without_a_token_and_a_banned_worker_gets_none(
             worker = Node(worker.credentials)
             assert (await worker.hello()).WhichOneof("kind") == "welcome"
             assert daemon.hub is not None
-            daemon.hub.membership.set(after.peer_id, Setting.BANNED, "the test says so", 0.0)
+            daemon.hub.membership.set(after.peer_id, OperatorSetting.BANNED, "the test says so", 0.0)
             with pytest.raises(NotAllowed, match="banned: the test says so"):
                 await renew(worker.credentials)
             assert worker.credentials.certificate.pem == after.pem

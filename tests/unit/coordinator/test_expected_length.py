@@ -49,11 +49,11 @@ def test_of_two_continuations_the_one_with_more_to_go_is_leased_first() -> None:
     book.lengths.learn(spec("earlier", 9), 4 * 500, 4)
     book.handle(le.WorkerAllowed(PeerId("w"), True), 0.0)
     book.handle(le.GroupsOffered((spec("near", 1), spec("far", 2))), 0.0)
-    for grant in book.handle(le.Wanted(PeerId("w"), 8, Version(0)), 0.0):
+    for grant in book.handle(le.RolloutsWanted(PeerId("w"), 8, Version(0)), 0.0):
         if isinstance(grant, le.Grant):
             tokens = 4 * 480 if grant.group.group_id == "near" else 4 * 10
             book.handle(le.Progressed(PeerId("w"), grant.lease_id, 0, tokens), 1.0)
     book.handle(le.WorkerLost(PeerId("w"), "gone"), 2.0)
     book.handle(le.WorkerAllowed(PeerId("x"), True), 2.0)
-    actions = book.handle(le.Wanted(PeerId("x"), 4, Version(0)), 2.0)
+    actions = book.handle(le.RolloutsWanted(PeerId("x"), 4, Version(0)), 2.0)
     assert [one.group.group_id for one in actions if isinstance(one, le.Grant)] == ["far"]

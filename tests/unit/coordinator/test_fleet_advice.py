@@ -9,19 +9,19 @@ from echo2.coordinator.fleet_advice import (
     IDLE_RELEASE_S,
     JOIN_S_MAX,
     RENT_AT_ONCE,
-    Advice,
+    FleetAdvice,
     Purse,
     advise,
     rates_by_gpu,
     shortage_rollouts_per_s,
 )
 from echo2.coordinator.membership import Activation, Liveness, Member
-from echo2.coordinator.provisioning import Machine, MachineState, Offer
+from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.telemetry import Heartbeat, WorkerHello
 from echo2.cost_model.plan import Limit, Plan, Term
 
 NOW = 10_000.0
-SMALL, BIG = Offer("small", "local", "RTX 4090", 0.4), Offer("big", "local", "H100", 2.4)
+SMALL, BIG = MachineOffer("small", "local", "RTX 4090", 0.4), MachineOffer("big", "local", "H100", 2.4)
 RICH = Purse(1, 0)
 RATES = {"RTX 4090": 1.0, "H100": 5.0, "": 1.0}
 
@@ -31,8 +31,10 @@ def plan(value: float, limit: float) -> Plan:
     return Plan(2, (), (), (), 64, 0.7, 1.0, 0.5, value, 1.0, 0.1, value >= limit, (term,), Limit.THROUGHPUT, "", "")
 
 
-def machine(name: str, offer: Offer, state: MachineState = MachineState.RUNNING, rented_at: float = NOW) -> Machine:
-    return Machine(name, offer.name, offer.provider, "", state, offer.usd_per_hour, rented_at)
+def machine(
+    name: str, offer: MachineOffer, state: MachineState = MachineState.RUNNING, rented_at: float = NOW
+) -> RentedMachine:
+    return RentedMachine(name, offer.name, offer.provider, "", state, offer.usd_per_hour, rented_at)
 
 
 def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since: float = NOW) -> Member:
@@ -43,7 +45,9 @@ def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since:
     )  # fmt: skip
 
 
-def ask(lack: Plan | None, machines: list[Machine], workers: dict[str, list[Member]], purse: Purse = RICH) -> Advice:
+def ask(
+    lack: Plan | None, machines: list[RentedMachine], workers: dict[str, list[Member]], purse: Purse = RICH
+) -> FleetAdvice:
     return advise(lack, [SMALL, BIG], machines, workers, RATES, purse, NOW)
 
 
@@ -57,11 +61,11 @@ def test_the_cheapest_rollouts_are_rented_as_many_as_are_missing() -> None:
 
 
 def test_nothing_is_rented_without_need_plan_or_room() -> None:
-    assert ask(plan(9, 9), [], {}) == Advice(reason="the pool makes what the learner needs")
+    assert ask(plan(9, 9), [], {}) == FleetAdvice(reason="the pool makes what the learner needs")
     assert "no plan yet" in ask(None, [], {}).reason
     full = [machine(f"m{i}", SMALL) for i in range(8)] + [machine(f"n{i}", BIG) for i in range(8)]
     busy = {one.machine_id: [worker(1.0)] for one in full}
-    assert ask(plan(3, 9), full, busy) == Advice(reason="there is no offer with room")
+    assert ask(plan(3, 9), full, busy) == FleetAdvice(reason="there is no offer with room")
 
 
 def test_machines_on_their_way_count_as_there() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.given_up import (
     FINISHED_PER_PICK,
@@ -18,7 +18,7 @@ from echo2.coordinator.given_up import (
     STOP_EVERY_S,
     STOPS_MAX,
     GivenUp,
-    Way,
+    GivenUpWay,
 )
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_waits import waits
@@ -60,15 +60,15 @@ class Run:
     def given(self, worker: PeerId, free: int = ROOM, prompt: int | None = None) -> le.Grant | None:
         """A new group while this worker alone asks."""
         self.offer(prompt)
-        found = grants(self.tell(le.Wanted(worker, free, Version(0))))
-        self.tell(le.Wanted(worker, 0, Version(0)))
+        found = grants(self.tell(le.RolloutsWanted(worker, free, Version(0))))
+        self.tell(le.RolloutsWanted(worker, 0, Version(0)))
         return found[0] if found else None
 
-    def ends(self, grant: le.Grant, reason: le.EndReason) -> None:
-        self.tell(le.Ended(grant.worker_id, grant.lease_id, reason, ""))
+    def ends(self, grant: le.Grant, reason: EndReason) -> None:
+        self.tell(le.LeaseEnded(grant.worker_id, grant.lease_id, reason, ""))
 
     def finishes(self, grant: le.Grant) -> None:
-        self.ends(grant, le.EndReason.FINISHED)
+        self.ends(grant, EndReason.FINISHED)
         self.closes(grant)
 
     def closes(self, grant: le.Grant, reason: str = "complete") -> None:
@@ -86,7 +86,7 @@ class Run:
         """It gives up a hard prompt, and finishes the others."""
         grant = self.given(worker)
         if grant is not None and hard:
-            self.ends(grant, le.EndReason.HANDED_BACK)
+            self.ends(grant, EndReason.HANDED_BACK)
             self.closes(grant, "cancelled")
         elif grant is not None:
             self.finishes(grant)
@@ -116,8 +116,8 @@ def test_a_worker_that_gives_up_every_other_prompt_is_held_back_for_twice_as_lon
     assert any("is given no leases for 30 s" in note and "finished of" in note for note in run.notes)
 
 
-@pytest.mark.parametrize("way", list(Way))
-def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: Way) -> None:
+@pytest.mark.parametrize("way", list(GivenUpWay))
+def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: GivenUpWay) -> None:
     run = Run(A, B)
     kept = run.given(A, 4 * ROOM)
     assert kept is not None
@@ -125,21 +125,21 @@ def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: Way) -
         grant = run.given(A, 4 * ROOM)
         assert grant is not None
         match way:
-            case Way.HANDED_BACK | Way.LOST:
-                run.ends(grant, le.EndReason.HANDED_BACK)
-            case Way.REFUSED:
-                run.ends(grant, le.EndReason.REFUSED)
-            case Way.EXPIRED:
+            case GivenUpWay.HANDED_BACK | GivenUpWay.LOST:
+                run.ends(grant, EndReason.HANDED_BACK)
+            case GivenUpWay.REFUSED:
+                run.ends(grant, EndReason.REFUSED)
+            case GivenUpWay.EXPIRED:
                 for _ in range(int(TIMEOUT_S) + 1):
                     run.passes(1.0)
                     tokens = int(run.now)
                     run.tell(le.Progressed(A, kept.lease_id, 0, tokens))
-            case Way.MISSING:
+            case GivenUpWay.MISSING:
                 held = le.HeldLease(kept.lease_id, kept.group.group_id, kept.attempt, kept.deadline)
                 run.tell(le.WorkerCame(A, (held,)))
                 run.tell(le.WorkerAllowed(A, True))
-            case Way.UNFINISHED:
-                run.ends(grant, le.EndReason.FINISHED)
+            case GivenUpWay.UNFINISHED:
+                run.ends(grant, EndReason.FINISHED)
                 run.passes(1.0)
                 run.tell(le.GroupsOffered((grant.group,), (0,)))
         run.closes(grant, "cancelled")
@@ -155,7 +155,7 @@ def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes
         assert all(held)
         for grant in held[:6]:
             assert grant is not None
-            run.ends(grant, le.EndReason.HANDED_BACK)
+            run.ends(grant, EndReason.HANDED_BACK)
             run.passes(0.1)
         run.tell(le.WorkerLost(A, "preemption"))
         run.tell(le.WorkerAllowed(A, True))
@@ -186,7 +186,7 @@ def test_a_prompt_that_many_workers_give_up_is_at_fault_itself_until_somebody_fi
         for worker in WORKERS[:PROMPT_WORKERS]:
             grant = run.given(worker, prompt=prompt)
             assert grant is not None
-            run.ends(grant, le.EndReason.HANDED_BACK)
+            run.ends(grant, EndReason.HANDED_BACK)
             run.closes(grant, "stale")
         run.passes(SETTLE_S + 1)
     records = run.one.given_up.records
@@ -199,7 +199,7 @@ def test_a_prompt_that_many_workers_give_up_is_at_fault_itself_until_somebody_fi
     assert records[A].picks == 6.0 == records[B].picks, "they could be done after all"
     last = run.given(A)
     assert last is not None
-    run.ends(last, le.EndReason.HANDED_BACK)
+    run.ends(last, EndReason.HANDED_BACK)
     run.passes(SETTLE_S + 1)
     assert run.held_back_s(A) > 0
 
@@ -212,11 +212,13 @@ def test_nothing_counts_while_the_learner_is_silent_or_before_it_has_told_anythi
     run.tell(told(A, B))
     run.passes(SETTLE_S + 1)
     record = run.one.given_up.records[A]
-    assert record.ways[Way.EXPIRED] == len(held) == 12 and record.picks == record.stops == 0
+    assert record.ways[GivenUpWay.EXPIRED] == len(held) == 12 and record.picks == record.stops == 0
     fresh = GivenUp()
     for number in range(20):
-        group = le.OpenGroup(GroupSpec(GroupId(f"g{number}"), (number,), 1, SamplingParams(), 0), le.Phase.LEASED, 0.0)
-        fresh.gave_up(Way.HANDED_BACK, A, group, 0.0, 1, 1.0)
+        group = le.OpenGroup(
+            GroupSpec(GroupId(f"g{number}"), (number,), 1, SamplingParams(), 0), le.GroupPhase.LEASED, 0.0
+        )
+        fresh.gave_up(GivenUpWay.HANDED_BACK, A, group, 0.0, 1, 1.0)
     assert list(fresh.judged(100.0)) == [] and not fresh.is_held_back(A, WORKERS, 100.0)
 
 
@@ -226,11 +228,11 @@ def test_what_was_asked_back_or_had_been_delivered_whole_is_not_given_up() -> No
         grant = run.given(A)
         assert grant is not None
         run.tell(le.Recall(grant.lease_id, "another is faster"))
-        run.ends(grant, le.EndReason.HANDED_BACK)
+        run.ends(grant, EndReason.HANDED_BACK)
         run.closes(grant, "cancelled")
         whole = run.given(A)
         assert whole is not None
-        run.ends(whole, le.EndReason.HANDED_BACK)
+        run.ends(whole, EndReason.HANDED_BACK)
         run.closes(whole)
         run.passes(SETTLE_S + 1)
     assert run.one.given_up.records[A].picks == 0 and run.held_back_s(A) <= 0
@@ -243,7 +245,7 @@ def test_nobody_is_held_back_where_nobody_else_is_left() -> None:
     for worker in (A, B) * (int(PICKS_MAX) + 1):
         grant = run.given(worker, 8 * ROOM)
         assert grant is not None
-        run.ends(grant, le.EndReason.HANDED_BACK)
+        run.ends(grant, EndReason.HANDED_BACK)
         run.closes(grant, "cancelled")
     run.passes(SETTLE_S + 1)
     assert run.held_back_s(A) > 0 and run.held_back_s(B) > 0
@@ -276,10 +278,10 @@ def test_a_lease_that_is_handed_back_before_its_first_report_or_after_goes_on_wi
     spec = run.offer()
     seeds, attempts = [], []
     for worker, tokens in ((A, 0), (B, 3), (A, 9), (B, 0)):
-        (grant,) = grants(run.tell(le.Wanted(worker, ROOM, Version(0))))
-        run.tell(le.Wanted(worker, 0, Version(0)))
+        (grant,) = grants(run.tell(le.RolloutsWanted(worker, ROOM, Version(0))))
+        run.tell(le.RolloutsWanted(worker, 0, Version(0)))
         seeds.append(grant.group.sampling.seed)
         attempts.append(grant.attempt)
         run.tell(le.Progressed(worker, grant.lease_id, 0, tokens))
-        run.ends(grant, le.EndReason.HANDED_BACK)
+        run.ends(grant, EndReason.HANDED_BACK)
     assert set(seeds) == {spec.sampling.seed} and attempts == [1, 2, 3, 4]

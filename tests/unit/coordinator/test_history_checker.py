@@ -9,7 +9,7 @@ import pytest
 from benchmarks.coordinator_history import History
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator.lease_events import Lease, OpenGroup, Phase
+from echo2.coordinator.lease_events import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.membership import Member
 from echo2.coordinator.saved import SavedState
 from echo2.coordinator.telemetry import WorkerHello
@@ -27,7 +27,7 @@ def lease(group: str, worker: PeerId, attempt: int = 1) -> Lease:
 
 def group(name: str, lease_id: str | None = None, attempts: int = 1) -> OpenGroup:
     spec = GroupSpec(GroupId(name), (1,), 4, SamplingParams(max_new_tokens=8), 0)
-    phase = Phase.LEASED if lease_id else Phase.QUEUED
+    phase = GroupPhase.LEASED if lease_id else GroupPhase.QUEUED
     return OpenGroup(spec, phase, 0.0, attempts, lease_id=LeaseId(lease_id) if lease_id else None)
 
 

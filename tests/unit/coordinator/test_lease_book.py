@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import GroupSpec, SamplingParams, Work
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
 from echo2.coordinator.lease_queue import may_take
@@ -33,7 +33,7 @@ def book() -> LeaseBook:
 
 def ready(one: LeaseBook, worker: PeerId, version: int = 0, free: int = 4, now: float = 0.0) -> list[le.Grant]:
     one.handle(le.WorkerAllowed(worker, True), now)
-    return grants(one.handle(le.Wanted(worker, free, Version(version)), now))
+    return grants(one.handle(le.RolloutsWanted(worker, free, Version(version)), now))
 
 
 def grants(actions: list[le.Action]) -> list[le.Grant]:
@@ -49,7 +49,7 @@ def test_most_urgent_group_goes_first_and_a_worker_that_is_too_old_gets_none() -
     one.handle(le.GroupsOffered((spec("late", 9), spec("soon", 3), spec("next", 5))), 0.0)
     assert [grant.group.group_id for grant in ready(one, WORKERS[0], version=0, free=8)] == ["soon"]
     assert "it takes version 1 or newer" in waits(one, 0.0)[0][0]
-    granted = grants(one.handle(le.Wanted(WORKERS[0], 8, Version(5)), 1.0))
+    granted = grants(one.handle(le.RolloutsWanted(WORKERS[0], 8, Version(5)), 1.0))
     assert [grant.group.group_id for grant in granted] == ["next", "late"]
 
 
@@ -61,7 +61,7 @@ def test_a_group_offered_again_for_an_earlier_step_takes_its_new_turn() -> None:
     assert le.SaveGroup(GroupId("h")) in actions
     assert [(grant.group.group_id, grant.group.consume_step) for grant in grants(actions)] == [("h", 6)]
     assert one.handle(le.GroupsOffered((spec("h", 5),)), 2.0) == [le.SaveGroup(GroupId("h"))]
-    assert one.groups[GroupId("h")].phase is le.Phase.LEASED
+    assert one.groups[GroupId("h")].phase is le.GroupPhase.LEASED
     assert one.queued == 1
 
 
@@ -85,7 +85,7 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     assert ready(one, WORKERS[0], now=now) == [], "it would take it at once"
     (second_lease,) = ready(one, WORKERS[1], now=now)
     assert second_lease.is_continuation
-    one.handle(le.Ended(WORKERS[1], second_lease.lease_id, le.EndReason.FINISHED, ""), now + 1)
+    one.handle(le.LeaseEnded(WORKERS[1], second_lease.lease_id, EndReason.FINISHED, ""), now + 1)
     one.handle(le.GroupsOffered((spec("h"),)), now + 2)
     assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 3))] == []
     assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 2 * TIMEOUT_S))] == [WORKERS[0]]
@@ -126,7 +126,7 @@ def test_an_end_that_the_learner_knows_nothing_of_sends_the_group_to_another() -
     one = book()
     one.handle(le.GroupsOffered((spec("g"),)), 0.0)
     (first,) = ready(one, WORKERS[0])
-    one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.FINISHED, ""), 1.0)
+    one.handle(le.LeaseEnded(WORKERS[0], first.lease_id, EndReason.FINISHED, ""), 1.0)
     assert ready(one, WORKERS[0], now=2.0) == []
     assert grants(one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0)) == [], "it has just said that of this group"
     assert [grant.worker_id for grant in ready(one, WORKERS[1], now=4.0)] == [WORKERS[1]]
@@ -144,19 +144,19 @@ def test_silent_lease_expires_to_another_worker_as_a_continuation_and_progress_r
     assert revoked(actions) == [first.lease_id]
     (second,) = grants(actions)
     assert (second.worker_id, second.attempt, second.is_continuation) == (WORKERS[1], 2, True)
-    late = one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.FINISHED, ""), 51.0)
+    late = one.handle(le.LeaseEnded(WORKERS[0], first.lease_id, EndReason.FINISHED, ""), 51.0)
     assert late == []
-    assert one.groups[GroupId("g")].phase is le.Phase.LEASED
+    assert one.groups[GroupId("g")].phase is le.GroupPhase.LEASED
 
 
 def test_group_that_the_learner_lists_again_is_made_again_and_one_that_it_does_not_list_is_revoked() -> None:
     one = book()
     one.handle(le.GroupsOffered((spec("g"), spec("h"))), 0.0)
     first, second = ready(one, WORKERS[0], free=8)
-    one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.FINISHED, ""), 1.0)
+    one.handle(le.LeaseEnded(WORKERS[0], first.lease_id, EndReason.FINISHED, ""), 1.0)
     actions = one.handle(le.GroupsSynced((first.group,)), 2.0)
     assert revoked(actions) == [second.lease_id]
-    assert one.groups[first.group.group_id].phase is le.Phase.QUEUED
+    assert one.groups[first.group.group_id].phase is le.GroupPhase.QUEUED
     assert [grant.attempt for grant in ready(one, WORKERS[1], now=3.0)] == [2]
 
 
@@ -171,7 +171,7 @@ def test_worker_that_comes_back_keeps_what_it_holds_and_loses_what_it_does_not()
     actions = one.handle(le.WorkerCame(WORKERS[0], held), 5.0)
     assert [grant.lease_id for grant in grants(actions)] == [kept.lease_id]
     assert revoked(actions) == ["l-unknown"]
-    assert one.groups[lost.group.group_id].phase is le.Phase.QUEUED
+    assert one.groups[lost.group.group_id].phase is le.GroupPhase.QUEUED
 
 
 def test_lease_that_a_lost_process_granted_is_taken_in() -> None:
@@ -188,7 +188,7 @@ def test_refused_group_pauses_and_avoids_the_worker_for_a_while() -> None:
     one = book()
     one.handle(le.GroupsOffered((spec("g"),)), 0.0)
     (first,) = ready(one, WORKERS[0])
-    one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.REFUSED, "no"), 1.0)
+    one.handle(le.LeaseEnded(WORKERS[0], first.lease_id, EndReason.REFUSED, "no"), 1.0)
     assert ready(one, WORKERS[0], now=1.1) == []
     assert "refused" in waits(one, 1.1)[0][0]
     assert [grant.attempt for grant in grants(one.handle(le.Tick(), 2.0))] == [2]
@@ -200,7 +200,7 @@ def test_recalled_lease_moves_once_it_was_handed_back() -> None:
     (first,) = ready(one, WORKERS[0])
     assert revoked(one.handle(le.Recall(first.lease_id, "a faster worker is free"), 1.0)) == [first.lease_id]
     assert ready(one, WORKERS[1], now=1.5) == []
-    moved = grants(one.handle(le.Ended(WORKERS[0], first.lease_id, le.EndReason.HANDED_BACK, ""), 2.0))
+    moved = grants(one.handle(le.LeaseEnded(WORKERS[0], first.lease_id, EndReason.HANDED_BACK, ""), 2.0))
     assert [(grant.worker_id, grant.is_continuation) for grant in moved] == [(WORKERS[1], True)]
 
 
@@ -220,7 +220,7 @@ def test_a_worker_whose_version_moved_on_gives_an_evaluation_back_without_blame(
     assert len(leases) == 8
     for number, lease in enumerate(leases):  # one by one, while it goes on with others
         one.handle(
-            le.Ended(WORKERS[0], lease.lease_id, le.EndReason.HANDED_BACK, "version 4 is live now"), 7.0 * number
+            le.LeaseEnded(WORKERS[0], lease.lease_id, EndReason.HANDED_BACK, "version 4 is live now"), 7.0 * number
         )
     one.handle(le.GroupsOffered((spec("g"),)), 60.0)
     assert [grant.group.group_id for grant in ready(one, WORKERS[0], version=4, now=60.0)] == ["g"]
@@ -264,12 +264,12 @@ class AnyOrder(RuleBasedStateMachine):
     def want(self, worker: PeerId, free: int, version: int) -> None:
         self.versions[worker] = version
         self.tell(le.WorkerAllowed(worker, True))
-        self.tell(le.Wanted(worker, free, Version(version)))
+        self.tell(le.RolloutsWanted(worker, free, Version(version)))
 
-    @rule(worker=st.sampled_from(WORKERS), data=st.data(), reason=st.sampled_from(le.EndReason))
-    def end(self, worker: PeerId, data: st.DataObject, reason: le.EndReason) -> None:
+    @rule(worker=st.sampled_from(WORKERS), data=st.data(), reason=st.sampled_from(EndReason))
+    def end(self, worker: PeerId, data: st.DataObject, reason: EndReason) -> None:
         names = sorted(self.book.leases) or [LeaseId("l-none")]
-        self.tell(le.Ended(worker, data.draw(st.sampled_from(names)), reason, "said so"))
+        self.tell(le.LeaseEnded(worker, data.draw(st.sampled_from(names)), reason, "said so"))
 
     @rule(worker=st.sampled_from(WORKERS), data=st.data(), tokens=st.integers(0, 50))
     def progress(self, worker: PeerId, data: st.DataObject, tokens: int) -> None:
@@ -319,8 +319,8 @@ class AnyOrder(RuleBasedStateMachine):
         leased = [lease.group_id for lease in self.book.leases.values()]
         assert len(leased) == len(set(leased))
         for group_id, group in self.book.groups.items():
-            assert (group.phase is le.Phase.LEASED) == (group_id in leased)
-        queued = sum(group.phase is le.Phase.QUEUED for group in self.book.groups.values())
+            assert (group.phase is le.GroupPhase.LEASED) == (group_id in leased)
+        queued = sum(group.phase is le.GroupPhase.QUEUED for group in self.book.groups.values())
         assert self.book.queued == queued
 
 

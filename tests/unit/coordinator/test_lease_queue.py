@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams, Work
-from echo2.coordinator.lease_events import OpenGroup, Phase
+from echo2.coordinator.lease_events import GroupPhase, OpenGroup
 from echo2.coordinator.lease_queue import LeaseQueue, may_take
 
 BOUND = 2
@@ -17,7 +17,7 @@ def groups_of(offers: list[tuple[bool, int]]) -> list[OpenGroup]:
     for number, (is_exam, at) in enumerate(offers):
         work, exact = (Work.EVALUATE, Version(at)) if is_exam else (Work.TRAIN, None)
         spec = GroupSpec(GroupId(f"g{number}"), (1,), 1, SamplingParams(), at, work, exact)
-        made.append(OpenGroup(spec, Phase.QUEUED, 0.0))
+        made.append(OpenGroup(spec, GroupPhase.QUEUED, 0.0))
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import GroupSpec, SamplingParams
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
 from echo2.coordinator.lease_events import Seeker
@@ -31,11 +31,11 @@ def straggler(tokens: int, now: float, step: int = 0) -> LeaseBook:
     book = taught()
     book.handle(le.GroupsOffered((spec("g", step),)), 0.0)
     book.handle(le.WorkerAllowed(SLOW, True), 0.0)
-    (_, _, grant) = book.handle(le.Wanted(SLOW, SIZE, Version(0)), 0.0)
+    (_, _, grant) = book.handle(le.RolloutsWanted(SLOW, SIZE, Version(0)), 0.0)
     assert isinstance(grant, le.Grant)
     book.handle(le.Progressed(SLOW, grant.lease_id, 0, SIZE * tokens), now)
     book.handle(le.WorkerAllowed(FAST, True), now)
-    book.handle(le.Wanted(FAST, SIZE, Version(0)), now)
+    book.handle(le.RolloutsWanted(FAST, SIZE, Version(0)), now)
     return book
 
 
@@ -57,7 +57,7 @@ def test_what_is_nearly_done_or_not_slower_stays() -> None:
 
 def test_nothing_moves_while_a_queued_group_could_use_the_room() -> None:
     book = straggler(tokens=100, now=20.0)
-    book.handle(le.Wanted(FAST, 0, Version(0)), 20.0)
+    book.handle(le.RolloutsWanted(FAST, 0, Version(0)), 20.0)
     book.handle(le.GroupsOffered((spec("h"),)), 20.0)
     book.seekers[FAST] = Seeker(SIZE, Version(0), 20.0)  # as between the word of its room and the next match
     assert found(book) == []
@@ -83,7 +83,7 @@ def test_a_lease_that_has_not_reported_yet_is_judged_by_its_workers_mean() -> No
 def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever() -> None:
     book = straggler(tokens=100, now=20.0)
     book.handle(le.WorkerAllowed(PeerId("third"), True), 20.0)
-    book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), 20.0)
+    book.handle(le.RolloutsWanted(PeerId("third"), SIZE, Version(0)), 20.0)
     now, workers = 20.0, []
     for _ in range(MOVES_PER_GROUP_MAX + 1):
         speeds = {SLOW: 5.0, FAST: 50.0, PeerId("third"): 40.0}
@@ -94,14 +94,14 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
         revoked = book.handle(le.Recall(planned[0].lease_id, planned[0].reason, planned[0].to), now)
         assert [type(one) for one in revoked] == [le.SaveLease, le.Revoke]
         assert moves(book, speeds, Step(0), RULE, {}) == [], "it is on its way already"
-        actions = book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.HANDED_BACK, ""), now + 1)
+        actions = book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, ""), now + 1)
         (grant,) = [one for one in actions if isinstance(one, le.Grant)]
         assert (grant.worker_id, grant.is_continuation) == (planned[0].to, True)
         workers.append(grant.worker_id)
         now += 60.0
         book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers)), now - 50)
         book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 110), now)  # slow here, too
-        book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), now)
+        book.handle(le.RolloutsWanted(PeerId("third"), SIZE, Version(0)), now)
     assert workers == [FAST, PeerId("third")]
     assert book.counts.moved == MOVES_PER_GROUP_MAX
 
@@ -115,7 +115,7 @@ def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
     book.handle(le.Progressed(FAST, lease.lease_id, 0, SIZE * 120), 21.0)
     book.handle(le.Progressed(FAST, lease.lease_id, 0, SIZE * 220), 23.0)
     assert lease.tokens_before == SIZE * 120
-    book.handle(le.Wanted(PeerId("third"), SIZE, Version(0)), 24.0)
+    book.handle(le.RolloutsWanted(PeerId("third"), SIZE, Version(0)), 24.0)
     book.handle(le.WorkerAllowed(PeerId("third"), True), 24.0)
     assert moves(book, {**SPEEDS, PeerId("third"): 60.0}, Step(0), RULE, {}) == []
 
@@ -136,21 +136,21 @@ def finish_s(consolidates: bool) -> float:
     now, back_at = 0.0, {}
     for worker in speeds:
         book.handle(le.WorkerAllowed(worker, True), now)
-    while any(group.phase is not le.Phase.PRODUCED for group in book.groups.values()):
+    while any(group.phase is not le.GroupPhase.PRODUCED for group in book.groups.values()):
         for worker in speeds:
             if not book.leases_of(worker):
-                book.handle(le.Wanted(worker, SIZE, Version(0)), now)
+                book.handle(le.RolloutsWanted(worker, SIZE, Version(0)), now)
         now += 1.0
         assert now < 1000
         for lease in list(book.leases.values()):
             if lease.is_recalled:
                 if now >= back_at[lease.lease_id]:
-                    book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.HANDED_BACK, ""), now)
+                    book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, ""), now)
                 continue
             made[lease.group_id] = min(500.0, made.get(lease.group_id, 0.0) + speeds[lease.worker_id])
             book.handle(le.Progressed(lease.worker_id, lease.lease_id, 0, int(SIZE * made[lease.group_id])), now)
             if made[lease.group_id] >= 500:
-                book.handle(le.Ended(lease.worker_id, lease.lease_id, le.EndReason.FINISHED, ""), now)
+                book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.FINISHED, ""), now)
         if consolidates:
             for move in moves(book, speeds, Step(0), RULE, {}):
                 back_at[move.lease_id] = now + 2.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator import accounts
-from echo2.coordinator.membership import Activation, Liveness, LivenessRule, Membership, Setting
+from echo2.coordinator.membership import Activation, Liveness, LivenessRule, Membership, OperatorSetting
 from echo2.coordinator.telemetry import WorkerHello
 
 A = PeerId("a")
@@ -62,15 +62,15 @@ def test_operators_word_goes_before_the_plan_and_a_ban_holds_until_it_is_lifted(
     member = fleet.members[A]
     member.is_wanted = False
     assert member.activation is Activation.STANDBY
-    fleet.set(A, Setting.ACTIVE, "", 1.0)
+    fleet.set(A, OperatorSetting.ACTIVE, "", 1.0)
     assert member.activation is Activation.ACTIVE
-    fleet.set(A, Setting.BANNED, "bad rollouts", 1.0)
+    fleet.set(A, OperatorSetting.BANNED, "bad rollouts", 1.0)
     with pytest.raises(NotAllowed, match="bad rollouts"):
         fleet.came(A, HELLO, 2.0)
-    fleet.set(A, Setting.AUTOMATIC, "", 3.0)
+    fleet.set(A, OperatorSetting.AUTOMATIC, "", 3.0)
     fleet.came(A, HELLO, 4.0)
     with pytest.raises(NotAllowed, match="expected a worker of this run"):
-        fleet.set(PeerId("nobody"), Setting.ACTIVE, "", 1.0)
+        fleet.set(PeerId("nobody"), OperatorSetting.ACTIVE, "", 1.0)
 
 
 def test_fleet_has_a_limit() -> None:

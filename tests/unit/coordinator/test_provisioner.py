@@ -13,10 +13,10 @@ from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Un
 from echo2.base.ids import GroupId, PeerId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.fleet_advice import Advice, Surrender, Wish
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.fleet_advice import FleetAdvice, Surrender, Wish
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.provisioning import Machine, MachineState, Offer, Sighting
+from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine, Sighting
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.hub import Hub
@@ -27,7 +27,7 @@ from echo2.trust.identity import Identity
 from tests.unit.coordinator.test_daemon import RUN, options
 from tests.unit.coordinator.test_fleet_advice import plan as made_plan
 
-OFFER = Offer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
+OFFER = MachineOffer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
 
 
 class Clock:
@@ -90,7 +90,7 @@ class Scene:
         self.clock.time += after_s
         await self.provisioner.look()
 
-    def join(self, machine: Machine, name: str = "w1", leases: int = 0) -> PeerId:
+    def join(self, machine: RentedMachine, name: str = "w1", leases: int = 0) -> PeerId:
         """A worker comes with the machine's token."""
         peer_id = PeerId(name)
         self.hub.tokens.tokens[machine.token_id].peers.add(peer_id)
@@ -100,7 +100,7 @@ class Scene:
         groups = tuple(GroupSpec(GroupId(f"g{i}"), (1,), 1, SamplingParams(max_new_tokens=8), 0) for i in range(leases))
         self.hub.book.handle(le.WorkerAllowed(peer_id, True), self.clock.now())
         self.hub.book.handle(le.GroupsOffered(groups), self.clock.now())
-        self.hub.book.handle(le.Wanted(peer_id, leases, self.hub.board.report.newest_version), self.clock.now())
+        self.hub.book.handle(le.RolloutsWanted(peer_id, leases, self.hub.board.report.newest_version), self.clock.now())
         return peer_id
 
     def journal(self) -> list[tuple[str, float]]:
@@ -222,7 +222,7 @@ def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_path: 
         run.cloud.there[machine.machine_id] = Sighting(MachineState.ENDING, "spot price rose")
         await run.look(3600)
         member = run.hub.membership.members[peer]
-        assert (machine.state, member.setting) == (MachineState.ENDING, Setting.DRAINING)
+        assert (machine.state, member.setting) == (MachineState.ENDING, OperatorSetting.DRAINING)
         assert all(lease.is_recalled for lease in run.hub.book.leases_of(peer))
         del run.cloud.there[machine.machine_id]
         await run.look()
@@ -262,15 +262,15 @@ def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())
         wish = Wish("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
-        run.provisioner.advice = Advice(rent=(wish,))
+        run.provisioner.advice = FleetAdvice(rent=(wish,))
         assert await run.provisioner.carry_out("approved by the operator") == 2
         assert await run.provisioner.carry_out("approved by the operator") == 0, "once"
         assert run.hub.keeper.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
         by_hand = Wish("gpu", 1, 2.0, "why", is_automatic=False)
-        run.provisioner.advice = Advice(rent=(by_hand,))
+        run.provisioner.advice = FleetAdvice(rent=(by_hand,))
         assert await run.provisioner.carry_out("the planner", only_automatic=True) == 0
         first = next(iter(run.provisioner.machines))
-        run.provisioner.advice = Advice(release=(Surrender(first, 2.0, "idle"),))
+        run.provisioner.advice = FleetAdvice(release=(Surrender(first, 2.0, "idle"),))
         assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
         assert run.provisioner.machines[first].state is MachineState.GONE
 
@@ -311,7 +311,7 @@ def test_over_provisioning_lets_more_groups_in_and_stragglers_are_recalled_for_i
         run.hub.book.lengths.learn(run.hub.book.groups[GroupId("g0")].spec, 8, 1)
         run.clock.time += 60
         assert consolidate(run.hub) == 0, "nobody has room"
-        run.hub.book.handle(le.Wanted(fast, 1, run.hub.board.report.newest_version), run.clock.now())
+        run.hub.book.handle(le.RolloutsWanted(fast, 1, run.hub.board.report.newest_version), run.clock.now())
         assert consolidate(run.hub) == 1
         (lease,) = run.hub.book.leases_of(slow)
         assert lease.is_recalled

@@ -8,7 +8,7 @@ from typing import Any
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.runtime.services import CoordinatorService
-from echo2.coordinator.runtime.session import Session
+from echo2.coordinator.runtime.session import StreamSession
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import options, running
@@ -33,7 +33,7 @@ class Heard:
 class Stream:
     """What a replaced stream may still hold: one message before, one after its session was ended."""
 
-    def __init__(self, session: Session[pb.LearnerOrder]) -> None:
+    def __init__(self, session: StreamSession[pb.LearnerOrder]) -> None:
         self.session = session
         self.left = ["in time", "out of date"]
 
@@ -52,7 +52,9 @@ def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             peer = PeerId("learner")
-            session: Session[pb.LearnerOrder] = Session(peer, 8, lambda refusal: pb.LearnerOrder(refusal=refusal))
+            session: StreamSession[pb.LearnerOrder] = StreamSession(
+                peer, 8, lambda refusal: pb.LearnerOrder(refusal=refusal)
+            )
             hub = daemon.hub
             assert hub is not None
             heard = Heard()

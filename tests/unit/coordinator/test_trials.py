@@ -10,10 +10,10 @@ import pytest
 
 from echo2.base.ids import LeaseId, PeerId, RunId, Version
 from echo2.coordinator.lease_events import WorkerDelivered
-from echo2.coordinator.membership import Activation, LivenessRule, Member, Membership, Setting
+from echo2.coordinator.membership import Activation, LivenessRule, Member, Membership, OperatorSetting
 from echo2.coordinator.planner_input import believed_rate, fleet_snapshot
 from echo2.coordinator.pricing import NO_LIMIT, price_limit
-from echo2.coordinator.provisioning import Machine, MachineState, Offer
+from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.telemetry import Heartbeat, PublishedVersion, WorkerHello
 from echo2.coordinator.trials import TRIAL_S, Trials
 from echo2.coordinator.worth import Worth
@@ -114,7 +114,7 @@ def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
     fleet.worth.granted(cheap.peer_id, LeaseId("l"), 4)
     fleet.worth.failed(cheap.peer_id, 1.0)
     assert fleet.on_trial(2.0, cap=6.0) == {"a-dear"}
-    dear.setting = Setting.STANDBY
+    dear.setting = OperatorSetting.STANDBY
     assert fleet.on_trial(2.0, cap=6.0) == set()
 
 
@@ -133,13 +133,16 @@ def test_the_operators_word_takes_a_newcomer_into_the_plan() -> None:
     wanted = fleet.worker("wanted")
     fleet.on_trial()
     assert wanted.peer_id not in fleet.plan().pool
-    fleet.membership.set(wanted.peer_id, Setting.ACTIVE, "", 0.0)
+    fleet.membership.set(wanted.peer_id, OperatorSetting.ACTIVE, "", 0.0)
     fleet.membership.change_of(wanted, 0.0)
     fleet.on_trial()
     assert wanted.peer_id in fleet.plan().pool
 
 
-OFFERS = [Offer("big", "manual", gpu="H100", usd_per_hour=2.0), Offer("spot", "manual", gpu="H100", usd_per_hour=1.2)]
+OFFERS = [
+    MachineOffer("big", "manual", gpu="H100", usd_per_hour=2.0),
+    MachineOffer("spot", "manual", gpu="H100", usd_per_hour=1.2),
+]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ OFFERS = [Offer("big", "manual", gpu="H100", usd_per_hour=2.0), Offer("spot", "m
 def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
     machine: float | None, gpu: str, cap: float, budget: float, expected: float
 ) -> None:
-    rented = None if machine is None else Machine("m", "big", "manual", "", MachineState.RUNNING, machine, 0.0)
+    rented = None if machine is None else RentedMachine("m", "big", "manual", "", MachineState.RUNNING, machine, 0.0)
     limit = price_limit(rented, OFFERS, gpu, cap, budget)
     assert limit.usd_per_hour == expected and limit.what
     assert limit.is_exceeded_by(expected * 1.01) == math.isfinite(expected) and not limit.is_exceeded_by(expected)
@@ -169,13 +172,13 @@ def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alon
     assert not member.asks_too_much and member.price_limit is NO_LIMIT
     member.price_limit = price_limit(None, [], "", 5.0, 0.0)
     assert member.activation is Activation.STANDBY and "the operator may activate it" in member.activation_reason
-    fleet.membership.set(member.peer_id, Setting.ACTIVE, "agreed", 0.0)
+    fleet.membership.set(member.peer_id, OperatorSetting.ACTIVE, "agreed", 0.0)
     assert member.activation is Activation.ACTIVE
     member.hello = replace(member.hello, price_usd_per_hour=6.1)
     assert member.activation is Activation.STANDBY
     member.hello = replace(member.hello, price_usd_per_hour=5.9)
     again = Membership(LivenessRule(1.0, 2.0), 10)
-    restored = Member(member.peer_id, member.hello, 0.0, 0.0, setting=Setting.ACTIVE)
+    restored = Member(member.peer_id, member.hello, 0.0, 0.0, setting=OperatorSetting.ACTIVE)
     again.restore([restored], 0.0)
     restored.price_limit = member.price_limit
     assert restored.activation is Activation.ACTIVE

@@ -12,7 +12,7 @@ import httpx
 from starlette.routing import Route
 
 from echo2.coordinator.runtime.web.app import Web
-from echo2.coordinator.runtime.web.guard import Guard
+from echo2.coordinator.runtime.web.guard import WebGuard
 from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
 from echo2.coordinator.runtime.web.openapi import document
 from echo2.trust.identity import Role
@@ -58,7 +58,7 @@ def test_off_loopback_the_page_takes_the_token() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
             await send({"type": "http.response.body", "body": b"in"})  # type: ignore[operator]
 
-        guarded = Guard(app, "secret-token", frozenset(), "csrf")  # type: ignore[arg-type]
+        guarded = WebGuard(app, "secret-token", frozenset(), "csrf")  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=guarded)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="https://10.0.0.1") as web:
             assert (await web.get("/")).status_code == 401

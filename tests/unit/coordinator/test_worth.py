@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo2.base.ids import LeaseId, PeerId, Version
+from echo2.base.rollout import EndReason
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_waits import waits
 from echo2.coordinator.worth import (
@@ -15,8 +16,8 @@ from echo2.coordinator.worth import (
     TELLING_S_MAX,
     TRIAL_SHARE,
     WINDOWS_MAX,
-    Record,
     Worth,
+    WorthRecord,
 )
 from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, book, grants, ready, revoked, spec
 
@@ -110,7 +111,7 @@ def test_leases_that_are_said_to_be_finished_count_until_the_learner_has_heard_o
     one.handle(le.GroupsOffered(tuple(spec(f"g{number}") for number in range(8))), 0.0)
     one.handle(le.WorkerAllowed(B, True), 0.0)
     (grant,) = ready(one, A, free=ROOM)
-    one.handle(le.Ended(A, grant.lease_id, le.EndReason.FINISHED, ""), 0.1)
+    one.handle(le.LeaseEnded(A, grant.lease_id, EndReason.FINISHED, ""), 0.1)
     assert ready(one, A, free=ROOM, now=0.2) == []
     assert len(grants(one.handle(told((A, 4, 4.0)), 1.0))) > 0, "and once it has, it goes on at once"
 
@@ -151,7 +152,7 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
 
 
 def test_the_first_rollouts_of_a_worker_say_little_and_records_stay_small() -> None:
-    record = Record()
+    record = WorthRecord()
     record.took(0.1, 4.0)
     assert record.rollouts_per_s == pytest.approx(4 / (0.1 + SETTLE_S))
     for _ in range(10_000):
@@ -192,8 +193,8 @@ def test_claimed_rates_do_not_decide_who_gets_the_next_group() -> None:
     for worker in (A, B):
         one.handle(le.WorkerAllowed(worker, True), 0.0)
     one.handle(le.GroupsOffered((spec("g"), spec("h"))), 0.0)
-    one.handle(le.Wanted(B, 4, Version(0)), 0.0)
-    one.handle(le.Wanted(A, ROOM, Version(0)), 1.0)
-    one.handle(le.Wanted(B, ROOM, Version(0)), 1.0)
+    one.handle(le.RolloutsWanted(B, 4, Version(0)), 0.0)
+    one.handle(le.RolloutsWanted(A, ROOM, Version(0)), 1.0)
+    one.handle(le.RolloutsWanted(B, ROOM, Version(0)), 1.0)
     one.handle(le.GroupsOffered(tuple(spec(f"i{number}") for number in range(2))), 2.0)
     assert one.lease_count(A) == 2 == one.lease_count(B)

@@ -9,7 +9,7 @@ from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_mod
 from echo2.cost_model.advice import advise
 from echo2.cost_model.catalogue import gpu_of, parse_catalogue, train_s_prior, worker_prior
 from echo2.cost_model.planner import plan
-from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts, billions_in, parse_what_if
+from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, billions_in, parse_what_if
 from echo2.cost_model.sizing import RunLengths
 from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
 from tests.unit.cost_model.fleets import learner, snapshot, worker
@@ -19,7 +19,7 @@ CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
 
 def question() -> PlanQuestion:
     link = LinkEstimate(12.5e6, 5e7, 0.08)
-    offers = (Offer("RTX5090", 24, 0.55, link), Offer("H100", 8, 2.4, link))
+    offers = (PoolOffer("RTX5090", 24, 0.55, link), PoolOffer("H100", 8, 2.4, link))
     return PlanQuestion(
         MODELS["qwen3-8b"], RunLengths(9216), learner(rollouts_per_step=2048, train_s=200.0), PlanConfig(4),
         TokenCounts(2800, 7000, 8192), offers, CATALOGUE,

@@ -34,7 +34,7 @@ from echo2.cost_model.sizing import (
     size_by_billions,
 )
 from echo2.worker.options import EngineChoice
-from echo2.worker.runtime.machine import Machine, parse_gpus
+from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
 from echo2.worker.runtime.make_engine import fit_engine
 from tests.contract.engine_rig import tiny_config
 
@@ -189,7 +189,7 @@ def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -
     size, lengths = model_of(config.model.path)[0], lengths_of(config)
     planned = worker_prior(gpu, size, lengths)
     rows = {row[0]: row for row in fit_rows(size, lengths, [gpu])}
-    machine = Machine(
+    machine = WorkerMachine(
         parse_gpus(f"NVIDIA X, {gib << 10}, 580.1\n" * planned.gpu_count), 8, 1 << 40, 1 << 42, has_vllm=True
     )
     join = argparse.Namespace(link="", name="w", folder=tmp_path, preemption="")

@@ -29,7 +29,7 @@ from echo2.trust.runtime.tls import (
     save_credentials,
     server_credentials,
 )
-from echo2.weights import Decoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
+from echo2.weights import ContainerDecoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import group_from_message, segment_to_message, verdicts_from_message
@@ -141,7 +141,7 @@ class FollowerBroadcaster:
         if self.host.version is None or parent is not None or version > self.host.version:
             if self.host.version is None:
                 self.host = HostWeights.empty()
-            decoder = Decoder(self.host)
+            decoder = ContainerDecoder(self.host)
             for frame in FrameReader().feed(data):
                 decoder.feed(frame)
             self.host.commit(decoder.finish())
@@ -149,7 +149,7 @@ class FollowerBroadcaster:
 
     def apply(self, host: HostWeights, parent: int, version: int) -> DeltaHeader:
         """What was published so, to a copy of one's own; returns its header."""
-        decoder = Decoder(host)
+        decoder = ContainerDecoder(host)
         frames = list(FrameReader().feed(self.kept[parent, version]))
         for frame in frames:
             decoder.feed(frame)

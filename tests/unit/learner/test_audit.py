@@ -13,9 +13,9 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.noise import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import Habits, Passage, Piece, TokenScores, copies, examined, passage_of
-from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, Drawn, kind_of
+from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import Insertion, Sent
+from echo2.learner.episodes import Insertion, SentTokens
 
 A, B = PeerId("a"), PeerId("b")
 SEED = 77
@@ -38,7 +38,7 @@ def passage(
     index: int = 0,
 ) -> Passage:
     rollout = rollout_of(spans, index)
-    sent = tuple(Sent(peer, count) for peer, count in senders)
+    sent = tuple(SentTokens(peer, count) for peer, count in senders)
     spec = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(seed=SEED), 0)
     group = TrainGroup(spec, 0, (rollout,), (1.0,), (said,) if said else (), (sent,))
     return passage_of(group, 0, lambda peer: Habits(True, keeps and peer == A))
@@ -99,7 +99,7 @@ def test_each_version_is_loaded_once_the_one_before_is_asked_too_and_caches_are_
 def test_copies_count_for_as_much_as_they_were_unlikely() -> None:
     group_rollouts = tuple(rollout_of([(2, 3)], n, t) for n, t in enumerate([(1, 2, 3), (1, 2, 3), (1, 2, 4)]))
     spec = GroupSpec(GroupId("g"), (5,), 3, SamplingParams(), 0)
-    senders = ((Sent(A, 3),), (Sent(A, 3),), (Sent(A, 3),))
+    senders = ((SentTokens(A, 3),), (SentTokens(A, 3),), (SentTokens(A, 3),))
     group = TrainGroup(spec, 0, group_rollouts, (1.0,) * 3, (), senders)
 
     def value(member: int) -> float | None:
@@ -114,9 +114,9 @@ def test_copies_count_for_as_much_as_they_were_unlikely() -> None:
 # ---- which are looked at
 
 
-def trained(worker: PeerId, number: int, is_long: bool) -> Drawn:
+def trained(worker: PeerId, number: int, is_long: bool) -> DrawnPassage:
     one = passage([(2, 60 if is_long else 3)], [(worker, 60 if is_long else 3)])
-    return Drawn(worker, kind_of(one), one, float(number))
+    return DrawnPassage(worker, kind_of(one), one, float(number))
 
 
 def test_every_kind_of_a_workers_rollouts_is_looked_at_also_when_the_audit_is_far_behind() -> None:

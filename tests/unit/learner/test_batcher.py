@@ -18,8 +18,8 @@ from echo2.learner.batch import Batch
 from echo2.learner.batcher import Batcher, Held
 from echo2.learner.episodes import turn_of
 from echo2.learner.group import Draw
-from echo2.learner.history import Drawn as DrawnBatch
-from echo2.learner.history import Dropped, Finished, History, Opened, Record
+from echo2.learner.history import BatchDrawn as DrawnBatch
+from echo2.learner.history import Finished, GroupDropped, History, Opened, Record
 from echo2.learner.offers import OfferConfig, cap_groups
 from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
@@ -68,7 +68,7 @@ class Caller:
                     self.journal.append(record)
                 case b.Score(rollout):
                     self.to_score.append(rollout)
-                case b.Offer(specs):
+                case b.OfferGroups(specs):
                     self.offered |= {spec.group_id: spec for spec in specs}
                 case b.Close(group_ids, _):
                     for group_id in group_ids:
@@ -77,12 +77,12 @@ class Caller:
                     end = min(PROMPTS, self.cursor + fresh)
                     draws = (*again, *(draw(cursor) for cursor in range(self.cursor, end)))
                     self.cursor = end
-                    self._do(self.batcher.handle(b.Drawn(draws)))
-                case b.Answer(verdicts, _):
+                    self._do(self.batcher.handle(b.PromptsDrawn(draws)))
+                case b.AnswerReport(verdicts, _):
                     self.verdicts = [verdict.verdict for verdict in verdicts]
                 case b.Train(batch):
                     self.batches.append(batch)
-                case b.Wake():
+                case b.WakeTrainer():
                     self.is_awake = True
                 case _:
                     pass
@@ -210,7 +210,7 @@ def test_what_a_barred_worker_sent_is_dropped_told_and_drawn_again_by_the_one_ev
     caller.report(group_id, 0, [9], 0, WORKERS[1])
     caller.tell(b.WorkerBarred(WORKERS[1]))
     assert group_id not in caller.offered and f"{group_id}r1" in caller.offered
-    assert Dropped(group_id) in caller.journal
+    assert GroupDropped(group_id) in caller.journal
 
 
 def test_prompts_that_end_wake_the_trainer_which_finds_no_batch() -> None:

@@ -13,7 +13,7 @@ import torch
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
 from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.episodes import Insertion, Sent, TurnOf, root_of, turn_of
+from echo2.learner.episodes import Insertion, SentTokens, TurnOf, root_of, turn_of
 from echo2.learner.group import Draw
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.options import TaskOptions
@@ -70,7 +70,7 @@ def test_turns_become_one_rollout_with_what_the_world_said_in_between() -> None:
     (group,) = batch.groups
     assert [r.token_ids for r in group.rollouts] == [(10, 11), (20, 21, 22)]
     assert group.insertions == ((), (Insertion(1, (30, 31)),)) and group.tokens_of(1) == 5
-    assert group.senders == ((Sent(ALICE, 2),), (Sent(ALICE, 1), Sent(BOB, 2)))
+    assert group.senders == ((SentTokens(ALICE, 2),), (SentTokens(ALICE, 1), SentTokens(BOB, 2)))
     assert shelf.counts.trained == 2 and shelf.counts.trained_tokens == 5
     assert shelf.receive(finished(spec.group_id, 0, (21, 22)), 1).verdict is Verdict.DUPLICATE
 

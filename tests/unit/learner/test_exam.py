@@ -69,7 +69,7 @@ class Caller:
                     self.journal.append(record)
                 case b.Score(rollout):
                     self.to_score.append(rollout)
-                case b.Offer(specs):
+                case b.OfferGroups(specs):
                     self.offered |= {spec.group_id: spec.work for spec in specs}
                 case b.Close(group_ids, _):
                     for group_id in group_ids:
@@ -77,11 +77,11 @@ class Caller:
                 case b.AskPrompts(again, fresh):
                     draws = (*again, *(draw(self.cursor + n) for n in range(fresh)))
                     self.cursor += fresh
-                    self._do(self.batcher.handle(b.Drawn(draws)))
+                    self._do(self.batcher.handle(b.PromptsDrawn(draws)))
                 case b.AskQuestions(version, numbers):
                     asked = tuple(Draw(number, 0, (5, 6), draw(0).sampling) for number in numbers)
                     self._do(self.batcher.handle(b.QuestionsDrawn(version, asked)))
-                case b.Answer(verdicts, _):
+                case b.AnswerReport(verdicts, _):
                     self.verdicts = [verdict.verdict for verdict in verdicts]
                 case b.Answered(group):
                     self.answered.append(group)

@@ -11,7 +11,7 @@ import torch
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import Verdict
 from echo2.learner.batcher_events import Resumed
-from echo2.learner.history import Began
+from echo2.learner.history import SegmentBegan
 from echo2.learner.offers import OfferConfig
 from echo2.learner.runtime.ingest import STREAMS_PER_PEER_MAX, IngestService
 from echo2.learner.runtime.intake import Intake
@@ -38,7 +38,7 @@ class Stage:
         prompts = Prompts(options, 79, (1,))
         shelf = Shelf(ShelfConfig(2, 8, 4, 79), Ledger(2))
         self.journal = Journal(folder / "journal")
-        self.journal.begin(Began(RUN, Step(0), 0, (Version(0),)))
+        self.journal.begin(SegmentBegan(RUN, Step(0), 0, (Version(0),)))
         self.intake = Intake(shelf, self.journal, prompts, OfferConfig(8, 4, 2), 0)
         self.intake.tell(Resumed())
         self.service = IngestService(self.intake, RunId(RUN), self.authority.identity.peer_id)

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.episodes import Sent
+from echo2.learner.episodes import SentTokens
 from echo2.learner.group import Draw
-from echo2.learner.history import Began, Drawn, Dropped, Finished, History, Opened, Published, Record
+from echo2.learner.history import (
+    BatchDrawn,
+    Finished,
+    GroupDropped,
+    History,
+    Opened,
+    Record,
+    SegmentBegan,
+    VersionPublished,
+)
 from echo2.learner.runtime.journal import Journal, read_journal
 from echo2.learner.runtime.journal import _payload as journal_payload
 
@@ -28,28 +37,28 @@ def opened(cursor: int) -> Opened:
 
 def finished(cursor: int, index: int) -> Finished:
     spans = (VersionSpan(Version(3), 2),)
-    senders = (Sent(PeerId("alice"), 1), Sent(PeerId("bob"), 1)) if index else ()
+    senders = (SentTokens(PeerId("alice"), 1), SentTokens(PeerId("bob"), 1)) if index else ()
     rollout = Rollout(GroupId(f"g{cursor:08d}"), index, (4, 1), (-0.5, -0.25), (-0.5, -0.25), spans, FinishReason.STOP)
     return Finished(rollout, senders)
 
 
 RECORDS: list[Record] = [
-    Began("run", Step(0), 0, (Version(0),)),
+    SegmentBegan("run", Step(0), 0, (Version(0),)),
     opened(0),
     opened(1),
     finished(0, 0),
     finished(0, 1),
-    Drawn(Step(0), (GroupId("g00000000"),), ((0.5, None),)),
-    Published(Version(4), ""),
-    Published(Version(4), "00ff"),
-    Dropped(GroupId("g00000001")),
+    BatchDrawn(Step(0), (GroupId("g00000000"),), ((0.5, None),)),
+    VersionPublished(Version(4), ""),
+    VersionPublished(Version(4), "00ff"),
+    GroupDropped(GroupId("g00000001")),
 ]
 
 
 def written(folder: Path) -> Path:
     journal = Journal(folder)
     first = RECORDS[0]
-    assert isinstance(first, Began)
+    assert isinstance(first, SegmentBegan)
     journal.begin(first)
     for record in RECORDS[1:]:
         journal.append(record)
@@ -121,10 +130,10 @@ def test_an_older_journal_is_written_on_in_its_own_framing(tmp_path: Path) -> No
     journal = Journal(tmp_path)
     journal.go_on(Step(0))
     journal.append(RECORDS[-1])
-    journal.begin(Began("run", Step(3), 5, (Version(0),)))
+    journal.begin(SegmentBegan("run", Step(3), 5, (Version(0),)))
     journal.close()
     records = [record for _, record in read_journal(tmp_path, Step(0))[0]]
-    assert records == [*RECORDS, RECORDS[-1], Began("run", Step(3), 5, (Version(0),))]
+    assert records == [*RECORDS, RECORDS[-1], SegmentBegan("run", Step(3), 5, (Version(0),))]
     assert (tmp_path / "segment-00000003.records").exists()
 
 
@@ -147,7 +156,7 @@ def test_sectors_that_a_power_cut_lost_are_a_torn_end(
 ) -> None:
     folder = tmp_path_factory.mktemp("journal")
     journal = Journal(folder)
-    assert isinstance(RECORDS[0], Began)
+    assert isinstance(RECORDS[0], SegmentBegan)
     journal.begin(RECORDS[0])
     for record in RECORDS[1:whole]:
         journal.append(record)
@@ -167,7 +176,7 @@ def test_sectors_that_a_power_cut_lost_are_a_torn_end(
 def test_a_broken_record_before_the_last_segment_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path)
     journal = Journal(tmp_path)
-    journal.begin(Began("run", Step(2), 5, (Version(0), Version(2))))
+    journal.begin(SegmentBegan("run", Step(2), 5, (Version(0), Version(2))))
     journal.close()
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(StateError, match="found a broken record .* and remove the later segments"):
@@ -190,7 +199,7 @@ def test_history_holds_what_was_neither_trained_nor_dropped(tmp_path: Path) -> N
 def test_commits_at_the_same_time_share_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path)
     first = RECORDS[0]
-    assert isinstance(first, Began)
+    assert isinstance(first, SegmentBegan)
     journal.begin(first)
     synced: list[int] = []
     real = os.fsync
@@ -211,7 +220,7 @@ def test_commits_at_the_same_time_share_a_sync(tmp_path: Path, monkeypatch: pyte
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path)
     first = RECORDS[0]
-    assert isinstance(first, Began)
+    assert isinstance(first, SegmentBegan)
     journal.begin(first)
 
     def full(file: int, data: object) -> int:
@@ -258,4 +267,4 @@ def test_a_journal_says_who_sent_which_tokens() -> None:
     for record in RECORDS:
         history.apply(record, Step(0))
     group = history.groups[GroupId("g00000000")]
-    assert group.senders == {0: (), 1: (Sent(PeerId("alice"), 1), Sent(PeerId("bob"), 1))}
+    assert group.senders == {0: (), 1: (SentTokens(PeerId("alice"), 1), SentTokens(PeerId("bob"), 1))}

@@ -5,16 +5,16 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.learner.packing import Lengths, PackingLimits, plan_microbatches
+from echo2.learner.packing import GroupLengths, PackingLimits, plan_microbatches
 
 GROUPS = st.lists(
-    st.builds(Lengths, st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9).map(tuple)), max_size=12
+    st.builds(GroupLengths, st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9).map(tuple)), max_size=12
 )
 LIMITS = st.builds(PackingLimits, st.integers(1, 600), st.integers(1, 300), st.booleans())
 
 
 @given(groups=GROUPS, limits=LIMITS)
-def test_every_completion_has_one_place_and_budgets_hold(groups: list[Lengths], limits: PackingLimits) -> None:
+def test_every_completion_has_one_place_and_budgets_hold(groups: list[GroupLengths], limits: PackingLimits) -> None:
     places: Counter[tuple[int, int]] = Counter()
     for micro in plan_microbatches(groups, limits):
         assert micro.positions <= limits.token_budget or len(micro.rows) == 1
@@ -33,11 +33,11 @@ def test_every_completion_has_one_place_and_budgets_hold(groups: list[Lengths], 
 
 
 def test_siblings_share_their_prompt() -> None:
-    (micro,) = plan_microbatches([Lengths(10, (5, 5, 5, 5))], PackingLimits(1000, 100))
+    (micro,) = plan_microbatches([GroupLengths(10, (5, 5, 5, 5))], PackingLimits(1000, 100))
     assert micro.width == 30 and len(micro.rows) == 1
 
 
 def test_the_layout_is_a_function_of_the_lengths() -> None:
-    groups = [Lengths(7, (3, 9, 4)), Lengths(5, (8, 8)), Lengths(6, (2, 2, 2))]
+    groups = [GroupLengths(7, (3, 9, 4)), GroupLengths(5, (8, 8)), GroupLengths(6, (2, 2, 2))]
     limits = PackingLimits(64, 32)
     assert plan_microbatches(groups, limits) == plan_microbatches(list(groups), limits)

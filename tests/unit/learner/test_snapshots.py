@@ -16,7 +16,7 @@ from echo2.base.noise import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import Habits, Passage, examined, passage_of
 from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import Sent
+from echo2.learner.episodes import SentTokens
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
@@ -74,7 +74,7 @@ def sampled(
     claimed = tuple(VersionSpan(Version(version), count) for version, count in spans)
     rollout = Rollout(GroupId("g"), 0, tuple(token_ids), tuple(logprobs), tuple(raw), claimed, FinishReason.LENGTH)
     spec = GroupSpec(GroupId("g"), PROMPT, 1, sampling, 0)
-    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((Sent(WORKER, TOKENS),),))
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, TOKENS),),))
     return passage_of(group, 0, lambda peer: Habits(True, keeps_cache))
 
 
@@ -143,7 +143,7 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     numbers = (-1.0,) * 3
     rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, (VersionSpan(Version(1), 3),), FinishReason.STOP)
     spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
-    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((Sent(WORKER, 3),),))
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, 3),),))
     ((evidence,),) = examined([passage_of(group, 0, lambda peer: Habits())], kept.versions, VersionScorer(kept))
     assert np.abs(evidence.exact.logprobs - evidence.older.logprobs).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.coordinator.lease_events import Phase
+from echo2.coordinator.lease_events import GroupPhase
 from echo2.cost_model.snapshot import LearnerEstimate, LinkEstimate, PlanConfig
 from echo2.sim.fleet import FleetSim
 from echo2.sim.fleet_planner import FixedPlanner, LivePlanner, estimate_of
 from echo2.sim.fleet_report import FleetReport, report_of, simulate
-from echo2.sim.fleet_scenario import Baseline, FleetScenario, PriceChange, WorkerTruth
-from echo2.sim.lengths import Lengths
+from echo2.sim.fleet_scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
+from echo2.sim.lengths import LengthDistribution
 
 TRAIN_S = 100.0
-LENGTHS = Lengths(median_tokens=1000, sigma=0.8, max_tokens=8192)
+LENGTHS = LengthDistribution(median_tokens=1000, sigma=0.8, max_tokens=8192)
 
 
 def scenario(bound: int = 4, kappa: int = 0, ratio: float = 0.5, count: int = 8, **others: object) -> FleetScenario:
@@ -101,7 +101,7 @@ def test_lease_book_agrees_with_what_was_generated() -> None:
 def lost_leases(sim: FleetSim) -> int:
     """Leases that ended with their worker: each made its group's next lease a continuation, or left it queued."""
     book = sim.generation.book
-    queued_again = sum(group.is_continuation for group in book.groups.values() if group.phase is Phase.QUEUED)
+    queued_again = sum(group.is_continuation for group in book.groups.values() if group.phase is GroupPhase.QUEUED)
     return book.counts.continued + queued_again - book.counts.handed_back
 
 
@@ -141,7 +141,7 @@ def test_stalled_download_costs_what_relation_four_says() -> None:
 
 
 def test_money_is_pool_and_learner_over_the_measured_steps() -> None:
-    told = scenario(4, 1, 0.2, baseline=Baseline(8, 2.0, 1000.0))
+    told = scenario(4, 1, 0.2, baseline=ColocatedCluster(8, 2.0, 1000.0))
     seat = replace(told.learner, price_usd_per_hour=3.6)
     report, _ = fixed(replace(told, learner=seat))
     assert report.usd_per_step == pytest.approx((8 * 1.0 + 3.6) * report.step_s / 3600, rel=1e-6)
@@ -150,7 +150,7 @@ def test_money_is_pool_and_learner_over_the_measured_steps() -> None:
 
 def test_estimates_of_a_machine_follow_from_its_speed() -> None:
     truth = WorkerTruth("w", 10, 50.0, 1.0, LinkEstimate(1e6, 1e6))
-    found = estimate_of(truth, Lengths(trace=(100, 100, 100, 500)))
+    found = estimate_of(truth, LengthDistribution(trace=(100, 100, 100, 500)))
     assert found.rollouts_per_s == pytest.approx(10 * 50 / 200)
     assert found.rollout_s_tail == found.rollout_s_max == pytest.approx(10.0)
 
@@ -158,14 +158,14 @@ def test_estimates_of_a_machine_follow_from_its_speed() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Lengths(median_tokens=0),
-        lambda: Lengths(sigma=9),
-        lambda: Lengths(trace=(0,)),
+        lambda: LengthDistribution(median_tokens=0),
+        lambda: LengthDistribution(sigma=9),
+        lambda: LengthDistribution(trace=(0,)),
         lambda: WorkerTruth("w", 0, 1.0, 1.0, LinkEstimate(1, 1)),
         lambda: scenario(steps=0),
         lambda: scenario(warmup_steps=60),
         lambda: PriceChange(0.0, "x", -1.0),
-        lambda: Baseline(8, 0.0, 1.0),
+        lambda: ColocatedCluster(8, 0.0, 1.0),
     ],
 )
 def test_bad_scenarios_are_refused(make: object) -> None:

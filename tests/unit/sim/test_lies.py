@@ -11,7 +11,7 @@ from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.sim.lies import Lie, LyingWorker
 from echo2.sim.malice import LyingMouth, Malice
 from echo2.sim.scene import Scene
-from echo2.sim.world import Outcome, World
+from echo2.sim.world import World, WorldOutcome
 
 FOR_S = 50.0
 SEEDS = (3, pytest.param(5, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak))
@@ -31,7 +31,7 @@ def world_of(seed: int) -> World:
     return World(replace(Scene.of(seed), turns=1, plan_interval_s=5.0), workers=2)
 
 
-def with_liars(seed: int, lie: Lie | None, count: int = 1) -> Outcome:
+def with_liars(seed: int, lie: Lie | None, count: int = 1) -> WorldOutcome:
     world = world_of(seed)
     for number in range(count if lie is not None else 0):
         world.add_worker(LyingWorker(lie, derived_rng(seed, "lie", number)))  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def alone(seed: int, known: dict[int, int] = {}) -> int:  # noqa: B006  (what tw
     return known[seed]
 
 
-def said(outcome: Outcome, text: str) -> list[str]:
+def said(outcome: WorldOutcome, text: str) -> list[str]:
     return [line for line in outcome.story if text in line]
 
 

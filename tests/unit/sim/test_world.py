@@ -16,7 +16,7 @@ from echo2.sim.looking import AGAIN_CAME, AGAIN_TRIED, PAUSED
 from echo2.sim.malice import CLAIMS, LyingMouth, Malice
 from echo2.sim.scene import Scene
 from echo2.sim.storm import Storm
-from echo2.sim.world import Outcome, World
+from echo2.sim.world import World, WorldOutcome
 from echo2.sim.world_run import outcome_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ SEEDS = (2, 9, 13, 130)
 """With storms; 9 and 13 have a long outage of the learner."""
 
 
-def told(outcome: Outcome) -> str:
+def told(outcome: WorldOutcome) -> str:
     return "\n".join([f"make sim SEED={outcome.seed}", *outcome.story[-40:], outcome.failure])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from echo2.base.ids import Version
-from echo2.weights import Decoder, DeltaHeader, HostWeights, StagedDelta
+from echo2.weights import ContainerDecoder, DeltaHeader, HostWeights, StagedDelta
 from echo2.weights.elements import ELEMENT_TYPES, ElementType, bits_of, tensor_of
 
 KEY = 0x5EED
@@ -70,7 +70,7 @@ def delta_header(host: HostWeights, target: int, **fields: object) -> DeltaHeade
 
 def decoded(host: HostWeights, frames: list[bytes]) -> StagedDelta:
     """The staged version of a whole container."""
-    decoder = Decoder(host)
+    decoder = ContainerDecoder(host)
     for frame in frames:
         decoder.feed(frame)
     return decoder.finish()

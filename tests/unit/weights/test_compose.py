@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
-from echo2.weights import HostWeights, Setting, compose, densified, encode_delta, fingerprint, parse_frame
+from echo2.weights import CodecSetting, HostWeights, compose, densified, encode_delta, fingerprint, parse_frame
 from echo2.weights.container import BlockFrame, Method
 from echo2.weights.elements import ELEMENT_TYPES
 from tests.unit.weights.models import decoded, delta_header, gaussian_pair, random_tensor, with_changes
@@ -19,7 +19,9 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 Weights = dict[str, torch.Tensor]
 
 
-def chain(versions: list[Weights], setting: Setting = Setting.FAST, block_elements: int = 700) -> list[list[bytes]]:
+def chain(
+    versions: list[Weights], setting: CodecSetting = CodecSetting.FAST, block_elements: int = 700
+) -> list[list[bytes]]:
     """One container a step, from version 0 on."""
     out = []
     for number, (old, new) in enumerate(pairwise(versions)):
@@ -28,7 +30,7 @@ def chain(versions: list[Weights], setting: Setting = Setting.FAST, block_elemen
     return out
 
 
-def direct(versions: list[Weights], setting: Setting) -> list[bytes]:
+def direct(versions: list[Weights], setting: CodecSetting) -> list[bytes]:
     host = HostWeights.from_tensors(versions[0], Version(0))
     header = delta_header(host, len(versions) - 1, block_elements=700)
     return list(encode_delta(versions[0], versions[-1], header, setting))
@@ -51,7 +53,7 @@ def walk(seed: int, count: int, share: float, reach: int = 2) -> list[Weights]:
 )  # fmt: skip
 def test_composition_equals_direct_encoding_byte_for_byte(seed: int, count: int, share: float, reach: int) -> None:
     versions = walk(seed, count, share, reach)
-    assert list(compose(*chain(versions))) == direct(versions, Setting.FAST)
+    assert list(compose(*chain(versions))) == direct(versions, CodecSetting.FAST)
 
 
 @SLOW
@@ -87,7 +89,7 @@ def test_densified_leads_to_the_same_version(seed: int, share: float) -> None:
     host.commit(decoded(host, frames))
     host.verify()
     assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
-    assert len(b"".join(frames)) == len(b"".join(direct(versions, Setting.DENSE)))
+    assert len(b"".join(frames)) == len(b"".join(direct(versions, CodecSetting.DENSE)))
 
 
 def test_what_cannot_be_merged_is_told() -> None:
@@ -98,7 +100,7 @@ def test_what_cannot_be_merged_is_told() -> None:
     with pytest.raises(DeltaFormatError, match="consecutive"):
         list(compose(a, chain(versions, block_elements=100)[1]))
     with pytest.raises(DeltaFormatError, match="setting FAST"):
-        list(compose(a, chain(versions, Setting.DENSE)[1]))
+        list(compose(a, chain(versions, CodecSetting.DENSE)[1]))
     with pytest.raises(DeltaFormatError, match="in order"):
         list(compose(a, b[:-1]))
     with pytest.raises(DeltaFormatError, match="begins with its header"):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from echo2.base.errors import DeltaFormatError, EchoError, FingerprintMismatch, StateError
 from echo2.base.ids import Version
 from echo2.weights import (
+    CodecSetting,
+    ContainerDecoder,
     DecodeLimits,
-    Decoder,
     DeltaHeader,
     FrameReader,
     HostWeights,
-    Setting,
     encode_delta,
     encode_keyframe,
 )
@@ -41,13 +41,13 @@ from tests.unit.weights.models import KEY, decoded, delta_header, gaussian_pair
 FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def example(setting: Setting) -> tuple[HostWeights, list[bytes]]:
+def example(setting: CodecSetting) -> tuple[HostWeights, list[bytes]]:
     old, new = gaussian_pair(share=0.1)
     host = HostWeights.from_tensors(old, Version(41), KEY)
     return host, list(encode_delta(old, new, delta_header(host, 42, block_elements=2000), setting))
 
 
-EXAMPLES = {setting: example(setting) for setting in Setting}
+EXAMPLES = {setting: example(setting) for setting in CodecSetting}
 
 
 def damaged(host: HostWeights, frames: list[bytes]) -> EchoError:
@@ -60,8 +60,8 @@ def damaged(host: HostWeights, frames: list[bytes]) -> EchoError:
 
 
 @FEW
-@given(setting=st.sampled_from(list(Setting)), data=st.data())
-def test_a_flipped_missing_or_repeated_byte_is_refused(setting: Setting, data: st.DataObject) -> None:
+@given(setting=st.sampled_from(list(CodecSetting)), data=st.data())
+def test_a_flipped_missing_or_repeated_byte_is_refused(setting: CodecSetting, data: st.DataObject) -> None:
     host, frames = EXAMPLES[setting]
     which = data.draw(st.integers(0, len(frames) - 1))
     frame = frames[which]
@@ -77,7 +77,7 @@ def test_a_flipped_missing_or_repeated_byte_is_refused(setting: Setting, data: s
 
 
 def test_damage_is_told_with_version_block_and_tensor() -> None:
-    host, frames = EXAMPLES[Setting.DENSE]
+    host, frames = EXAMPLES[CodecSetting.DENSE]
     bad = frames[3][:-1] + bytes([frames[3][-1] ^ 1])
     error = damaged(host, [*frames[:3], bad, *frames[4:]])
     for part in ("version 42", "block 2", "tensor model."):
@@ -88,8 +88,10 @@ def test_damage_is_told_with_version_block_and_tensor() -> None:
 
 
 @FEW
-@given(setting=st.sampled_from(list(Setting)), seed=st.integers(0, 1 << 32))
-def test_payloads_with_a_right_digest_and_wrong_contents_are_refused_or_bounded(setting: Setting, seed: int) -> None:
+@given(setting=st.sampled_from(list(CodecSetting)), seed=st.integers(0, 1 << 32))
+def test_payloads_with_a_right_digest_and_wrong_contents_are_refused_or_bounded(
+    setting: CodecSetting, seed: int
+) -> None:
     """A sender that lies on purpose: any payload decodes to positions inside the block, or raises."""
     host, frames = EXAMPLES[setting]
     rng = random.Random(seed)
@@ -111,7 +113,7 @@ def test_payloads_with_a_right_digest_and_wrong_contents_are_refused_or_bounded(
 
 
 def test_a_repeated_block_is_harmless_and_a_different_one_is_refused() -> None:
-    host, frames = EXAMPLES[Setting.FAST]
+    host, frames = EXAMPLES[CodecSetting.FAST]
     staged = decoded(host, [*frames[:-1], *frames])
     assert staged.version == 42
     parsed = parse_frame(frames[1])
@@ -123,7 +125,7 @@ def test_a_repeated_block_is_harmless_and_a_different_one_is_refused() -> None:
 
 
 def test_a_lie_about_contents_is_caught_by_the_fingerprint() -> None:
-    host, frames = EXAMPLES[Setting.FAST]
+    host, frames = EXAMPLES[CodecSetting.FAST]
     parsed = parse_frame(frames[1])
     assert isinstance(parsed, BlockFrame)
     lie = encode_block_frame(
@@ -133,8 +135,8 @@ def test_a_lie_about_contents_is_caught_by_the_fingerprint() -> None:
 
 
 def test_frames_of_two_containers_do_not_mix() -> None:
-    host, frames = EXAMPLES[Setting.FAST]
-    _, others = EXAMPLES[Setting.DENSE]
+    host, frames = EXAMPLES[CodecSetting.FAST]
+    _, others = EXAMPLES[CodecSetting.DENSE]
     assert "another container" in str(damaged(host, [*frames[:2], others[2]]))
     assert "second header" in str(damaged(host, [frames[0], others[0]]))
 
@@ -146,7 +148,7 @@ def test_a_keyframe_that_claims_terabytes_is_refused_before_allocating() -> None
     table = TensorTable((TensorSpec("bomb", BF16, (1 << 22, 1 << 20)),), ())
     header = encode_header(DeltaHeader(target_version=Version(1), block_elements=1 << 24), table)
     with pytest.raises(DeltaFormatError, match="table claims 8796093022208"):
-        Decoder(HostWeights.empty()).feed(header)
+        ContainerDecoder(HostWeights.empty()).feed(header)
 
 
 def test_a_plane_that_claims_more_than_its_block_is_refused() -> None:
@@ -155,7 +157,7 @@ def test_a_plane_that_claims_more_than_its_block_is_refused() -> None:
     first = next(encode_keyframe(target, header))
     huge = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
     payload = struct.pack("<BI", 1, len(huge)) + huge
-    decoder = Decoder(HostWeights.empty())
+    decoder = ContainerDecoder(HostWeights.empty())
     decoder.feed(first)
     with pytest.raises(DeltaFormatError, match="expected a plane of 1000 bytes, its frame claims 16777216"):
         decoder.feed(encode_block_frame(container_id_of(first), 0, 1000, 1, Method.PLANES, payload))
@@ -174,11 +176,11 @@ def plane(coding: int, data: bytes) -> bytes:
 
 
 def test_more_changes_than_a_block_has_elements_are_refused() -> None:
-    host, frames = EXAMPLES[Setting.FAST]
+    host, frames = EXAMPLES[CodecSetting.FAST]
     block = blocks_of(host.table.specs, 2000)[0]
     with pytest.raises(DeltaFormatError, match="expected 1 to 2000 changes, it claims 2001"):
         decode_sparse(memoryview(struct.pack("<BBI", 1, 0, 2001)), block, host.segments(block))
-    decoder = Decoder(host)
+    decoder = ContainerDecoder(host)
     decoder.feed(frames[0])
     bomb = encode_block_frame(container_id_of(frames[0]), 0, 1 << 24, 1, Method.SPARSE, head(1, 0, 3))
     with pytest.raises(DeltaFormatError, match="expected 2000 elements of type 1, it claims 16777216"):
@@ -270,11 +272,11 @@ def test_an_unknown_format_version_is_told() -> None:
 
 
 def test_a_container_of_an_older_format_is_refused_by_its_version() -> None:
-    frame = bytearray(EXAMPLES[Setting.FAST][1][0])
+    frame = bytearray(EXAMPLES[CodecSetting.FAST][1][0])
     frame[4] = 2
     frame[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(frame[:-8])))
     with pytest.raises(DeltaFormatError, match="format version 3, got 2"):
-        Decoder(EXAMPLES[Setting.FAST][0]).feed(bytes(frame))
+        ContainerDecoder(EXAMPLES[CodecSetting.FAST][0]).feed(bytes(frame))
 
 
 def test_what_a_spill_damages_is_not_put_in_place() -> None:
@@ -291,8 +293,8 @@ def test_what_a_spill_damages_is_not_put_in_place() -> None:
         def get(self, place: int, size: int) -> bytes:
             return bytes([self.kept[place][0] ^ 1]) + self.kept[place][1:]
 
-    host, frames = EXAMPLES[Setting.FAST]
-    decoder = Decoder(host, DecodeLimits(staging_bytes_min=0, staging_share=0.0), Rotten())
+    host, frames = EXAMPLES[CodecSetting.FAST]
+    decoder = ContainerDecoder(host, DecodeLimits(staging_bytes_min=0, staging_share=0.0), Rotten())
     for frame in frames:
         decoder.feed(frame)
     with pytest.raises(StateError, match="or others"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
-from echo2.weights import HostWeights, Setting, apply_updates, encode_delta, fingerprint
+from echo2.weights import CodecSetting, HostWeights, apply_updates, encode_delta, fingerprint
 from echo2.weights.block import encode_block, finds_for
 from echo2.weights.device import encode_block_on_device
 from echo2.weights.elements import ELEMENT_TYPES, bits_of, flat_bits
@@ -22,7 +22,7 @@ SLOW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthChe
 @SLOW
 @given(
     types=st.lists(st.sampled_from(ELEMENT_TYPES), min_size=1, max_size=3), seed=st.integers(0, 1 << 32),
-    share=st.sampled_from([0.0, 0.02, 0.4, 1.0]), setting=st.sampled_from(list(Setting)),
+    share=st.sampled_from([0.0, 0.02, 0.4, 1.0]), setting=st.sampled_from(list(CodecSetting)),
 )  # fmt: skip
 def test_device_and_cpu_code_a_block_to_the_same_bytes(types, seed, share, setting) -> None:  # type: ignore[no-untyped-def]
     rng = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ def test_updates_scatter_into_live_tensors() -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
     live = {name: tensor.clone() for name, tensor in old.items() if name != "lm_head.weight"}
-    staged = decoded(host, list(encode_delta(old, new, delta_header(host, 1), Setting.DENSE)))
+    staged = decoded(host, list(encode_delta(old, new, delta_header(host, 1), CodecSetting.DENSE)))
     apply_updates(live, staged.updates())
     assert fingerprint(live, KEY) == fingerprint(new, KEY)
 
@@ -56,8 +56,8 @@ def test_an_index_out_of_range_is_refused_before_writing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("setting", Setting)
-def test_weights_on_a_gpu_give_the_same_container(setting: Setting) -> None:
+@pytest.mark.parametrize("setting", CodecSetting)
+def test_weights_on_a_gpu_give_the_same_container(setting: CodecSetting) -> None:
     old, new = gaussian_pair(rows=3000)
     host = HostWeights.from_tensors(old, Version(0), KEY)
     header = delta_header(host, 1, block_elements=100_000)

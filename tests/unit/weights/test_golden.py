@@ -11,10 +11,10 @@ import torch
 from echo2.base.ids import Version
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.weights import (
+    CodecSetting,
     DeltaHeader,
     FrameReader,
     HostWeights,
-    Setting,
     encode_delta,
     encode_keyframe,
     join_frames,
@@ -50,7 +50,7 @@ def container(name: str) -> bytes:
     host = HostWeights.from_tensors(old, Version(6), KEY)
     if name == "keyframe":
         return join_frames(encode_keyframe(new, DeltaHeader(target_version=Version(7), fingerprint_key=KEY)))
-    return join_frames(encode_delta(old, new, delta_header(host, 7, block_elements=2000), Setting[name.upper()]))
+    return join_frames(encode_delta(old, new, delta_header(host, 7, block_elements=2000), CodecSetting[name.upper()]))
 
 
 @pytest.mark.parametrize("name", ["fast", "dense"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import Version
-from echo2.weights.container import Setting
+from echo2.weights.container import CodecSetting
 from echo2.weights.policy import (
     BaseCheckpoint,
     Edge,
@@ -20,7 +20,7 @@ from echo2.weights.policy import (
     plan_catch_up,
 )  # fmt: skip
 
-FAST_DECODING = dict.fromkeys(Setting, 1000000000000000.0)
+FAST_DECODING = dict.fromkeys(CodecSetting, 1000000000000000.0)
 LINK = WorkerLink(1e6, 0.1, FAST_DECODING, 1e15)
 WEIGHTS = 10**9
 
@@ -55,7 +55,7 @@ def test_each_way_is_chosen_where_it_arrives_first() -> None:
 
 
 def test_a_slow_decoder_turns_the_choice() -> None:
-    slow = WorkerLink(1e9, 0.0, {Setting.FAST: 1e9, Setting.DENSE: 1e9}, 5e9)
+    slow = WorkerLink(1e9, 0.0, {CodecSetting.FAST: 1e9, CodecSetting.DENSE: 1e9}, 5e9)
     steps = [delta(v, v + 1, 10**6) for v in range(8)]
     plan = plan_catch_up(Version(0), Version(8), [*steps, keyframe(8, 66 * 10**7)], slow, WEIGHTS)
     assert plan is not None
@@ -104,12 +104,15 @@ def test_edges_are_few_and_reach_no_farther_than_asked() -> None:
 
 
 def test_the_setting_follows_uplink_and_cores() -> None:
-    costs = {Setting.FAST: SettingCost(0.009 * 16e9, 2e9, 3e9), Setting.DENSE: SettingCost(0.006 * 16e9, 0.7e9, 0.8e9)}
+    costs = {
+        CodecSetting.FAST: SettingCost(0.009 * 16e9, 2e9, 3e9),
+        CodecSetting.DENSE: SettingCost(0.006 * 16e9, 0.7e9, 0.8e9),
+    }
     slow, why = choose_setting(costs, 16 * 10**9, 5e6, 8, 2)
-    assert slow is Setting.DENSE
+    assert slow is CodecSetting.DENSE
     assert "sending" in why
     quick, why = choose_setting(costs, 16 * 10**9, 1e9, 8, 2)
-    assert quick is Setting.FAST
+    assert quick is CodecSetting.FAST
     assert "decoding" in why
 
 

@@ -14,12 +14,12 @@ from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceed
 from echo2.base.ids import Version
 from echo2.broadcast.runtime.spill import FileSpill
 from echo2.weights import (
+    CodecSetting,
+    ContainerDecoder,
     DecodeLimits,
-    Decoder,
     DeltaHeader,
     FrameReader,
     HostWeights,
-    Setting,
     apply_updates,
     encode_delta,
     encode_keyframe,
@@ -46,7 +46,7 @@ TENSORS = st.lists(st.tuples(st.sampled_from(ALL_TYPES), SHAPES, SHARES), min_si
 @SLOW
 @given(
     tensors=TENSORS, seed=st.integers(0, 1 << 32), reach=st.sampled_from([1, 2, 100]),
-    block_elements=st.sampled_from([1, 7, 300, 5000, 1 << 20]), setting=st.sampled_from(list(Setting)),
+    block_elements=st.sampled_from([1, 7, 300, 5000, 1 << 20]), setting=st.sampled_from(list(CodecSetting)),
 )  # fmt: skip
 def test_a_delta_gives_back_every_bit(tensors, seed, reach, block_elements, setting) -> None:  # type: ignore[no-untyped-def]
     rng = np.random.default_rng(seed)
@@ -78,8 +78,8 @@ def test_a_keyframe_gives_back_every_bit(tensors, seed, block_elements) -> None:
     assert all(same_bits(host.tensors()[name], tensor) for name, tensor in target.items())
 
 
-@pytest.mark.parametrize("setting", Setting)
-def test_threads_and_chunk_borders_change_nothing(setting: Setting) -> None:
+@pytest.mark.parametrize("setting", CodecSetting)
+def test_threads_and_chunk_borders_change_nothing(setting: CodecSetting) -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
     header = delta_header(host, 1, block_elements=1000)
@@ -90,7 +90,7 @@ def test_threads_and_chunk_borders_change_nothing(setting: Setting) -> None:
     frames = [frame for at in range(0, len(alone), 61) for frame in reader.feed(alone[at : at + 61])]
     assert reader.held_bytes == 0
     assert b"".join(frames) == alone
-    decoder = Decoder(host)
+    decoder = ContainerDecoder(host)
     decoder.feed(frames[0])
     with ThreadPoolExecutor(2) as executor:
         list(executor.map(decoder.feed, frames[1:]))
@@ -98,12 +98,12 @@ def test_threads_and_chunk_borders_change_nothing(setting: Setting) -> None:
     assert fingerprint(host.tensors(), KEY) == fingerprint(new, KEY)
 
 
-@pytest.mark.parametrize("setting", Setting)
+@pytest.mark.parametrize("setting", CodecSetting)
 @pytest.mark.parametrize("limits", [DecodeLimits(), DecodeLimits(staging_bytes_min=0, staging_share=0.0)])
-def test_updates_are_the_same_before_and_after_the_commit(setting: Setting, limits: DecodeLimits) -> None:
+def test_updates_are_the_same_before_and_after_the_commit(setting: CodecSetting, limits: DecodeLimits) -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
-    decoder = Decoder(host, limits)
+    decoder = ContainerDecoder(host, limits)
     for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
         decoder.feed(frame)
     staged = decoder.finish()
@@ -176,9 +176,9 @@ def test_a_wrong_parent_is_refused_on_both_sides() -> None:
     elsewhere = HostWeights.from_tensors(old, Version(7), KEY)
     frames = list(encode_delta(old, new, delta_header(host, 1)))
     with pytest.raises(FingerprintMismatch, match="parent's fingerprint"):
-        Decoder(other).feed(frames[0])
+        ContainerDecoder(other).feed(frames[0])
     with pytest.raises(StateError, match="it is at 7"):
-        Decoder(elsewhere).feed(frames[0])
+        ContainerDecoder(elsewhere).feed(frames[0])
     staged = decoded(host, frames)
     with pytest.raises(StateError, match="expected the host at its parent 0"):
         elsewhere.commit(staged)
@@ -193,7 +193,7 @@ def test_a_chunk_is_staged_as_soon_as_its_block_is_whole() -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
     data = join_frames(encode_delta(old, new, delta_header(host, 1, block_elements=1000)))
-    reader, decoder = FrameReader(), Decoder(host)
+    reader, decoder = FrameReader(), ContainerDecoder(host)
     staged = []
     for at in range(0, len(data), 100):
         for frame in reader.feed(data[at : at + 100]):
@@ -206,11 +206,11 @@ def test_a_chunk_is_staged_as_soon_as_its_block_is_whole() -> None:
 
 
 @pytest.mark.parametrize("limits", [DecodeLimits(), DecodeLimits(staging_bytes_min=0, staging_share=0.0)])
-@pytest.mark.parametrize("setting", Setting)
-def test_a_failed_commit_leaves_the_old_version(setting: Setting, limits: DecodeLimits) -> None:
+@pytest.mark.parametrize("setting", CodecSetting)
+def test_a_failed_commit_leaves_the_old_version(setting: CodecSetting, limits: DecodeLimits) -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
-    decoder = Decoder(host, limits)
+    decoder = ContainerDecoder(host, limits)
     for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
         decoder.feed(frame)
     staged = decoder.finish()
@@ -241,21 +241,21 @@ def test_frames_before_the_header_wait_within_a_limit() -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
     frames = list(encode_delta(old, new, delta_header(host, 1, block_elements=1000)))
-    decoder = Decoder(host, DecodeLimits(pending_bytes_max=200))
+    decoder = ContainerDecoder(host, DecodeLimits(pending_bytes_max=200))
     with pytest.raises(LimitExceeded, match="header within 200 bytes"):
         for frame in frames[1:]:
             decoder.feed(frame)
 
 
-@pytest.mark.parametrize("setting", Setting)
+@pytest.mark.parametrize("setting", CodecSetting)
 @pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
-def test_what_memory_has_no_room_for_waits_on_disk(setting: Setting, share: float, tmp_path: Path) -> None:
+def test_what_memory_has_no_room_for_waits_on_disk(setting: CodecSetting, share: float, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     old = {"w": (torch.randn(90, 100) * 0.02).bfloat16(), "whole": torch.zeros(50, dtype=torch.int32)}
     new = {"w": with_changes(rng, old["w"], share, 3), "whole": torch.from_numpy(rng.integers(0, 1 << 30, 50)).int()}
     host = HostWeights.from_tensors(old, Version(0), KEY)
     spill = FileSpill(tmp_path)
-    decoder = Decoder(host, DecodeLimits(staging_bytes_min=0, staging_share=0.0), spill)
+    decoder = ContainerDecoder(host, DecodeLimits(staging_bytes_min=0, staging_share=0.0), spill)
     for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
         decoder.feed(frame)
     staged = decoder.finish()

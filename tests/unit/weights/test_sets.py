@@ -9,9 +9,9 @@ import torch
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.weights import (
+    CodecSetting,
     DeltaHeader,
     HostWeights,
-    Setting,
     compose,
     encode_delta,
     encode_keyframe,
@@ -53,7 +53,7 @@ def test_an_adapter_travels_beside_the_base_weights() -> None:
         for name, host in hosts.items():
             following = trained(versions[name], step)
             header = delta_header(host, step, set_name=name)
-            host.commit(decoded(host, list(encode_delta(versions[name], following, header, Setting.DENSE))))
+            host.commit(decoded(host, list(encode_delta(versions[name], following, header, CodecSetting.DENSE))))
             host.verify()
             versions[name] = following
     base.commit(decoded(base, list(encode_delta(old, new, delta_header(base, 1)))))

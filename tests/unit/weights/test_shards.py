@@ -20,10 +20,10 @@ from echo2.base.errors import DeltaFormatError, FingerprintMismatch
 from echo2.base.ids import Version
 from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
 from echo2.weights import (
+    CodecSetting,
     DeltaHeader,
     FrameReader,
     HostWeights,
-    Setting,
     encode_delta,
     encode_keyframe,
     encode_sections,
@@ -61,7 +61,7 @@ def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes
     tensors=st.lists(
         st.tuples(st.sampled_from(ALL_TYPES), st.lists(st.integers(0, 30), max_size=3).map(tuple)), max_size=5
     ),
-    seed=st.integers(0, 1 << 32), shards=st.integers(1, 7), setting=st.sampled_from(list(Setting)),
+    seed=st.integers(0, 1 << 32), shards=st.integers(1, 7), setting=st.sampled_from(list(CodecSetting)),
 )  # fmt: skip
 def test_sections_are_the_bytes_of_the_whole(tensors, seed, shards, setting) -> None:  # type: ignore[no-untyped-def]
     rng = np.random.default_rng(seed)
@@ -132,7 +132,7 @@ def sharded(weights: Weights) -> Weights:
 
 def lead(leader: ShardLeader, old: Weights, new: Weights, folder: Path) -> None:
     print_old = leader.fingerprint(Version(0), old, KEY)
-    for setting in Setting:
+    for setting in CodecSetting:
         header = DeltaHeader(
             target_version=Version(1), parent_version=Version(0), parent_fingerprint=print_old, fingerprint_key=KEY,
             setting=setting, block_elements=400,
@@ -184,7 +184,7 @@ def test_a_sharded_learner_encodes_where_its_weights_lie(tmp_path: Path) -> None
     old, new = snapshots(3)
     host = HostWeights.from_tensors(old, Version(0), KEY)
     assert int((tmp_path / "fingerprint").read_text()) == host.fingerprint()
-    for setting in Setting:
+    for setting in CodecSetting:
         data = (tmp_path / f"{setting.name}.bin").read_bytes()
         header = delta_header(host, 1, block_elements=400, shard_count=2, setting=setting)
         assert data == join_frames(encode_delta(old, new, header))

@@ -11,7 +11,7 @@ import torch
 
 from echo2 import weights as delta
 from echo2.base.ids import Version
-from echo2.weights import DeltaHeader, HostWeights, Setting, encode_delta, encode_keyframe, warm_up
+from echo2.weights import CodecSetting, DeltaHeader, HostWeights, encode_delta, encode_keyframe, warm_up
 from tests.unit.weights.models import decoded, delta_header
 
 
@@ -34,7 +34,7 @@ def versions_of_every_kind() -> None:
             name: torch.where(torch.rand(tensor.shape, generator=generator) < share, tensor * 1.01, tensor)
             for name, tensor in old.items()
         }
-        for setting in Setting:
+        for setting in CodecSetting:
             host = HostWeights.from_tensors(old, Version(0))
             host.commit(decoded(host, list(encode_delta(old, new, delta_header(host, 1, setting=setting)))))
     empty = HostWeights.empty()

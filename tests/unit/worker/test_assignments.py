@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from echo2.base.ids import GroupId, LeaseId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict, Work, spans_of
+from echo2.base.rollout import (
+    EndReason,
+    FinishReason,
+    GroupSpec,
+    Rollout,
+    SamplingParams,
+    SegmentVerdict,
+    Verdict,
+    Work,
+    spans_of,
+)
 from echo2.wire import rollout as wire
 from echo2.worker import assignments as machine
 from echo2.worker import duties as d
@@ -226,7 +236,7 @@ class AssignmentsMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         if self.now >= self.wake_at:
-            self.send(d.Tick())
+            self.send(d.DutyTick())
 
     @invariant()
     def learner_holds_a_prefix_of_what_was_sampled(self) -> None:
@@ -256,12 +266,12 @@ class AssignmentsMachine(RuleBasedStateMachine):
             if not self.sut.lease_ids:
                 break
             self.now = max(self.now, self.wake_at)
-            self.send(d.Tick())
+            self.send(d.DutyTick())
         assert not self.sut.lease_ids
         assert len(self.ended) == self.granted
         for lease_id, end in self.ended.items():
             name = "g" + lease_id[1:]
-            if end.reason is d.EndReason.FINISHED and name not in self.learner.closed:
+            if end.reason is EndReason.FINISHED and name not in self.learner.closed:
                 for request_id, tokens in self.engine.sampled.items():
                     if request_id.startswith(f"{lease_id}/"):
                         key = (name, int(request_id.rpartition("/")[2]))
@@ -322,7 +332,7 @@ def test_the_slots_are_asked_for_in_whole_groups_and_no_more_once_they_are_full(
     made.send(d.Granted(LeaseId("l3"), group("g3", 2), 100.0, False))
     assert made.sut.running_rollouts == 6
     made.now = 60.0
-    assert not of(d.RequestLeases, made.send(d.Tick()))
+    assert not of(d.RequestLeases, made.send(d.DutyTick()))
 
 
 def test_a_finished_rollout_is_reported_at_once_and_a_growing_one_every_interval() -> None:
@@ -331,7 +341,7 @@ def test_a_finished_rollout_is_reported_at_once_and_a_growing_one_every_interval
     made.engine.step("l1/0", 3, 3)
     assert not of(d.Report, made.sampled())
     made.now = 1.0
-    (report,) = of(d.Report, made.send(d.Tick()))
+    (report,) = of(d.Report, made.send(d.DutyTick()))
     assert report.segments[0].token_ids == (3,)
     assert report.segments[0].expected_remaining_tokens >= 1
     made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.HELD, 1),)))
@@ -340,14 +350,14 @@ def test_a_finished_rollout_is_reported_at_once_and_a_growing_one_every_interval
     (wake,) = of(d.WakeAt, made.sampled())
     assert wake.at == pytest.approx(1.1 + LIMITS.finished_delay_s)
     made.now = wake.at
-    (report,) = of(d.Report, made.send(d.Tick()))
+    (report,) = of(d.Report, made.send(d.DutyTick()))
     (segment,) = report.segments
     assert (segment.offset, segment.token_ids, segment.finish_reason) == (1, (STOP,), FinishReason.STOP)
     assert segment.version_spans == spans_of([Version(4)])
     (end,) = of(
         d.EndLease, made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.ADMITTED, 2),)))
     )
-    assert end.reason is d.EndReason.FINISHED
+    assert end.reason is EndReason.FINISHED
 
 
 def test_what_finishes_while_the_learner_is_away_is_kept_and_delivered_when_it_comes() -> None:
@@ -356,7 +366,7 @@ def test_what_finishes_while_the_learner_is_away_is_kept_and_delivered_when_it_c
     made.engine.step("l1/0", STOP, 3)
     assert not of(d.Report, made.sampled())
     made.now = 50.0
-    assert not of(d.Report, made.send(d.Tick()))
+    assert not of(d.Report, made.send(d.DutyTick()))
     assert made.sut.unheld_tokens == 1
     (report,) = of(d.Report, made.send(d.LearnerCame()))
     assert report.segments[0].is_final
@@ -382,7 +392,7 @@ def test_a_drain_hands_back_every_token_and_then_says_so() -> None:
     (report,) = of(d.Report, actions)
     made.sampled()
     actions = made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.HELD, 1),)))
-    assert [end.reason for end in of(d.EndLease, actions)] == [d.EndReason.HANDED_BACK]
+    assert [end.reason for end in of(d.EndLease, actions)] == [EndReason.HANDED_BACK]
     assert of(d.Drained, actions) == [d.Drained(0)]
     assert report.segments[0].token_ids == (3,)
     late = made.send(d.Granted(LeaseId("l2"), group("g2", 2), 100.0, False))
@@ -396,11 +406,11 @@ def test_finishing_up_takes_nothing_new_and_ends_with_the_last_rollout() -> None
     assert not of(d.Abort, actions) and not of(d.Drained, actions)
     assert of(d.RequestLeases, actions) == [d.RequestLeases(0, Version(3))]
     late = made.send(d.Granted(LeaseId("l2"), group("g2", 2), 100.0, False))
-    assert [end.reason for end in of(d.EndLease, late)] == [d.EndReason.HANDED_BACK]
+    assert [end.reason for end in of(d.EndLease, late)] == [EndReason.HANDED_BACK]
     made.engine.step("l1/0", STOP, 3)
     made.sampled()
     made.now = 1.0
-    assert of(d.Report, made.send(d.Tick()))
+    assert of(d.Report, made.send(d.DutyTick()))
     judged = d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.ADMITTED, 1),))
     assert of(d.Drained, made.send(judged)) == [d.Drained(0)]
 
@@ -413,7 +423,7 @@ def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> Non
     actions = made.send(d.Drain(2.0, "preempted"))
     assert [wake.at for wake in of(d.WakeAt, actions)] == [2.0]
     made.now = 2.0
-    actions = made.send(d.Tick())
+    actions = made.send(d.DutyTick())
     assert of(d.Drained, actions) == [d.Drained(1)]
 
 
@@ -450,7 +460,7 @@ def test_a_continuation_goes_on_behind_the_tokens_that_the_learner_holds() -> No
     submitted = {s.request.request_id: s.request.token_ids for s in of(d.Submit, actions)}
     assert submitted == {"l1/0": (3, 4), "l1/3": ()}
     made.now = 1.0
-    (report,) = of(d.Report, made.send(d.Tick()))
+    (report,) = of(d.Report, made.send(d.DutyTick()))
     (segment,) = report.segments
     assert (segment.index, segment.offset, segment.finish_reason) == (2, 2, FinishReason.STOP)
 
@@ -461,11 +471,11 @@ def test_a_lease_near_its_deadline_is_handed_back_with_its_tokens() -> None:
     made.engine.step("l1/0", 3, 3)
     made.sampled()
     made.now = 9.0
-    actions = made.send(d.Tick())
+    actions = made.send(d.DutyTick())
     assert of(d.Abort, actions) and of(d.Report, actions)
     made.sampled()
     made.now = 10.0 + machine.VERDICT_GRACE_S
-    (end,) = of(d.EndLease, made.send(d.Tick()))
+    (end,) = of(d.EndLease, made.send(d.DutyTick()))
     assert "deadline has passed" in end.message
 
 
@@ -475,13 +485,13 @@ def test_what_is_finished_outlives_its_lease_until_the_learner_has_said_its_word
     made.engine.step("l1/0", STOP, 3)
     made.sampled()
     made.now = 1000.0
-    assert not of(d.EndLease, made.send(d.Tick()))
+    assert not of(d.EndLease, made.send(d.DutyTick()))
     (report,) = of(d.Report, made.send(d.LearnerCame()))
     assert report.segments[0].is_final
     (end,) = of(
         d.EndLease, made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("g1"), 0, Verdict.ADMITTED, 1),)))
     )
-    assert end.reason is d.EndReason.FINISHED
+    assert end.reason is EndReason.FINISHED
 
 
 def test_limits_of_reports_are_within_those_of_the_wire() -> None:
@@ -502,7 +512,7 @@ def test_a_long_rollout_is_reported_in_bounded_segments(seed: int) -> None:
     held = 0
     for _ in range(100):
         made.now += 1.0
-        reports = of(d.Report, made.send(d.Tick()))
+        reports = of(d.Report, made.send(d.DutyTick()))
         if not reports:
             break
         (segment,) = reports[0].segments
@@ -565,13 +575,13 @@ def test_what_holds_a_version_up_too_long_is_handed_back_without_a_token_of_anot
     (segment,) = of(d.Report, [*early, *actions, *made.sampled()])[-1].segments
     assert segment.token_ids == (5,) and {span.version for span in segment.version_spans} == {Version(3)}
     ended = made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("e1"), 0, Verdict.HELD, 1),)))
-    assert [action.reason for action in of(d.EndLease, ended)] == [d.EndReason.HANDED_BACK]
+    assert [action.reason for action in of(d.EndLease, ended)] == [EndReason.HANDED_BACK]
 
 
 def test_an_evaluation_of_another_version_is_given_back_at_once() -> None:
     made = bench()
     (ended,) = of(d.EndLease, made.send(d.Granted(LeaseId("l1"), exam("e1", 2), 1000.0, False)))
-    assert ended.reason is d.EndReason.HANDED_BACK and "it is for version 2, the live one is 3" in ended.message
+    assert ended.reason is EndReason.HANDED_BACK and "it is for version 2, the live one is 3" in ended.message
     made.send(d.Granted(LeaseId("l2"), exam("e2", 3), 1000.0, False))
     made.send(d.Live(Version(4), 8))
     assert not made.engine.running
@@ -579,4 +589,4 @@ def test_an_evaluation_of_another_version_is_given_back_at_once() -> None:
 
 def _later(made: Bench, at: float) -> list[d.Action]:
     made.now = at
-    return made.send(d.Tick())
+    return made.send(d.DutyTick())

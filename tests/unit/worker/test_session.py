@@ -10,13 +10,13 @@ import pytest
 
 from echo2.base.errors import NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.base.ids import LeaseId, Version
+from echo2.base.rollout import EndReason
 from echo2.control.backoff import Backoff
 from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
-from echo2.worker.duties import EndReason
 from echo2.worker.runtime.session import SessionHooks, WorkerSession
 from tests.unit.worker.peers import SmallRun, issued
 

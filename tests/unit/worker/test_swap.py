@@ -26,7 +26,7 @@ class SwapRules(RuleBasedStateMachine):
         self.engine_is_right = True
         self.is_holding = False
         self.coming: tuple[int, int | None] | None = None
-        self.swapping: s.Swap | None = None
+        self.swapping: s.SwapEngine | None = None
         self.checking: int | None = None
         self.live: int | None = None
         self.gave_up = False
@@ -35,9 +35,9 @@ class SwapRules(RuleBasedStateMachine):
     def send(self, event: s.Event) -> None:
         for action in self.sut.handle(event, self.now):
             match action:
-                case s.Swap():
+                case s.SwapEngine():
                     assert self.is_holding, "tokens are held before the weights change"
-                    if action.source is s.Source.DELTA:
+                    if action.source is s.SwapSource.DELTA:
                         assert self.coming is not None and self.coming[1] in (None, self.engine)
                         assert self.engine_is_right, "a delta goes upon a right engine only"
                     else:
@@ -75,7 +75,7 @@ class SwapRules(RuleBasedStateMachine):
         self.newest += 1
         parent = None if is_keyframe or self.host is None else self.host
         self.coming = (self.newest, parent)
-        self.send(s.Began(Version(self.newest), None if parent is None else Version(parent)))
+        self.send(s.ArtifactBegan(Version(self.newest), None if parent is None else Version(parent)))
 
     @precondition(lambda self: self.coming is not None and self.swapping is None and self.checking is None)
     @rule(more=st.booleans())
@@ -88,7 +88,7 @@ class SwapRules(RuleBasedStateMachine):
     @precondition(lambda self: self.coming is not None and self.swapping is None and self.checking is None)
     @rule(is_bad=st.booleans())
     def it_is_lost(self, is_bad: bool) -> None:
-        self.send(s.DecodeFailed("bits are wrong") if is_bad else s.Dropped())
+        self.send(s.DecodeFailed("bits are wrong") if is_bad else s.ArtifactGivenUp())
         self.coming = None
 
     @precondition(lambda self: self.swapping is not None)
@@ -144,18 +144,18 @@ TestSwap.settings = settings(max_examples=150, stateful_step_count=30, deadline=
 def test_overtaken_versions_stay_off_the_engine_but_not_for_ever() -> None:
     machine = SwapMachine(MODE, host=Version(0), live=Version(0))
     for version in range(1, SKIPS_MAX + 1):
-        machine.handle(s.Began(Version(version), Version(version - 1)), 0.0)
+        machine.handle(s.ArtifactBegan(Version(version), Version(version - 1)), 0.0)
         assert machine.handle(s.Decoded(Version(version), True), 0.0) == [s.Commit(Version(version))]
     last = Version(SKIPS_MAX + 1)
-    machine.handle(s.Began(last, Version(SKIPS_MAX)), 0.0)
+    machine.handle(s.ArtifactBegan(last, Version(SKIPS_MAX)), 0.0)
     actions = machine.handle(s.Decoded(last, True), 0.0)
-    assert actions == [s.Commit(last), s.HoldTokens(last), s.Swap(last, s.Source.HOST, MODE)]
+    assert actions == [s.Commit(last), s.HoldTokens(last), s.SwapEngine(last, s.SwapSource.HOST, MODE)]
 
 
 def test_the_machine_gives_up_after_several_failures_in_a_row_and_says_why() -> None:
     machine = SwapMachine(MODE)
     for attempt in range(FAILURES_MAX):
-        machine.handle(s.Began(Version(1), None), 0.0)
+        machine.handle(s.ArtifactBegan(Version(1), None), 0.0)
         actions = machine.handle(s.DecodeFailed("bits are wrong"), 0.0)
         if attempt < FAILURES_MAX - 1:
             assert actions == [s.DropDecoder(), s.StartOver(None, "bits are wrong")]
@@ -167,7 +167,7 @@ def test_a_bad_delta_is_fetched_again_and_then_a_keyframe() -> None:
     machine = SwapMachine(MODE, host=Version(3), live=Version(3))
     starts = []
     for _ in range(2):
-        machine.handle(s.Began(Version(4), Version(3)), 0.0)
+        machine.handle(s.ArtifactBegan(Version(4), Version(3)), 0.0)
         starts += machine.handle(s.DecodeFailed("bits are wrong"), 0.0)
     assert starts == [
         s.DropDecoder(), s.StartOver(Version(3), "bits are wrong"),
@@ -179,11 +179,11 @@ def test_a_bad_delta_is_fetched_again_and_then_a_keyframe() -> None:
 def test_adopted_weights_go_live_by_the_same_proof_and_give_way_to_whole_tensors_where_it_fails() -> None:
     machine = SwapMachine(MODE)
     assert machine.handle(s.Adopted(Version(0)), 10_000.0) == [
-        s.HoldTokens(Version(0)), s.Swap(Version(0), s.Source.HOST, MODE),
+        s.HoldTokens(Version(0)), s.SwapEngine(Version(0), s.SwapSource.HOST, MODE),
     ]  # fmt: skip
     assert machine.handle(s.Swapped(Version(0), 0.1), 10_001.0) == [s.Check(Version(0))], "the host holds it already"
     assert machine.handle(s.Checked(Version(0), is_equal=False), 10_002.0) == [
-        s.DiscardTokens(), s.HoldTokens(Version(0)), s.Swap(Version(0), s.Source.HOST, MODE),
+        s.DiscardTokens(), s.HoldTokens(Version(0)), s.SwapEngine(Version(0), s.SwapSource.HOST, MODE),
     ]  # fmt: skip
     machine.handle(s.Swapped(Version(0), 0.1), 10_003.0)
     assert machine.handle(s.Checked(Version(0), is_equal=True), 10_004.0) == [

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from echo2.base.errors import ConfigError, LimitExceeded, NotAllowed, Unreachable
-from echo2.coordinator.provisioning import MachineState, Offer, Sighting
+from echo2.coordinator.provisioning import MachineOffer, MachineState, Sighting
 
 MACHINE_LABEL = "echo2/machine"
 WANTED_PREFIX = "machines.echo2/"
@@ -29,7 +29,7 @@ ANSWER_S = 15.0
 Answer = TypeVar("Answer")
 
 
-def _client(offer: Offer) -> tuple[Any, Any, type[Exception], type[Exception]]:
+def _client(offer: MachineOffer) -> tuple[Any, Any, type[Exception], type[Exception]]:
     """The apps and the core API, the client's exception and that of its connections.
 
     ConfigError without the library or a cluster's address."""
@@ -59,7 +59,7 @@ class KubernetesProvider:
     name = "kubernetes"
     link_uses = 0
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: MachineOffer) -> None:
         offer.allow("deployment", "namespace", "secret", "kubeconfig", "context", "server")
         self._offer = offer
         self._deployment, self._namespace = offer.setting("deployment"), offer.setting("namespace", "default")

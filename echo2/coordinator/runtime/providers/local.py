@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from echo2.base.errors import LimitExceeded, StateError
-from echo2.coordinator.provisioning import MachineState, Offer, Sighting
+from echo2.coordinator.provisioning import MachineOffer, MachineState, Sighting
 from echo2.trust.runtime.tls import write_secret
 
 RELEASE_GRACE_S = 10.0
@@ -51,7 +51,7 @@ class LocalProvider:
 
     def __init__(
         self,
-        offer: Offer,
+        offer: MachineOffer,
         folder: Path,
         arguments: Callable[[Path, Path, str], list[str]] = _worker_arguments,
         base: Sequence[str] = (),

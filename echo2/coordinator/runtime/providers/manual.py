@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from echo2.coordinator.provisioning import Offer, Sighting
+from echo2.coordinator.provisioning import MachineOffer, Sighting
 
 
 def base_arguments(model_path: str) -> list[str]:
@@ -23,7 +23,7 @@ class ManualProvider:
     name = "manual"
     link_uses = 1
 
-    def __init__(self, offer: Offer, model_path: str = "") -> None:
+    def __init__(self, offer: MachineOffer, model_path: str = "") -> None:
         offer.allow()
         self._model_path = model_path
 

@@ -14,14 +14,17 @@ from typing import Any
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import RunId
-from echo2.coordinator.provisioning import Offer, Provider
+from echo2.coordinator.provisioning import MachineOffer, Provider
 from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
 from echo2.coordinator.runtime.providers.local import LocalProvider
 from echo2.coordinator.runtime.providers.manual import ManualProvider, base_arguments
 from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
 
 OFFERS_MAX = 64
-DEFAULT_OFFERS = (Offer("manual", "manual", is_automatic=False), Offer("local", "local", is_automatic=False))
+DEFAULT_OFFERS = (
+    MachineOffer("manual", "manual", is_automatic=False),
+    MachineOffer("local", "local", is_automatic=False),
+)
 PROVIDERS = ("manual", "local", "skypilot", "kubernetes")
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,), "provider": (str,), "gpu": (str,), "usd_per_hour": (int, float), "rollouts_per_s": (int, float),
@@ -29,7 +32,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def load_offers(path: Path | None) -> tuple[Offer, ...]:
+def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
     """ConfigError names the file, the offer and the field."""
     if path is None:
         return DEFAULT_OFFERS
@@ -50,8 +53,8 @@ def load_offers(path: Path | None) -> tuple[Offer, ...]:
     return offers
 
 
-def _offer(table: Mapping[str, Any], whose: str) -> Offer:
-    known = {field.name for field in fields(Offer)}
+def _offer(table: Mapping[str, Any], whose: str) -> MachineOffer:
+    known = {field.name for field in fields(MachineOffer)}
     for key, value in table.items():
         if key not in known:
             raise ConfigError(f"{whose}: expected fields among {', '.join(sorted(known))}, got {key!r}")
@@ -69,10 +72,10 @@ def _offer(table: Mapping[str, Any], whose: str) -> Offer:
     is_automatic = table.get("is_automatic", table["provider"] != "manual")
     if table["provider"] == "manual" and is_automatic:
         raise ConfigError(f"{whose}: is_automatic: a person has to start machines of the provider manual")
-    return Offer(**{**table, "is_automatic": is_automatic})
+    return MachineOffer(**{**table, "is_automatic": is_automatic})
 
 
-def make_provider(offer: Offer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
+def make_provider(offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
     """The provider of one offer, whose workers look for the base at `model_path`.
 
     ConfigError for settings that it cannot use or a library that is not installed."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import echo2
 from echo2.base.errors import ConfigError, ResourceError, Unreachable
 from echo2.base.ids import RunId
-from echo2.coordinator.provisioning import MachineState, Offer, Sighting, machine_prefix
+from echo2.coordinator.provisioning import MachineOffer, MachineState, Sighting, machine_prefix
 from echo2.coordinator.runtime.providers.manual import base_arguments
 
 PRICE_MARGIN = 1.05
@@ -29,7 +29,7 @@ RESOURCES = ("accelerators", "infra", "cpus", "memory", "image_id", "disk_size")
 Answer = TypeVar("Answer")
 
 
-def _library(offer: Offer) -> Any:
+def _library(offer: MachineOffer) -> Any:
     try:
         import sky
     except ImportError:
@@ -45,7 +45,7 @@ class SkyPilotProvider:
     name = "skypilot"
     link_uses = 1
 
-    def __init__(self, offer: Offer, run_id: RunId, sky: Any = None, model_path: str = "") -> None:
+    def __init__(self, offer: MachineOffer, run_id: RunId, sky: Any = None, model_path: str = "") -> None:
         offer.allow(*RESOURCES, "setup", "arguments")
         self._offer, self._prefix = offer, machine_prefix(run_id, offer.name)
         self._base = shlex.join(base_arguments(model_path))

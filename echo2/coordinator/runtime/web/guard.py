@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Guard:
+class WebGuard:
     """ASGI middleware around the whole application. `access_token` empty: none is asked for."""
 
     def __init__(self, app: ASGIApp, access_token: str, hosts: frozenset[str], csrf: str) -> None:

@@ -19,7 +19,7 @@ from echo2.base.errors import PortBusy
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.web.acceptor import Acceptor, PageConnection
 from echo2.coordinator.runtime.web.app import Web
-from echo2.coordinator.runtime.web.guard import Guard, is_loopback
+from echo2.coordinator.runtime.web.guard import WebGuard, is_loopback
 from echo2.trust.runtime.tls import Credentials, read_secret, write_secret
 
 STOP_GRACE_S = 1
@@ -97,7 +97,7 @@ class Dashboard:
         self.url = self.address + (f"?token={token}" if token else "")
         csrf = secrets.token_urlsafe(24)
         hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})
-        app = Guard(Web(commands, csrf, self._stopping).application(), token, hosts, csrf)
+        app = WebGuard(Web(commands, csrf, self._stopping).application(), token, hosts, csrf)
         tls: dict[str, str] = {} if is_open else _tls_files(folder / "coordinator", keys)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off",

@@ -13,9 +13,9 @@ from typing import Any
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.board import VersionRow
-from echo2.coordinator.lease_events import Phase
+from echo2.coordinator.lease_events import GroupPhase
 from echo2.coordinator.membership import Liveness, Member
-from echo2.coordinator.provisioning import Machine
+from echo2.coordinator.provisioning import RentedMachine
 from echo2.coordinator.runtime.commands import Commands
 from echo2.cost_model.calibration import Estimate
 from echo2.cost_model.plan import Plan
@@ -187,7 +187,7 @@ class StateView:
         counts = book.counts
         return {
             "open": len(book.leases), "queued": book.queued,
-            "produced": sum(group.phase is Phase.PRODUCED for group in book.groups.values()),
+            "produced": sum(group.phase is GroupPhase.PRODUCED for group in book.groups.values()),
             "granted": counts.granted, "continued": counts.continued, "finished": counts.finished,
             "expired": counts.expired, "handed_back": counts.handed_back, "refused": counts.refused,
             "revoked": counts.revoked, "moved": counts.moved,
@@ -275,12 +275,12 @@ class StateView:
         }  # fmt: skip
 
 
-def command_of(machine: Machine) -> str:
+def command_of(machine: RentedMachine) -> str:
     """What a person runs on a machine that is still to join; it carries a join link."""
     return machine.command if machine.is_open else ""
 
 
-def machine_value(machine: Machine, commands: Commands) -> dict[str, Any]:
+def machine_value(machine: RentedMachine, commands: Commands) -> dict[str, Any]:
     """A machine as the page shows it. `has_command`: there is one for a person to run, which carries a join link and is told
     by an action alone."""
     return {

@@ -18,7 +18,7 @@ from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.adapter import Adapter
-from echo2.worker.runtime.engines.loop import StepLoop, Swap
+from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
@@ -112,7 +112,7 @@ class EmbeddedEngine:
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         async with self._swap_order:
             scatters = await asyncio.to_thread(self._weights.checked, staged)
-            return await asyncio.wrap_future(self._loop.swap(Swap(staged.version, staged.parent, scatters, mode)))
+            return await asyncio.wrap_future(self._loop.swap(LiveSwap(staged.version, staged.parent, scatters, mode)))
 
     async def fingerprint(self, key: int) -> int:
         return await asyncio.wrap_future(self._loop.call(lambda: self._weights.fingerprint(key)))

@@ -62,7 +62,7 @@ def _block(begin: int, runs: list[Fill]) -> _Block:
     return _Block(slice(begin, begin + sum(counts)), runs, slots_T, np.concatenate(positions))
 
 
-class Decoder:
+class CachedDecoder:
     """One model with its cache, in which `blocks` says what belongs to whom. Not thread-safe: one thread calls it."""
 
     def __init__(self, weights: Weights, blocks: BlockPool) -> None:

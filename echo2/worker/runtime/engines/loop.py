@@ -22,7 +22,7 @@ from echo2.base.ids import Version
 from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
-from echo2.worker.runtime.engines.forward import Decoder
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.sampling import draw
 from echo2.worker.runtime.engines.weights import Scatter, Weights
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
-class Swap:
+class LiveSwap:
     """A checked version on its way into the live weights."""
 
     version: Version
@@ -65,7 +65,7 @@ class _Command:
 
 @dataclass(slots=True)
 class _PendingSwap:
-    swap: Swap
+    swap: LiveSwap
     done: Future[float]
     steps_left: int = HOLD_STEPS
 
@@ -87,11 +87,11 @@ class StepLoop:
     _stop: threading.Event = field(default_factory=threading.Event)
     _pending_swap: _PendingSwap | None = None
     _table: SlotTable = field(init=False)
-    _decoder: Decoder = field(init=False)
+    _decoder: CachedDecoder = field(init=False)
 
     def __post_init__(self) -> None:
         self._table = SlotTable(self.slot_count, self.context_tokens, self.cache_tokens)
-        self._decoder = Decoder(self.weights, self._table.blocks)
+        self._decoder = CachedDecoder(self.weights, self._table.blocks)
 
     def run(self) -> None:
         """Steps until stopped. A failure closes the outbox with it."""
@@ -157,7 +157,7 @@ class StepLoop:
             self._table.forget_waiting(found)
         self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
 
-    def swap(self, swap: Swap) -> Future[float]:
+    def swap(self, swap: LiveSwap) -> Future[float]:
         """Puts a version live as its mode says; the result is the seconds that generation stood still."""
         done: Future[float] = Future()
 
@@ -287,7 +287,7 @@ class StepLoop:
             case SwapMode.RECOMPUTE_KV:
                 return self.outbox.is_full or not self._table.is_ending_within(pending.steps_left)
 
-    def _apply(self, swap: Swap) -> float:
+    def _apply(self, swap: LiveSwap) -> float:
         if swap.parent is not None and swap.parent != self.version:
             raise EngineError(
                 f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"

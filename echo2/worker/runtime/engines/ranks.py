@@ -20,7 +20,7 @@ Sums = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankGroups:
     """Which ranks hold the same part of a tensor: for each tensor, its name and groups of rank numbers."""
 
     holders: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
@@ -37,7 +37,7 @@ class Ranks:
         return total % MODULUS
 
 
-def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> Ranks:
+def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> RankGroups:
     """From what every rank holds; EngineError, naming the tensor, unless all of it is held."""
     holders = []
     for at, (name, shape) in enumerate(shapes.items()):
@@ -51,4 +51,4 @@ def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> R
         if found != expected:
             raise EngineError(f"tensor {name}: the model's loader places {found} of its {expected} elements")
         holders.append((name, tuple(tuple(ranks) for ranks in groups.values())))
-    return Ranks(tuple(holders))
+    return RankGroups(tuple(holders))

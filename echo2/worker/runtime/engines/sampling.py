@@ -18,7 +18,7 @@ from echo2.base.rollout import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """Per sequence: the token, its log-probability under the sampling distribution and under the raw model."""
 
     token_ids: list[int]
@@ -26,7 +26,7 @@ class Drawn:
     raw_logprobs: list[float]
 
 
-def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
     """One token per row."""
     raw_TV = torch.log_softmax(logits_TV, dim=-1)
     sampling_TV = _sampling_logprobs(logits_TV, raw_TV, params)
@@ -40,7 +40,9 @@ def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Se
     if greedy:
         logprobs[greedy] = 0.0
     raw = raw_TV.gather(1, chosen)
-    return Drawn(chosen[:, 0].tolist(), logprobs[:, 0].clamp_(max=0.0).tolist(), raw[:, 0].clamp_(max=0.0).tolist())
+    return SampledTokens(
+        chosen[:, 0].tolist(), logprobs[:, 0].clamp_(max=0.0).tolist(), raw[:, 0].clamp_(max=0.0).tolist()
+    )
 
 
 def _sampling_logprobs(logits: torch.Tensor, raw: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -64,7 +64,7 @@ class _Stream:
 
 
 @dataclass(slots=True)
-class _Counters:
+class _VllmCounters:
     sampled_tokens: int = 0
     busy_s: float = 0.0
     swap_s: float = 0.0
@@ -113,7 +113,7 @@ class VllmEngine:
             self._rpc, str(self._config.get("model_type")), None if adapter is None else adapter.spec
         )
         self._swap_order = asyncio.Lock()
-        self._counters = _Counters()
+        self._counters = _VllmCounters()
 
     @property
     def version(self) -> Version | None:

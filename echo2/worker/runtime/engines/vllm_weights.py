@@ -26,7 +26,7 @@ from echo2.cost_model.sizing import ROUND_BYTES
 from echo2.weights.elements import bits_of
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 from echo2.worker.runtime.engines.checking import UpdateCheck
-from echo2.worker.runtime.engines.ranks import Ranks, joined
+from echo2.worker.runtime.engines.ranks import RankGroups, joined
 from echo2.worker.runtime.engines.weight_map import Patch
 
 STREAM, POSITION = "echo2_stream", "echo2_position"
@@ -49,7 +49,7 @@ class VllmWeights:
         self._model_type = model_type
         self._adapter = adapter
         self._check: UpdateCheck | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: RankGroups | None = None
         self._updates: list[TensorUpdate] = []
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-patch-", dir=_shared_memory())
         self._path = Path(self._folder.name, "patch")

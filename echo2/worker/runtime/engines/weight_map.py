@@ -26,7 +26,7 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A strided part of a published tensor (offset and strides in it) and the live view that it fills.
 
     `order`: where a kernel keeps the elements of the parameter in another order, the place of each; None: as loaded.
@@ -98,7 +98,7 @@ class WeightMap:
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        pieces: Mapping[str, list[Piece]],
+        pieces: Mapping[str, list[TensorPiece]],
         derived: Mapping[str, Sequence[Derived]] | None = None,
     ) -> None:
         self.shapes = dict(shapes)
@@ -202,7 +202,7 @@ class WeightMap:
         for derived in self._derived[name]:
             derived.put(self._master(name), patch.positions)
 
-    def _write(self, patch: Patch, piece: Piece) -> None:
+    def _write(self, patch: Patch, piece: TensorPiece) -> None:
         live = piece.live
         device, whose = live.device, f"tensor {patch.name}"
         if patch.positions is None:
@@ -251,11 +251,11 @@ def record_pieces(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     orders: Mapping[int, torch.Tensor],
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorPiece]]:
     """Where `load` copies each part of storage-less tensors of these names and shapes."""
     probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
-    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    pieces: dict[str, list[TensorPiece]] = {name: [] for name in shapes}
 
     def record(live: torch.Tensor, source: torch.Tensor) -> bool:
         name = names.get(source.untyped_storage()._cdata)
@@ -264,7 +264,7 @@ def record_pieces(
         if live.shape != source.shape:
             raise EngineError(f"tensor {name}: expected the loader to copy equal shapes, got {tuple(source.shape)}")
         order = orders.get(live.untyped_storage().data_ptr())
-        pieces[name].append(Piece(int(source.storage_offset()), source.stride(), live.detach(), order))
+        pieces[name].append(TensorPiece(int(source.storage_offset()), source.stride(), live.detach(), order))
         return True
 
     with _intercepted_copies(record):
@@ -288,7 +288,7 @@ def _intercepted_copies(record: Callable[[torch.Tensor, torch.Tensor], bool]) ->
 
 
 def _refuse_gaps(
-    shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, list[Piece]], model: torch.nn.Module
+    shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, list[TensorPiece]], model: torch.nn.Module
 ) -> None:
     filled: dict[int, int] = {}
     for name in shapes:

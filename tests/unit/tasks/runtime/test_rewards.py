@@ -20,7 +20,7 @@ from echo2.tasks.runtime.rewards import (
     RewardFailure,
     RewardLimits,
     RewardPool,
-    Scorer,
+    RewardScorer,
     make_scorer,
 )
 from echo2.tasks.task import TaskSpec
@@ -33,7 +33,9 @@ WAIT_S = 120.0
 
 
 @contextmanager
-def opened(spec: TaskSpec, limits: RewardLimits = LIMITS, containment: Containment | None = None) -> Iterator[Scorer]:
+def opened(
+    spec: TaskSpec, limits: RewardLimits = LIMITS, containment: Containment | None = None
+) -> Iterator[RewardScorer]:
     scorer = make_scorer(make_task(spec), spec, limits, containment)
     try:
         yield scorer

@@ -11,12 +11,12 @@ import pytest
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.vllm import _only_gpus
-from echo2.worker.runtime.machine import Machine, parse_gpus
+from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
 from echo2.worker.runtime.make_engine import fit_engine, make_engine
 from tests.contract.engine_rig import tiny_config
 from tests.unit.cost_model.test_sizing import QWEN3_8B
 
-CPU = Machine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
+CPU = WorkerMachine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
 FOUR_GPUS = replace(CPU, gpus=parse_gpus("NVIDIA L40S, 46068, 580.65\n" * 4), has_vllm=True, memory_bytes=200 << 30)
 
 

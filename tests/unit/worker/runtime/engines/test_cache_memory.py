@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from echo2.worker.blocks import BlockPool
-from echo2.worker.runtime.engines.forward import Decoder
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
 from echo2.worker.slots import Fill
@@ -25,7 +25,7 @@ def test_a_few_tokens_in_many_slots_of_a_long_context_take_a_few_pages() -> None
     config = tiny_config("qwen3", head_dim=64, num_key_value_heads=4, max_position_embeddings=CONTEXT)
     weights = LiveWeights(read_shape(config))
     blocks = BlockPool(SLOTS, CONTEXT)
-    decoder = Decoder(weights, blocks)
+    decoder = CachedDecoder(weights, blocks)
     with torch.inference_mode():
         decoder.warm_up()
         before = resident_bytes()

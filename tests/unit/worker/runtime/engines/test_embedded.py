@@ -17,7 +17,7 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-from echo2.worker.runtime.engines.loop import StepLoop, Swap
+from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
@@ -200,7 +200,7 @@ def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_
 
     def swap(version: int, mode: SwapMode = SwapMode.RECOMPUTE_KV) -> None:
         staged = dataclasses.replace(BASE, version=Version(version))
-        loop.swap(Swap(staged.version, None, weights.checked(staged), mode))
+        loop.swap(LiveSwap(staged.version, None, weights.checked(staged), mode))
         loop.run_commands()
 
     async def tokens() -> dict[str, list[int]]:

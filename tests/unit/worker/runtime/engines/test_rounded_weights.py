@@ -16,7 +16,7 @@ from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.runtime.engines.adapter import Adapter, AdapterSpec
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-from echo2.worker.runtime.engines.forward import Decoder
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.products import Products
 from echo2.worker.runtime.engines.rounded import BLOCK_ELEMENTS, LEVELS, Rounded, rounded_rows
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
@@ -166,7 +166,7 @@ def test_its_logits_are_those_of_the_rounded_model() -> None:
     model = make_versions(CONFIG)[0]
     weights = RoundedWeights(read_shape(CONFIG))
     weights.apply(weights.checked(keyframe_of(model, 0)))
-    decoder = Decoder(weights, full_blocks(1, 64))
+    decoder = CachedDecoder(weights, full_blocks(1, 64))
     tokens = [5, 9, 2, 33, 7]
     decoder.fill([Fill(0, 0, tuple(tokens[:-1]))])
     got = decoder.decode(tokens[-1:], [0], [4])[0]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError
-from echo2.worker.runtime.engines.forward import Decoder
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights
 from echo2.worker.slots import Fill
@@ -44,7 +44,7 @@ def test_forward_agrees_with_transformers(config: dict[str, object]) -> None:
     weights = LiveWeights(read_shape(config))
     for name, parameter in model.named_parameters():
         weights.tensors[name].copy_(parameter.detach())
-    decoder = Decoder(weights, full_blocks(3, 128))
+    decoder = CachedDecoder(weights, full_blocks(3, 128))
     token_ids = torch.randint(0, 96, (100,)).tolist()
     with torch.no_grad():
         expected = torch.log_softmax(model.double()(torch.tensor([token_ids])).logits[0], dim=-1)
