@@ -11,7 +11,7 @@ from typing import TypeAlias
 import echo2
 from echo2.base.errors import EchoError
 from echo2.base.units import parse_duration_s
-from echo2.cli import plan, sim
+from echo2.cli import offers, plan, sim
 from echo2.cli.extras import require_extra
 from echo2.cli.options import add_config_arguments, make_importable, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_token(commands)
     plan.add_plan_command(commands)
+    offers.add_offers_command(commands)
     sim.add_sim_command(commands)
     return parser
 

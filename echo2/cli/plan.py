@@ -17,12 +17,13 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
-from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
+from echo2.cost_model.memory import fewest_gpus
+from echo2.cost_model.question import WHAT_IF, Offer, PlanQuestion, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
-LEARNER_GPUS = 4  # of a learner of which nothing else is said
+LEARNER_GPU = "H100"  # of a learner of which nothing else is said
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 
@@ -69,7 +70,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print_answer(question, answer, own.explain)
         print_fits(question)
-        print(learner_line(config, question.model, LEARNER_GPUS))
+        print(learner_line(config, question.model, learner_gpus(config, question.model, catalogue)))
     return 0
 
 
@@ -149,7 +150,7 @@ class Fields:
             raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
 
 
-def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> PoolOffer:
+def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Offer:
     """One `[[worker]]` table."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
@@ -197,7 +198,7 @@ def size_of(billions: float) -> ModelSize | None:
     return size_by_billions(built_in_models(), billions) if billions > 0 else None
 
 
-def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
+def _market(catalogue: Mapping[str, GpuType]) -> list[Offer]:
     """Without a fleet file: plenty of every GPU at its typical price, 100 Mbit/s up, 400 down."""
     link = LinkEstimate(12.5e6, 50e6, 0.08)
     return [PoolOffer(g.name, MARKET_COUNT, g.usd_per_hour, link) for g in catalogue.values() if g.name != "cpu"]
@@ -208,8 +209,8 @@ def _learner(
 ) -> LearnerEstimate:
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
-    gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
-    gpu_count = int(fields.number("gpu_count", LEARNER_GPUS))
+    gpu = gpu_of(catalogue, fields.text("gpu", LEARNER_GPU))
+    gpu_count = int(fields.number("gpu_count", learner_gpus(config, size, {gpu.name: gpu})))
     whole = float(size.gpu_weight_bytes)
     made = LearnerEstimate(
         rollouts_per_step=batch,
@@ -224,6 +225,12 @@ def _learner(
     fields.text("origin", "")
     fields.done()
     return made
+
+
+def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
+    """Of a learner of which nothing is said: the fewest on which it fits."""
+    gpu = catalogue.get(LEARNER_GPU) or next(iter(catalogue.values()))
+    return fewest_gpus(size, config.learner.token_budget, gpu.memory_bytes)
 
 
 def _wishes(config: RunConfig) -> PlanConfig:

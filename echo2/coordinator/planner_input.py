@@ -26,6 +26,7 @@ from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LearnerHello, LinkReport
 from echo2.coordinator.worth import CLAIM_MARGIN
 from echo2.cost_model.catalogue import GpuType
+from echo2.cost_model.offers import SPOT_HAZARD_PER_HOUR
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -37,7 +38,6 @@ from echo2.cost_model.snapshot import (
     WorkerState,
 )
 
-SPOT_HAZARD_PER_HOUR = 0.05
 DWELL_HEARTBEATS = 30
 RATE_MIN = 1e-9
 OVERDUE, OVERDUE_S_MIN = 3.0, 10.0
@@ -139,8 +139,10 @@ def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Map
 
 
 def _brought_over(speed: Speed, of: GpuType, to: GpuType) -> Speed:
-    faster = to.token_rate_billion / of.token_rate_billion
+    """Where keys and values take a step's time, tokens/s follow the bandwidth; where weights do, the memory too, which holds
+    more sequences for one reading of them: between the two by the root."""
     quicker = to.bandwidth_gb_per_s / of.bandwidth_gb_per_s
+    faster = quicker * (to.memory_gib / of.memory_gib) ** 0.5
     return Speed(
         speed.rollouts_per_s * faster,
         speed.tokens_per_s * faster,

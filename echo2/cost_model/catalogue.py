@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.cost_model.sizing import Fit, ModelSize, RunLengths, cpu_fit, gpu_fit, model_size, spread_speed
+from echo2.cost_model.roofline import tokens_per_s
+from echo2.cost_model.sizing import FILL, Fit, ModelSize, RunLengths, cpu_fit, gpu_fit, model_size, spread_speed
 from echo2.cost_model.snapshot import checked_positive
 
-BANDWIDTH_SHARE = 0.7
 TRAIN_FLOPS_SHARE = 0.35
 GPUS_PER_WORKER = (1, 2, 4, 8, 16)
 CPU = "cpu"
@@ -22,13 +22,12 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One type. `token_rate_billion`: batched tokens/s times billions of parameters."""
+    """One type, by its data sheet. `train_tflops`: dense bf16."""
 
     name: str
     memory_gib: float
     bandwidth_gb_per_s: float
     usd_per_hour: float
-    token_rate_billion: float
     train_tflops: float
 
     def __post_init__(self) -> None:
@@ -79,14 +78,18 @@ def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
     return catalogue[name]
 
 
-def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths) -> WorkerPrior:
-    """The number of GPUs with the most tokens/s for its price, as the worker itself would use them; the least of equals."""
+def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0) -> WorkerPrior:
+    """The number of GPUs with the most tokens/s for its price, as the worker itself would use them; the least of equals.
+
+    tokens_each: in the cache of a sequence on average; 0: half of the longest.
+    """
     if gpu.name == CPU:
-        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run))
+        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each)
     priors, refusal = [], ""
     for gpu_count in GPUS_PER_WORKER:
         try:
-            priors.append(_prior(gpu, gpu_count, size, gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)))
+            fit = gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)
+            priors.append(_prior(gpu, gpu_count, size, fit, tokens_each))
         except ResourceError as error:
             refusal = str(error)
     if not priors:
@@ -94,11 +97,10 @@ def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths) -> WorkerPrior:
     return max(priors, key=lambda prior: (round(prior.tokens_per_s / prior.gpu_count, 6), -prior.gpu_count))
 
 
-def _prior(gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit) -> WorkerPrior:
-    """Tokens/s by what sequences and bandwidth allow; every sequence of a step costs one reading of the weights."""
+def _prior(gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float) -> WorkerPrior:
+    """Tokens/s by the roofline."""
     speed = spread_speed(fit.tensor_parallel)
-    one_sequence = BANDWIDTH_SHARE * gpu.bandwidth_gb_per_s * 1e9 * speed / size.gpu_weight_bytes
-    engine_tokens_per_s = min(gpu.token_rate_billion * speed / size.billions, fit.sequences * one_sequence)
+    engine_tokens_per_s = tokens_per_s(gpu, size, fit.sequences, tokens_each or fit.sequence_tokens / FILL, speed)
     return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, fit.engine_count * engine_tokens_per_s, fit)
 
 

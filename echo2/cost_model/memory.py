@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.cost_model.sizing import ModelSize
+from echo2.cost_model.sizing import GPU_MEMORY_SHARE, ModelSize
 
 PROCESS_BYTES = 1 << 30
 """Code, tokenizer, tasks, sockets."""
@@ -25,6 +25,8 @@ LOGIT_COPIES = 4
 LOGIT_BYTES = 256 << 20
 CHECKPOINTING_FROM_BYTES = 4 << 30
 """Activations beyond this are worth a third more time."""
+GPUS_MAX = 64
+"""Of a learner that is planned for without a word about it."""
 CHECKPOINT_BYTES = 12
 """Of a parameter, on disk: masters and both moments."""
 
@@ -56,6 +58,18 @@ def wants_checkpointing(size: ModelSize, token_budget: int, value_bytes: int) ->
     return (
         activation_bytes(size, token_budget, is_checkpointed=False, value_bytes=value_bytes) > CHECKPOINTING_FROM_BYTES
     )
+
+
+def fewest_gpus(size: ModelSize, token_budget: int, gpu_memory_bytes: int) -> int:
+    """The least power of two of GPUs among which a learner of this model fits; `GPUS_MAX` where that is not enough."""
+    is_checkpointed = wants_checkpointing(size, token_budget, 2)
+    for power in range(GPUS_MAX.bit_length()):
+        found = learner_memory(
+            size, token_budget, is_checkpointed=is_checkpointed, gpu_count=1 << power, checkpoints_kept=0
+        )
+        if found.device_bytes <= GPU_MEMORY_SHARE * gpu_memory_bytes:
+            return 1 << power
+    return GPUS_MAX
 
 
 def learner_memory(

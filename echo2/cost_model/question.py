@@ -79,12 +79,22 @@ class PlanQuestion:
     learner: LearnerEstimate
     wishes: PlanConfig
     tokens: TokenCounts
-    offers: tuple[PoolOffer, ...]
+    offers: tuple[Offer, ...]
     catalogue: Mapping[str, GpuType]
+
+    @property
+    def tokens_in_cache(self) -> float:
+        """Of a sequence at any moment, on average: half of a usual prompt's limit and what is generated so far, where long
+        rollouts are met more often than short ones, since they stay longer."""
+        from echo2.cost_model.rehearsal import unit_lengths  # loads numpy: only who asks pays for it
+
+        prompt = max(0.0, self.lengths.of(self.model) - self.tokens.longest) / 2
+        lengths = unit_lengths(self.tokens.mean, self.tokens.tail, self.tokens.longest)
+        return prompt + self.tokens.mean * float((lengths**2).mean()) / 2
 
     def prior(self, offer: PoolOffer) -> WorkerPrior:
         """Slots and rate of one offered machine."""
-        prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model, self.lengths)
+        prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model, self.lengths, self.tokens_in_cache)
         return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or prior.tokens_per_s)
 
     def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:

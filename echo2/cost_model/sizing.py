@@ -57,6 +57,13 @@ class ModelSize:
     layer_count: int = 1
     hidden: int = 1
     vocabulary: int = 1
+    idle_parameters: int = 0
+    """Of experts that a token is not routed to."""
+
+    @property
+    def active_parameters(self) -> int:
+        """What one token is multiplied with."""
+        return self.parameters - self.idle_parameters
 
     @property
     def billions(self) -> float:
@@ -154,6 +161,7 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
         layer_count=layers,
         hidden=hidden,
         vocabulary=vocabulary,
+        idle_parameters=layers * _idle_parameters(config, hidden),
     )
 
 
@@ -174,6 +182,15 @@ def _mlp_parameters(config: Mapping[str, object], hidden: int) -> int:
         return hidden * experts + experts * 3 * hidden * _number(config, "moe_intermediate_size")
     rows = _number(config, "intermediate_size")
     return 3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0)
+
+
+def _idle_parameters(config: Mapping[str, object], hidden: int) -> int:
+    """Of a layer: the experts that a token does not see."""
+    experts = _number(config, "num_experts", 0)
+    if not experts:
+        return 0
+    idle = max(0, experts - _number(config, "num_experts_per_tok", experts))
+    return idle * 3 * hidden * _number(config, "moe_intermediate_size")
 
 
 def _number(config: Mapping[str, object], name: str, default: int | None = None) -> int:

@@ -101,7 +101,7 @@ def test_new_worker_starts_from_its_kind_else_from_the_catalogue() -> None:
     assert not is_measured(new) and prior(measured, new).rollouts_per_s == 2.0
     *measured, new = measured_fleet("RTX4090", "H100")
     found = prior(measured, new)
-    assert found.rollouts_per_s == pytest.approx(2.0 * 64000 / 14000)
+    assert found.rollouts_per_s == pytest.approx(2.0 * 3350 / 1008 * (79.6 / 24) ** 0.5)
     assert found.rollout_s_tail == pytest.approx(20.0 * 1008 / 3350)
     *measured, new = measured_fleet("RTX4090", "a home-made one")
     assert prior(measured, new).rollouts_per_s == 2.0

@@ -8,6 +8,7 @@ from echo2.base.errors import ConfigError
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.cost_model.advice import advise
 from echo2.cost_model.catalogue import gpu_of, parse_catalogue, train_s_prior, worker_prior
+from echo2.cost_model.memory import fewest_gpus
 from echo2.cost_model.planner import plan
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, billions_in, parse_what_if
 from echo2.cost_model.sizing import RunLengths
@@ -61,11 +62,25 @@ def test_bad_what_ifs_are_refused_by_name(name: str, value: str) -> None:
 def test_bad_catalogues_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="memory_gib"):
         parse_catalogue({"A": {"price": 1}})
-    table = {"memory_gib": 1.0, "bandwidth_gb_per_s": -1, "usd_per_hour": 1, "token_rate_billion": 1, "train_tflops": 1}
+    table = {"memory_gib": 1.0, "bandwidth_gb_per_s": -1, "usd_per_hour": 1, "train_tflops": 1}
     with pytest.raises(ConfigError, match="GPU A: bandwidth_gb_per_s"):
         parse_catalogue({"A": table})
     with pytest.raises(ConfigError, match="RTX4090"):
         gpu_of(CATALOGUE, "RTX4091")
+
+
+def test_a_learner_gets_the_fewest_gpus_on_which_it_fits() -> None:
+    names = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b")
+    found = [fewest_gpus(MODELS[name], 16_384, CATALOGUE["H100"].memory_bytes) for name in names]
+    assert found == sorted(found) and found[0] == 1 and found[2] == 4
+
+
+def test_tokens_in_cache_lie_between_half_the_mean_and_half_the_longest() -> None:
+    asked = question()
+    prompt = (9216 - 8192) / 2
+    assert prompt + asked.tokens.mean / 2 < asked.tokens_in_cache < prompt + asked.tokens.longest / 2
+    prior = asked.prior(asked.offers[0])
+    assert prior.tokens_per_s > worker_prior(CATALOGUE["RTX5090"], asked.model, asked.lengths).tokens_per_s
 
 
 def test_model_sizes_are_read_from_names() -> None:

@@ -1,0 +1,133 @@
+"""Catalogues of what can be rented: fetched through gpuhunt, kept on this machine with their age.
+
+Guarantees: what was fetched is kept whole or not at all; without a network the kept catalogue is used and its age said, and
+without one the typical prices that come with the package, which are no offers. Leaves to others: ranking (cost_model/offers).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from echo2.base.errors import ConfigError, Unreachable
+from echo2.cost_model.catalogue import CPU, GpuType
+from echo2.cost_model.offers import MarketOffer, offer_from_row
+from echo2.outside import unix_now
+
+FILE = "offers.json"
+VENDOR = "nvidia"
+TYPICAL = "typical"
+_log = logging.getLogger("echo2.market")
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """`fetched_at`: unix seconds, None of typical prices. `source` says where it is from."""
+
+    offers: tuple[MarketOffer, ...]
+    fetched_at: float | None
+    source: str
+
+    def age_s(self, now: float) -> float | None:
+        return None if self.fetched_at is None else max(0.0, now - self.fetched_at)
+
+
+def kept_file() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return home / "echo2" / FILE
+
+
+def fetch() -> Catalogue:
+    """All that gpuhunt knows now. Raises Unreachable where nothing comes, ConfigError where gpuhunt is not installed."""
+    try:
+        from gpuhunt import Catalog
+        from gpuhunt.providers.vastai import VastAIProvider
+    except ImportError:
+        raise ConfigError(
+            "offers: expected the package gpuhunt, which is not here: pip install 'echo2[market]'"
+        ) from None
+    catalog = Catalog(balance_resources=False, auto_reload=False)
+    is_local = "GPUHUNT_CATALOG_DIR" in os.environ  # a folder of catalogues stands for the network
+    try:
+        if not is_local:
+            catalog.load()
+            catalog.add_provider(VastAIProvider())
+        items = catalog.query(min_gpu_count=1, gpu_vendor=VENDOR)
+    except Exception as error:  # noqa: BLE001 - of any of a dozen providers' clients
+        raise Unreachable(f"offers: expected a catalogue from gpuhunt, got {type(error).__name__}: {error}") from None
+    offers = []
+    for item in items:
+        try:
+            offers.append(
+                MarketOffer(
+                    item.provider, item.instance_name, item.location, item.gpu_name or "", item.gpu_count,
+                    float(item.gpu_memory or 0.0), float(item.price), bool(item.spot),
+                )
+            )  # fmt: skip
+        except ConfigError as error:
+            _log.debug("left out: %s", error)
+    if not offers:
+        raise Unreachable("offers: expected a catalogue from gpuhunt, got one without a single offer of a GPU")
+    return Catalogue(tuple(offers), unix_now(), "gpuhunt")
+
+
+def keep(catalogue: Catalogue, path: Path) -> None:
+    """Writes it for later; ConfigError where that is not possible."""
+    told = {
+        "fetched_at": catalogue.fetched_at,
+        "source": catalogue.source,
+        "offers": [asdict(one) for one in catalogue.offers],
+    }
+    part = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(told), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"offers: expected to keep them in {path}, got: {error.strerror}") from None
+
+
+def kept(path: Path) -> Catalogue | None:
+    """What an earlier call left; None without a file. ConfigError where the file is none of ours."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error}") from None
+    rows = told.get("offers") if isinstance(told, Mapping) else None
+    fetched_at = told.get("fetched_at") if isinstance(told, Mapping) else None
+    if not isinstance(rows, list) or not isinstance(fetched_at, int | float):
+        raise ConfigError(f"offers: {path}: expected a kept catalogue, got something else")
+    return Catalogue(tuple(offer_from_row(row) for row in rows), float(fetched_at), str(told.get("source", "")))
+
+
+def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
+    """One machine of each kind at the price that comes with the package."""
+    offers = tuple(
+        MarketOffer(TYPICAL, gpu.name, "", gpu.name.partition("-")[0], 1, gpu.memory_gib, gpu.usd_per_hour, False)
+        for gpu in catalogue.values()
+        if gpu.name != CPU
+    )
+    return Catalogue(offers, None, "typical prices of mid 2026 that come with echo2: assumptions, nobody offers them")
+
+
+def newest(path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float) -> Catalogue:
+    """Fetched where that is asked for or what is kept is older than `age_max_s`; else kept; else typical."""
+    found = kept(path)
+    age_s = None if found is None else found.age_s(unix_now())
+    if must_fetch or (may_fetch and (age_s is None or age_s > age_max_s)):
+        try:
+            fresh = fetch()
+        except (Unreachable, ConfigError) as error:
+            if must_fetch:
+                raise
+            _log.warning("%s", error)
+        else:
+            keep(fresh, path)
+            return fresh
+    return found or typical(gpus)

@@ -1,0 +1,193 @@
+"""What can be rented, ranked by what a million useful tokens of this run would cost on it.
+
+An offer is one machine of one provider at a price per hour. Its tokens/s follow from the sizing rule and the roofline, with the
+interval that measured machines of its kind leave; what is lost while a spot machine is replaced is no useful token.
+Guarantees: pure; an offer on which the model does not fit, or whose GPU has no data sheet, is listed with the reason, never dropped
+in silence. Leaves to others: fetching and keeping catalogues (coordinator/runtime/market), printing (cli).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.cost_model.catalogue import GpuType
+from echo2.cost_model.rates import Belief, belief
+from echo2.cost_model.roofline import tokens_per_s
+from echo2.cost_model.sizing import FILL, ModelSize, RunLengths, gpu_fit, spread_speed
+
+SPOT_HAZARD_PER_HOUR = 0.05
+"""Losses of a spot machine, a prior."""
+JOIN_S = 300.0
+"""From renting to the first rollout: image, model, first weights; a prior."""
+GPUS_MAX = 16
+EGRESS_USD_PER_GIB: Mapping[str, float] = {
+    "aws": 0.09, "gcp": 0.12, "azure": 0.087, "oci": 0.0085, "digitalocean": 0.01, "vultr": 0.01,
+}  # fmt: skip
+"""List prices of traffic to the internet, mid 2026, as far as providers print them; of others none is known and 0 is taken."""
+MEMORY_TOLERANCE = 0.15
+"""Between the memory that a provider names and that of the data sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarketOffer:
+    """One machine. `gpu`: the provider's word; `gpu_memory_gib`: of each of `gpu_count`."""
+
+    provider: str
+    instance: str
+    region: str
+    gpu: str
+    gpu_count: int
+    gpu_memory_gib: float
+    usd_per_hour: float
+    is_spot: bool
+
+    def __post_init__(self) -> None:
+        whose = f"offer {self.provider} {self.instance}"
+        if not 1 <= self.gpu_count <= GPUS_MAX:
+            raise ConfigError(f"{whose}: gpu_count: expected 1 to {GPUS_MAX}, got {self.gpu_count}")
+        for name in ("gpu_memory_gib", "usd_per_hour"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{whose}: {name}: expected a positive number, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """An offer with what it would do for a run. Without a rate, `refusal` says why.
+
+    usd_per_million: per million useful tokens, and the interval that the rate's interval makes of it.
+    """
+
+    offer: MarketOffer
+    kind: str
+    sequences: int
+    tokens_per_s: float
+    usd_per_million: float
+    usd_low: float
+    usd_high: float
+    machines_measured: int
+    egress_usd_per_gib: float
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFilter:
+    """Empty or infinite: no wish."""
+
+    providers: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    region: str = ""
+    is_spot: bool | None = None
+    usd_per_hour_max: float = math.inf
+
+    def lets(self, offer: MarketOffer, kind: str) -> bool:
+        return (
+            (not self.providers or offer.provider.lower() in self.providers)
+            and (not self.gpus or kind.lower() in self.gpus or offer.gpu.lower() in self.gpus)
+            and self.region.lower() in offer.region.lower()
+            and self.is_spot in (None, offer.is_spot)
+            and offer.usd_per_hour <= self.usd_per_hour_max
+        )
+
+
+def kind_of(offer: MarketOffer, catalogue: Mapping[str, GpuType]) -> str:
+    """The catalogue's name of its GPU: the same word, and of several sizes the nearest; empty where no data sheet is known."""
+    word = _plain(offer.gpu)
+    near = [
+        (abs(gpu.memory_gib / offer.gpu_memory_gib - 1.0), name)
+        for name, gpu in catalogue.items()
+        if _plain(name.partition("-")[0]) == word
+    ]
+    apart, name = min(near, default=(math.inf, ""))
+    return name if apart <= MEMORY_TOLERANCE else ""
+
+
+def useful_share(is_spot: bool) -> float:
+    """Of the hours paid: what a spot machine's replacements leave."""
+    lost = SPOT_HAZARD_PER_HOUR * JOIN_S / 3600 if is_spot else 0.0
+    return 1.0 / (1.0 + lost)
+
+
+class Ranker:
+    """Ranks offers for one model and run. `ratios`: by kind, delivered over predicted, one a machine.
+    `tokens_each`: in a sequence's cache on average; 0: half of the longest."""
+
+    def __init__(
+        self,
+        size: ModelSize,
+        run: RunLengths,
+        catalogue: Mapping[str, GpuType],
+        ratios: Mapping[str, Sequence[float]] | None = None,
+        tokens_each: float = 0.0,
+    ) -> None:
+        self._tokens_each = tokens_each
+        self._size, self._run, self._catalogue = size, run, catalogue
+        self._ratios = ratios or {}
+        self._beliefs: dict[str, Belief] = {}
+        self._rates: dict[tuple[str, int], tuple[int, float] | str] = {}
+
+    def ranked(self, offers: Iterable[MarketOffer], wish: OfferFilter | None = None) -> list[Ranked]:
+        """Cheapest per million useful tokens first; those that cannot serve come last."""
+        wish = wish or OfferFilter()
+        kinds = ((offer, kind_of(offer, self._catalogue)) for offer in offers)
+        found = [self._rank(offer, kind) for offer, kind in kinds if wish.lets(offer, kind)]
+        return sorted(found, key=lambda one: (bool(one.refusal), one.usd_per_million, one.offer.usd_per_hour))
+
+    def _rank(self, offer: MarketOffer, kind: str) -> Ranked:
+        egress = EGRESS_USD_PER_GIB.get(offer.provider.lower(), 0.0)
+        rate = self._rate(kind, offer.gpu_count) if kind else f"no data sheet of {offer.gpu}"
+        if isinstance(rate, str):
+            return Ranked(offer, kind, 0, 0.0, math.inf, math.inf, math.inf, 0, egress, rate)
+        sequences, predicted = rate
+        told = self._beliefs.setdefault(kind, belief(self._ratios.get(kind, ())))
+
+        def usd(ratio: float) -> float:
+            return offer.usd_per_hour / (predicted * ratio * useful_share(offer.is_spot) * 3600 / 1e6)
+
+        return Ranked(
+            offer, kind, sequences, predicted * told.ratio, usd(told.ratio), usd(told.high), usd(told.low),
+            told.machines, egress,
+        )  # fmt: skip
+
+    def _rate(self, kind: str, gpu_count: int) -> tuple[int, float] | str:
+        """Sequences and tokens/s of a whole machine, or why there is none."""
+        key = (kind, gpu_count)
+        if key not in self._rates:
+            self._rates[key] = self._measure(self._catalogue[kind], gpu_count)
+        return self._rates[key]
+
+    def _measure(self, gpu: GpuType, gpu_count: int) -> tuple[int, float] | str:
+        try:
+            fit = gpu_fit(self._size, [gpu.memory_bytes] * gpu_count, self._run)
+        except ResourceError as error:
+            return str(error).rpartition("what would fit: ")[2] or str(error)
+        tokens = self._tokens_each or fit.sequence_tokens / FILL
+        each = tokens_per_s(gpu, self._size, fit.sequences, tokens, spread_speed(fit.tensor_parallel))
+        return fit.engine_count * fit.sequences, fit.engine_count * each
+
+
+SORTS: Mapping[str, Callable[[Ranked], float]] = {
+    "tokens": lambda one: one.usd_per_million,
+    "price": lambda one: one.offer.usd_per_hour,
+    "speed": lambda one: -one.tokens_per_s,
+}
+
+
+def offer_from_row(row: Mapping[str, object]) -> MarketOffer:
+    """From one line of a kept catalogue; ConfigError names what is missing or of the wrong kind."""
+    wanted = {one.name: one.type for one in fields(MarketOffer)}
+    values: dict[str, object] = {}
+    for name, kind in wanted.items():
+        value = row.get(name)
+        good = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[str(kind)]
+        if not isinstance(value, good) or (isinstance(value, bool) and kind != "bool"):
+            raise ConfigError(f"offers: {name}: expected {kind}, got {value!r}")
+        values[name] = float(value) if kind == "float" and isinstance(value, int | float) else value
+    return MarketOffer(**values)  # type: ignore[arg-type]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("nvidia", "").replace("_", "")

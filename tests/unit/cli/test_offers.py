@@ -1,0 +1,113 @@
+"""`echo2 offers` as its user sees it: gpuhunt's own reader over a folder of catalogues, kept prices and their age, no network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.cli.main import main
+from echo2.coordinator.runtime.market import kept_file
+
+HEAD = (
+    "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,"
+    "gpu_vendor,flags,cpu_arch,provider_data"
+)
+ROWS = {
+    "runpod": (
+        "4090,eu-cz-1,0.34,16,62,1,RTX4090,24,False,100,nvidia,,x86,{}",
+        "4090,eu-cz-1,0.20,16,62,1,RTX4090,24,True,100,nvidia,,x86,{}",
+        "mi300,eu-ro-1,2.50,24,280,1,MI300X,192,False,100,amd,,x86,{}",
+    ),
+    "aws": (
+        "p5.48xlarge,us-east-1,55.04,192,2048,8,H100,80,False,,nvidia,,x86,{}",
+        "g4dn.xlarge,us-east-1,0.526,4,16,1,T4,16,False,,nvidia,,x86,{}",
+    ),
+}
+PROVIDERS = ("aws", "azure", "verda", "gcp", "lambdalabs", "nebius", "oci", "runpod", "cloudrift")
+MODEL = ("--model.path", "Qwen/Qwen3-4B", "--sampling.max_prompt_tokens", "512", "--sampling.max_new_tokens", "2048")
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gpuhunt leaves files open
+
+
+@pytest.fixture
+def market(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "catalogues"
+    folder.mkdir()
+    for provider in PROVIDERS:
+        (folder / f"{provider}.csv").write_text("\n".join((HEAD, *ROWS.get(provider, ()))) + "\n")
+    monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["offers", *arguments, *MODEL, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_prices_are_fetched_ranked_and_kept_with_their_age(market: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys)
+    assert [(one["kind"], one["offer"]["is_spot"]) for one in found] == [
+        ("RTX4090", True), ("RTX4090", False), ("H100", False), ("", False),
+    ]  # fmt: skip
+    assert found[0]["usd_per_million"] < found[1]["usd_per_million"] and "T4" in found[3]["refusal"]
+    kept = kept_file()
+    assert len(json.loads(kept.read_text())["offers"]) == 4, "what no engine of ours runs on is not kept"
+    for one in market.glob("*.csv"):
+        one.unlink()
+    told_at = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**told_at, "fetched_at": told_at["fetched_at"] - 7200}))
+    assert main(["offers", *MODEL]) == 0
+    shown = capsys.readouterr()
+    assert "4 offers from gpuhunt, fetched 2.0 h ago" in shown.out and "0.340" in shown.out
+    assert main(["offers", *MODEL, "--refresh"]) != 0
+    assert "expected a catalogue from gpuhunt" in capsys.readouterr().err
+
+
+def test_filters_and_sorts(market: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one["offer"]["provider"] for one in told(capsys, "--provider", "AWS", "--gpu", "H100")] == ["aws"]
+    assert told(capsys, "--sort", "speed")[0]["kind"] == "H100"
+    assert len(told(capsys, "--rows", "1")) == 1
+    assert all(not one["offer"]["is_spot"] for one in told(capsys, "--on-demand"))
+    assert main(["offers", *MODEL, "--region", "mars"]) != 0
+    assert "expected one that passes the filters, none of 4 does" in capsys.readouterr().err
+
+
+def test_without_a_catalogue_the_typical_prices_are_named_as_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["offers", *MODEL, "--offline"]) == 0
+    shown = capsys.readouterr().out
+    assert "nobody offers them" in shown and "RTX4090" in shown and not kept_file().exists()
+
+
+def test_a_spoilt_file_is_named(market: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept_file().parent.mkdir(parents=True)
+    kept_file().write_text("{")
+    assert main(["offers", *MODEL, "--offline"]) != 0
+    assert str(kept_file()) in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page(market: Path, tmp_path: Path) -> None:
+    """In a process of its own, as they stand there."""
+    (tmp_path / "run.toml").write_text('[model]\npath = "Qwen/Qwen3-4B"\n')
+    program = Path(sys.executable).with_name("echo2")
+    for extra in ([], ["--gpu", "RTX4090", "--spot"]):
+        done = subprocess.run(
+            [program, "offers", "run.toml", *extra],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert "RTX4090" in done.stdout and "spot" in done.stdout
+        assert ("H100" in done.stdout) is not bool(extra)

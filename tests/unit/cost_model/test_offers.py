@@ -1,0 +1,96 @@
+"""Offers ranked for a run: the unit price, kinds by name and memory, filters, what does not fit, measured kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from echo2.base.errors import ConfigError
+from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
+from echo2.cost_model.catalogue import worker_prior
+from echo2.cost_model.offers import MarketOffer, OfferFilter, Ranker, kind_of, offer_from_row, useful_share
+from echo2.cost_model.sizing import RunLengths
+
+CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
+RUN = RunLengths(2560)
+RTX4090 = MarketOffer("runpod", "a", "eu-cz", "RTX4090", 1, 24, 0.34, False)
+SPOT = dataclasses.replace(RTX4090, instance="b", is_spot=True, usd_per_hour=0.20)
+H100 = MarketOffer("aws", "p5", "us-east-1", "H100", 8, 80, 40.0, False)
+OLD = MarketOffer("aws", "g4", "us-east-1", "T4", 1, 16, 0.5, False)
+
+
+def ranker(model: str = "qwen3-4b", **ratios: list[float]) -> Ranker:
+    return Ranker(MODELS[model], RUN, CATALOGUE, ratios)
+
+
+def test_the_unit_price_is_the_hours_over_what_they_bring() -> None:
+    found = {one.offer.instance: one for one in ranker().ranked([RTX4090, SPOT, H100])}
+    prior = worker_prior(CATALOGUE["RTX4090"], MODELS["qwen3-4b"], RUN)
+    assert prior.gpu_count == 1 and found["a"].tokens_per_s == pytest.approx(prior.tokens_per_s)
+    assert found["a"].usd_per_million == pytest.approx(0.34 / (prior.tokens_per_s * 3600) * 1e6)
+    assert found["b"].usd_per_million == pytest.approx(0.20 / (prior.tokens_per_s * 3600 * useful_share(True)) * 1e6)
+    assert found["p5"].sequences == 8 * 256 and found["p5"].egress_usd_per_gib > 0
+
+
+def test_the_cheapest_tokens_come_first_and_what_cannot_serve_last_with_its_reason() -> None:
+    large = ranker("qwen3-32b").ranked([RTX4090, OLD, H100, SPOT])
+    assert large[0].offer is H100 and not large[0].refusal
+    assert all(one.refusal and math.isinf(one.usd_per_million) for one in large[1:])
+    assert any("data sheet" in one.refusal for one in large)
+    small = ranker().ranked([RTX4090, SPOT, H100])
+    assert [one.usd_per_million for one in small] == sorted(one.usd_per_million for one in small)
+
+
+def test_kinds_are_told_apart_by_memory() -> None:
+    a100 = MarketOffer("gcp", "a2", "europe-west4", "A100", 1, 40, 1.8, False)
+    assert kind_of(a100, CATALOGUE) == "A100-40G"
+    assert kind_of(dataclasses.replace(a100, gpu_memory_gib=80), CATALOGUE) == "A100-80G"
+    assert kind_of(dataclasses.replace(a100, gpu="NVIDIA RTX 4090", gpu_memory_gib=24), CATALOGUE) == "RTX4090"
+    assert kind_of(dataclasses.replace(a100, gpu_memory_gib=16), CATALOGUE) == ""
+
+
+@pytest.mark.parametrize(
+    ("wish", "left"),
+    [
+        (OfferFilter(), 4), (OfferFilter(providers=("aws",)), 2), (OfferFilter(gpus=("rtx4090",)), 2),
+        (OfferFilter(region="EU"), 2), (OfferFilter(is_spot=True), 1), (OfferFilter(is_spot=False), 3),
+        (OfferFilter(usd_per_hour_max=0.3), 1), (OfferFilter(providers=("lambdalabs",)), 0),
+    ],
+)  # fmt: skip
+def test_filters(wish: OfferFilter, left: int) -> None:
+    assert len(ranker().ranked([RTX4090, SPOT, H100, OLD], wish)) == left
+
+
+def test_what_machines_of_a_kind_delivered_moves_its_price_and_narrows_it() -> None:
+    prior, measured = ranker().ranked([RTX4090])[0], ranker(RTX4090=[0.5] * 6).ranked([RTX4090])[0]
+    assert measured.usd_per_million == pytest.approx(2 * prior.usd_per_million, rel=0.1)
+    assert measured.machines_measured == 6
+    assert measured.usd_high / measured.usd_low < prior.usd_high / prior.usd_low
+    assert prior.usd_low < prior.usd_per_million < prior.usd_high
+
+
+def test_ten_thousand_offers_are_ranked_at_once() -> None:
+    offers = [
+        dataclasses.replace(RTX4090, instance=str(index), usd_per_hour=0.2 + index / 1e4) for index in range(10_000)
+    ]
+    begun = time.process_time()
+    found = ranker().ranked(offers)
+    assert found[0].offer.instance == "0" and len(found) == 10_000
+    assert time.process_time() - begun < 5.0  # once a kind, not once an offer: 10,000 rooflines would take longer
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("gpu_count", 0), ("usd_per_hour", math.nan), ("usd_per_hour", -1.0), ("gpu_memory_gib", 0.0)]
+)
+def test_offers_that_cannot_be_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        dataclasses.replace(RTX4090, **{name: value})
+
+
+def test_rows_go_there_and_back() -> None:
+    assert offer_from_row(dataclasses.asdict(H100)) == H100
+    with pytest.raises(ConfigError, match="is_spot: expected bool, got 1"):
+        offer_from_row({**dataclasses.asdict(H100), "is_spot": 1})
