@@ -18,7 +18,7 @@ from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_mod
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.memory import fewest_gpus
-from echo2.cost_model.question import WHAT_IF, Offer, PlanQuestion, TokenCounts, parse_what_if
+from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
@@ -150,7 +150,7 @@ class Fields:
             raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
 
 
-def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Offer:
+def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> PoolOffer:
     """One `[[worker]]` table."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
@@ -198,7 +198,7 @@ def size_of(billions: float) -> ModelSize | None:
     return size_by_billions(built_in_models(), billions) if billions > 0 else None
 
 
-def _market(catalogue: Mapping[str, GpuType]) -> list[Offer]:
+def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
     """Without a fleet file: plenty of every GPU at its typical price, 100 Mbit/s up, 400 down."""
     link = LinkEstimate(12.5e6, 50e6, 0.08)
     return [PoolOffer(g.name, MARKET_COUNT, g.usd_per_hour, link) for g in catalogue.values() if g.name != "cpu"]

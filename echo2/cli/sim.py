@@ -14,7 +14,7 @@ from echo2.cli.plan import Fields, load_catalogue, offer_of, read_toml, size_of
 from echo2.cli.run_shape import DEFAULT_BILLIONS
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, train_s_prior
-from echo2.cost_model.question import Offer, PlanQuestion, TokenCounts
+from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence
 from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
 from echo2.sim.fleet_scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
@@ -126,7 +126,9 @@ def _lengths(fields: Fields) -> LengthDistribution:
     return made
 
 
-def _learner(fields: Fields, size: ModelSize, lengths: Lengths, catalogue: Mapping[str, GpuType]) -> LearnerEstimate:
+def _learner(
+    fields: Fields, size: ModelSize, lengths: LengthDistribution, catalogue: Mapping[str, GpuType]
+) -> LearnerEstimate:
     gpu = gpu_of(catalogue, fields.text("gpu", "H100"))
     gpu_count = int(fields.number("gpu_count", 4))
     batch = int(fields.number("rollouts_per_step", 2048))

@@ -79,7 +79,7 @@ class PlanQuestion:
     learner: LearnerEstimate
     wishes: PlanConfig
     tokens: TokenCounts
-    offers: tuple[Offer, ...]
+    offers: tuple[PoolOffer, ...]
     catalogue: Mapping[str, GpuType]
 
     @property

@@ -116,7 +116,9 @@ def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
     return Catalogue(offers, None, "typical prices of mid 2026 that come with echo2: assumptions, nobody offers them")
 
 
-def newest(path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float) -> Catalogue:
+def newest(
+    path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float
+) -> Catalogue:
     """Fetched where that is asked for or what is kept is older than `age_max_s`; else kept; else typical."""
     found = kept(path)
     age_s = None if found is None else found.age_s(unix_now())

@@ -12,8 +12,8 @@ from echo2.base.errors import ConfigError, ResourceError
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.worker.options import EngineChoice
 from echo2.worker.runtime.machine import (
-    GpuType,
-    Machine,
+    LocalGpu,
+    WorkerMachine,
     check_room,
     chosen_engine,
     findings,
@@ -28,7 +28,7 @@ WITH_GPUS = replace(BARE, gpus=parse_gpus("NVIDIA H200, 143771, 570.1\nNVIDIA H2
 
 
 def test_gpus_are_read_and_broken_lines_skipped() -> None:
-    assert parse_gpus("NVIDIA L4, 23034, 550.54\n[Unknown Error]\n") == (GpuType("NVIDIA L4", 23034 << 20, "550.54"),)
+    assert parse_gpus("NVIDIA L4, 23034, 550.54\n[Unknown Error]\n") == (LocalGpu("NVIDIA L4", 23034 << 20, "550.54"),)
     assert WITH_GPUS.gpu_text == "2 x NVIDIA H200"
     assert BARE.gpu_text == "cpu"
 
