@@ -56,6 +56,7 @@ from echo2.coordinator.lease_events import (
     lease_id_of,
     refusal_pause_s,
 )
+from echo2.coordinator.lease_exams import Examiners
 from echo2.coordinator.lease_queue import LeaseQueue, may_take
 from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
@@ -83,6 +84,7 @@ class LeaseBook:
     offered_at: float = 0.0
     _queue: LeaseQueue = field(init=False)
     _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
+    _examiners: Examiners = field(default_factory=Examiners)
     _rates: dict[PeerId, float] = field(default_factory=dict)
     allowed: set[PeerId] = field(default_factory=set)
     hearsay: Hearsay = field(init=False)
@@ -109,12 +111,14 @@ class LeaseBook:
             elif group.phase is GroupPhase.LEASED and group.lease_id is not None:
                 lease = self.leases[group.lease_id]
                 self.worth.granted(lease.worker_id, lease.lease_id, group.spec.rollout_count)
+                self._examiners.restored(lease, group.spec)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """The door: one event in, what to do out."""
         self._now, found = now, []
         for action in self._handle(event, now):
             self.worth.follow(action)
+            self._examiners.follow(action)
             found.append(action)
         return found
 
@@ -357,8 +361,14 @@ class LeaseBook:
         seekers = self.open_seekers()
         if not seekers:
             return
-        for group_id in self._queue.exact({seeker.version for seeker in seekers.values()}):
-            yield from self._hand_out(self.groups[group_id], seekers, now)
+        trains = self._queue.paced_count or len(self.leases) > len(self._examiners)
+        for version in self._queue.exact_versions({seeker.version for seeker in seekers.values()}):
+            willing = sorted((w for w, s in seekers.items() if s.version == version), key=self._backlog_s)
+            chosen = self._examiners.chosen(version, willing, self.allowed, self._rate) if trains else willing
+            examining = {worker_id: seekers.pop(worker_id) for worker_id in chosen}
+            for group_id in self._queue.exact(version):
+                yield from self._hand_out(self.groups[group_id], examining, now)
+            seekers |= examining
         newest, seeking = max((seeker.version for seeker in seekers.values()), default=Version(0)), len(seekers)
         for step, group_id in self._queue.paced():
             if not seekers or not may_begin(newest, step, self.rules.staleness_bound):
@@ -397,8 +407,10 @@ class LeaseBook:
         return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
 
     def _backlog_s(self, worker_id: PeerId) -> float:
-        rate = self.worth.believed_per_s(worker_id, self._rates.get(worker_id, 0.0))
-        return self.lease_count(worker_id) / (rate or 1.0)
+        return self.lease_count(worker_id) / (self._rate(worker_id) or 1.0)
+
+    def _rate(self, worker_id: PeerId) -> float:
+        return self.worth.believed_per_s(worker_id, self._rates.get(worker_id, 0.0))
 
     def _has_room(self, worker_id: PeerId) -> bool:
         is_full = self.lease_count(worker_id) >= self.rules.leases_per_worker_max
@@ -467,24 +479,19 @@ class LeaseBook:
 
     @property
     def open_groups(self) -> int:
-        """Those that wait for a worker, and those that have one."""
         return len(self._queue) + len(self.leases)
 
     @property
     def first_queued(self) -> OpenGroup | None:
-        """The group whose turn is next."""
-        first = self._queue.first
-        return None if first is None else self.groups[first]
+        return None if (first := self._queue.first) is None else self.groups[first]
 
     def has_work_for(self, workers: Iterable[PeerId]) -> bool:
-        """Whether a queued group waits that one of these might be given."""
         return self._queue.has_work_for({self.seekers[worker_id].version for worker_id in workers})
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
 
     def open_seekers(self) -> dict[PeerId, Seeker]:
-        """Workers that may be given more now."""
         return {w: s for w, s in self.seekers.items() if w in self.allowed and self._has_room(w)}
 
     def lease_count(self, worker_id: PeerId) -> int:

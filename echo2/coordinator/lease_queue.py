@@ -58,16 +58,23 @@ class LeaseQueue:
             del self._exact[exact]
 
     @property
+    def paced_count(self) -> int:
+        return len(self._paced)
+
+    @property
     def first(self) -> GroupId | None:
         """Of those that wait longest for their turn: training first, for evaluation may wait for its version."""
         if self._paced:
             return self._paced[0][3]
         return min(self._exact.items())[1][0][3] if self._exact else None
 
-    def exact(self, versions: Collection[Version]) -> Iterator[GroupId]:
-        """Groups for workers at these versions alone. Taking them out meanwhile is fine."""
-        for version in sorted(self._exact.keys() & set(versions)) if self._exact else ():
-            yield from [key[3] for key in self._exact[version]]
+    def exact_versions(self, versions: Collection[Version]) -> list[Version]:
+        """Those of `versions` that groups wait for, in order."""
+        return sorted(self._exact.keys() & set(versions)) if self._exact else []
+
+    def exact(self, version: Version) -> list[GroupId]:
+        """Groups for workers at this version alone, in order. Taking them out meanwhile is fine."""
+        return [key[3] for key in self._exact.get(version, ())]
 
     def paced(self) -> Iterator[tuple[int, GroupId]]:
         """Groups to train on and the steps that they are for, in order. Taking them out meanwhile is fine."""

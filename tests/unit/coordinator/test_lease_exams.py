@@ -1,0 +1,80 @@
+"""Evaluations go to few workers, and training goes on at the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from echo2.base.ids import PeerId, Version
+from echo2.base.rollout import GroupSpec
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.lease_book import LeaseBook
+from echo2.coordinator.lease_exams import EXAM_SHARE, Examiners
+from tests.unit.coordinator.test_lease_book import book, exam, grants, spec
+
+FLEET = [PeerId(f"w{index}") for index in range(10)]
+
+
+def fleet_with(
+    groups: tuple[GroupSpec, ...], rates: dict[PeerId, float] | None = None
+) -> tuple[LeaseBook, list[le.Grant]]:
+    """Ten workers at version 3 with room for two groups of four each."""
+    one = book()
+    for worker in FLEET:
+        one.handle(le.WorkerAllowed(worker, True), 0.0)
+        if rates:
+            one.handle(le.Rated(worker, rates[worker]), 0.0)
+    found = grants(one.handle(le.GroupsOffered(groups, ()), 0.0))
+    for worker in FLEET:
+        found += grants(one.handle(le.RolloutsWanted(worker, 8, Version(3)), 0.0))
+    return one, found
+
+
+def at_it(found: list[le.Grant]) -> Counter[PeerId]:
+    return Counter(grant.worker_id for grant in found if grant.group.exact_version is not None)
+
+
+def test_a_share_of_the_fleet_evaluates_and_the_rest_trains() -> None:
+    groups = tuple(spec(f"g{index}", 3) for index in range(40)) + tuple(exam(f"e{index}", 3) for index in range(20))
+    one, found = fleet_with(groups)
+    examiners = at_it(found)
+    assert len(examiners) == round(EXAM_SHARE * len(FLEET)), examiners
+    assert all(count == 2 for count in examiners.values()), "whoever is at it takes nothing else meanwhile"
+    trainers = {grant.worker_id for grant in found if grant.group.exact_version is None}
+    assert trainers == set(FLEET) - set(examiners)
+    lost = next(iter(examiners))
+    more = grants(one.handle(le.WorkerLost(lost, "gone"), 1.0))
+    for worker in FLEET:
+        if worker != lost and worker not in examiners:
+            more += grants(one.handle(le.RolloutsWanted(worker, 16, Version(3)), 1.0))
+    assert len(at_it(more)) == 1, "another takes the place of one that is lost"
+
+
+def test_where_nothing_is_open_to_train_on_everybody_evaluates() -> None:
+    _, found = fleet_with(tuple(exam(f"e{index}", 3) for index in range(20)))
+    assert len(at_it(found)) == len(FLEET)
+
+
+def test_a_fast_worker_is_enough_alone() -> None:
+    chosen = Examiners().chosen(Version(3), FLEET, FLEET, lambda worker: 9.0 if worker == FLEET[0] else 1.0)
+    assert chosen == [FLEET[0]]
+
+
+def test_a_single_worker_does_both() -> None:
+    one = book()
+    one.handle(le.WorkerAllowed(FLEET[0], True), 0.0)
+    one.handle(le.GroupsOffered((spec("g", 3), exam("e", 3)), ()), 0.0)
+    found = grants(one.handle(le.RolloutsWanted(FLEET[0], 8, Version(3)), 0.0))
+    assert [grant.group.group_id for grant in found] == ["e", "g"]
+
+
+def test_who_evaluated_before_a_restart_goes_on_with_it() -> None:
+    groups = tuple(spec(f"g{index}", 3) for index in range(40)) + tuple(exam(f"e{index}", 3) for index in range(20))
+    one, found = fleet_with(groups)
+    again = LeaseBook(one.rules)
+    again.restore(one.groups.values(), one.leases.values())
+    more: list[le.Grant] = []
+    for worker in reversed(FLEET):
+        again.handle(le.WorkerAllowed(worker, True), 1.0)
+    for worker in reversed(FLEET):
+        more += grants(again.handle(le.RolloutsWanted(worker, 8, Version(3)), 1.0))
+    assert set(at_it(more)) <= set(at_it(found)) and at_it(more)
