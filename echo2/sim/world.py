@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import shutil
@@ -47,7 +48,7 @@ from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.sim.witness import Witness
-from echo2.sim.world_parts import NoPage, VirtualEngines, WatchedStore
+from echo2.sim.world_parts import NoPage, NoPauses, VirtualEngines, WatchedStore
 from echo2.weights.fingerprint import fingerprint, key_of_run
 from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.daemon import WorkerDaemon
@@ -175,7 +176,8 @@ class World:
 
     def _daemon(self, name: str, process: Process) -> Daemon:
         if name == "coordinator":
-            return CoordinatorDaemon(self._coordinator_options(process), NoPage, WatchedStore.opener(self.witness.kept))
+            store = WatchedStore.opener(self.witness.kept)
+            return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, NoPauses)
         if name == "learner":
             return LearnerDaemon(self._learner_options(process), make_prepared=self._preparer(process))
         traits = self.traits[name]
@@ -283,7 +285,7 @@ class World:
 
     def run(self, faults_until_s: float = 0.0) -> WorldOutcome:
         """Starts everything, lets faults happen, lets them stop, waits for progress and for the newest version."""
-        with _heard(self), _as_running(self.loop):
+        with _heard(self), _as_running(self.loop), _uncollected():
             try:
                 self.loop.run_until_complete(self._play(faults_until_s))
                 error = next(iter(self.loop.errors), "")
@@ -438,6 +440,21 @@ def _as_running(loop: VirtualLoop) -> Iterator[None]:
         yield
     finally:
         asyncio.set_event_loop(None)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A run is short: its cycles are collected at its end, and nothing else is walked for them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 async def _all_ended(loop: VirtualLoop) -> None:

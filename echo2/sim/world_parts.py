@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import RunId
@@ -45,6 +46,21 @@ class NoPage:
 
     def stop(self) -> None:
         self._stopped.set()
+
+
+class NoPauses:
+    """The interpreter is the whole world's: it collects its garbage by itself."""
+
+    def __enter__(self) -> NoPauses:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
 
 
 class WatchedStore:

@@ -30,7 +30,7 @@ from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
-from echo2.coordinator.runtime.pauses import ShortPauses
+from echo2.coordinator.runtime.pauses import Pauses, ShortPauses
 from echo2.coordinator.runtime.planning import Planning
 from echo2.coordinator.runtime.probe import ProbeService
 from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
@@ -96,10 +96,14 @@ class CoordinatorDaemon:
     """`started` is set once both ports listen; addresses and links are known from then on."""
 
     def __init__(
-        self, options: CoordinatorOptions, open_page: OpenPage = OpenedPage, open_store: OpenStore = SqlStore
+        self,
+        options: CoordinatorOptions,
+        open_page: OpenPage = OpenedPage,
+        open_store: OpenStore = SqlStore,
+        pauses: Callable[[], Pauses] = ShortPauses,
     ) -> None:
         self.options = options
-        self._open_page, self._open_store = open_page, open_store
+        self._open_page, self._open_store, self._pauses = open_page, open_store, pauses
         self.started = asyncio.Event()
         self.enrol_address = self.services_address = self.dashboard_url = ""
         self.links: dict[str, str] = {}
@@ -119,13 +123,13 @@ class CoordinatorDaemon:
         """Serves until `stop`. Raises what made it impossible: PortBusy, StateError, DiskFull, ConfigError."""
         with ExitStack() as files:
             files.enter_context(_locked(self.options.folder / "coordinator"))
-            pauses = files.enter_context(ShortPauses())
+            pauses = files.enter_context(self._pauses())
             async with AsyncExitStack() as servers:
                 await self._serve(files, servers, pauses)
         if self._error is not None:
             raise self._error
 
-    async def _serve(self, files: ExitStack, servers: AsyncExitStack, pauses: ShortPauses) -> None:
+    async def _serve(self, files: ExitStack, servers: AsyncExitStack, pauses: Pauses) -> None:
         options, keys = self.options, self.options.folder / "coordinator"
         offers = load_offers(options.offers_file)
         providers = {
@@ -252,7 +256,7 @@ async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _tick(hub: Hub, pauses: ShortPauses) -> None:
+async def _tick(hub: Hub, pauses: Pauses) -> None:
     while True:
         await asyncio.sleep(TICK_S / 2)
         pauses.tick()  # between the ticks: neither waits out the other

@@ -17,6 +17,7 @@ import resource
 import sys
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 from echo2.outside import monotonic
 
@@ -24,6 +25,18 @@ SWITCH_S = 0.0005
 WALK_SHARE_MAX = 1 / 2000
 WALK_PAUSE_S_MIN = 60.0
 GROWTH = 1.25
+
+
+class Pauses(Protocol):
+    """What the daemon asks of it."""
+
+    def __enter__(self) -> Pauses: ...
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
+    ) -> None: ...
+
+    def tick(self) -> None: ...
 
 
 def peak_kilobytes() -> int:

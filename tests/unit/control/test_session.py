@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -55,6 +55,7 @@ class Bench:
         self.waits = Waits(SteadyClock())
         self.backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
         self.lost = 0
+        self.greets: Callable[[], None] = lambda: None  # while the hello is on its way
 
     async def __aenter__(self) -> Bench:
         await self.coordinator.start()
@@ -66,12 +67,16 @@ class Bench:
     def _party(self) -> Party[Message]:
         return Party(
             dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(),
-            hello=lambda: Message(hello=coordinator_pb2.LearnerHello(run_id=RUN)),
+            hello=self._hello,
             beat=lambda: Message(report=coordinator_pb2.LearnerReport(step=3)),
             welcomed=lambda welcome: None,
             ordered=lambda order: None,
             lost=self._lost,
         )
+
+    def _hello(self) -> Message:
+        asyncio.get_running_loop().call_soon(self.greets)
+        return Message(hello=coordinator_pb2.LearnerHello(run_id=RUN))
 
     def _lost(self) -> None:
         self.lost += 1
@@ -146,5 +151,18 @@ def test_a_good_bye_is_said_behind_all_else() -> None:
                 bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
             await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 5.0)
             await bench.until(lambda: len(bench.coordinator.closed) == 100)
+
+    asyncio.run(scene())
+
+
+def test_what_is_said_while_the_stream_is_being_opened_is_heard_behind_the_hello() -> None:
+    """The hello was made before, so it does not hold it."""
+
+    async def scene() -> None:
+        async with Bench(welcome()) as bench:
+            close = Message(close=coordinator_pb2.CloseGroups(group_ids=["g"]))
+            bench.greets = lambda: bench.session.send(close)
+            await bench.until(lambda: bench.session.is_connected)
+            await bench.until(lambda: bench.coordinator.closed)
 
     asyncio.run(scene())

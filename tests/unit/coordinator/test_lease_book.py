@@ -174,6 +174,14 @@ def test_worker_that_comes_back_keeps_what_it_holds_and_loses_what_it_does_not()
     assert one.groups[lost.group.group_id].phase is le.GroupPhase.QUEUED
 
 
+def test_a_worker_that_comes_back_is_given_nothing_that_its_last_life_asked_for() -> None:
+    one = book()
+    assert ready(one, WORKERS[0]) == []
+    one.handle(le.WorkerCame(WORKERS[0], ()), 5.0)
+    assert grants(one.handle(le.GroupsOffered((spec("g"),)), 6.0)) == [], "its engine may not run yet"
+    assert len(grants(one.handle(le.Wanted(WORKERS[0], 4, Version(0)), 7.0))) == 1
+
+
 def test_lease_that_a_lost_process_granted_is_taken_in() -> None:
     one = book()
     one.handle(le.GroupsSynced((spec("g"),)), 0.0)

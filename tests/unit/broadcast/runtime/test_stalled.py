@@ -1,0 +1,79 @@
+"""A node whose only peer tells of chunks that it never gives, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from echo2.base.ids import RunId, Version
+from echo2.broadcast.manifest import ArtifactId, Header
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.stalls import FORGOTTEN_S, STALL_S
+from echo2.sim.virtual_loop import VirtualLoop
+from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime import tls
+from echo2.wire import broadcast as wire
+
+RUN = RunId("a-run")
+SLACK_S = 2.0
+
+
+class Promises:
+    """A connection on which a peer says what it has, and nothing more."""
+
+    is_outgoing = False
+
+    def __init__(self, peer: PeerIdentity, *frames: bytes) -> None:
+        self.peer, self._frames = peer, list(frames)
+        self.asked_at: list[float] = []
+
+    async def receive(self) -> bytes | None:
+        if self._frames:
+            return self._frames.pop(0)
+        await asyncio.Event().wait()
+        return None
+
+    async def send(self, frame: bytes) -> None:
+        if wire.parse(frame, "the node").WhichOneof("kind") == "request":
+            self.asked_at.append(asyncio.get_running_loop().time())
+
+    async def close(self) -> None:
+        pass
+
+
+def credentials(authority: RunAuthority, role: Role) -> tls.Credentials:
+    identity, key = Identity.generate(), TlsKey.generate()
+    certificate = authority.issue(certificate_request(identity, key), role, time.time())
+    me = authority.identity.peer_id
+    return tls.Credentials(identity, key.to_pem(), certificate, authority.certificate_pem, RUN, me, "nowhere:1")
+
+
+def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Path) -> None:
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = credentials(authority, Role.LEARNER)
+    header = Header(ArtifactId(Version(1), None), RUN, "", 1.0, 1 << 20, True, learner.peer_id)
+    header = header.signed(learner.identity)
+    promises = Promises(
+        PeerIdentity(learner.peer_id, Role.LEARNER),
+        wire.hello(tls.PROTOCOL_VERSION, RUN), wire.header_to_bytes(header), wire.have_to_bytes(header.key, 0b11, False),
+    )  # fmt: skip
+
+    async def scene() -> None:
+        node = BroadcastNode(credentials(authority, Role.WORKER), NodeOptions(tmp_path))
+        node.set_publisher(learner.peer_id, "")
+        await node.start()
+        serving = asyncio.create_task(node.accept(promises))
+        await asyncio.sleep(2 * STALL_S + FORGOTTEN_S)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await node.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
+    asked = promises.asked_at
+    assert any(at < STALL_S for at in asked)
+    assert [at for at in asked if STALL_S + SLACK_S < at < FORGOTTEN_S], "there is no other way"
+    assert [at for at in asked if at > FORGOTTEN_S + STALL_S], "and it may come after all"
