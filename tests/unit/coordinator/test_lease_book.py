@@ -179,7 +179,7 @@ def test_a_worker_that_comes_back_is_given_nothing_that_its_last_life_asked_for(
     assert ready(one, WORKERS[0]) == []
     one.handle(le.WorkerCame(WORKERS[0], ()), 5.0)
     assert grants(one.handle(le.GroupsOffered((spec("g"),)), 6.0)) == [], "its engine may not run yet"
-    assert len(grants(one.handle(le.Wanted(WORKERS[0], 4, Version(0)), 7.0))) == 1
+    assert len(grants(one.handle(le.RolloutsWanted(WORKERS[0], 4, Version(0)), 7.0))) == 1
 
 
 def test_lease_that_a_lost_process_granted_is_taken_in() -> None:
