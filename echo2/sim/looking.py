@@ -28,6 +28,8 @@ AGREE_S = 14.0
 """So long the learner's and the coordinator's lists of groups may differ: three reminders."""
 UNASKED_S = 9.0
 SILENT_S = 9.0
+UNKNOWN_S = 60.0
+"""So long a machine may cost money that the journal does not have as rented: some looks, of which the cloud answers most."""
 WORK_S = 60.0
 """So long a learner may be at work on one step."""
 SHUNNED = "malicious worker is shunned"
@@ -52,10 +54,13 @@ class Looking:
         self._shunned: Counter[PeerId] = Counter()
         self._stalled: dict[tuple[Hashable, ArtifactKey], int] = {}  # chunks of it that were held then
         self._seen: set[Hashable] = set()
+        self._rented: Collection[str] = ()
 
-    def look(self, daemons: Mapping[str, Daemon], failed: Callable[[Violation], None]) -> None:
-        """One look at all."""
-        self._seen = set()
+    def look(
+        self, daemons: Mapping[str, Daemon], failed: Callable[[Violation], None], rented: Collection[str] = ()
+    ) -> None:
+        """One look at all. `rented`: machines that cost money, by their provider's ids."""
+        self._seen, self._rented = set(), rented
         try:
             for name, daemon in daemons.items():
                 process = self._machines[name].process
@@ -136,6 +141,13 @@ class Looking:
             if now > max(lease.deadline, hub.started_at):
                 late_s = self._lasts_s(life, "late", lease.lease_id, lease.deadline)
                 self._truth.waits_since("coordinator", late_s, DEADLINE_SLACK_S, "a lease past its deadline")
+        for machine_id in self._rented:
+            known = hub.money.machines.get(machine_id)
+            if known is None or not known.is_open:
+                since_s = self._lasts_s(life, "rented", machine_id)
+                self._truth.waits_since(
+                    "coordinator", since_s, UNKNOWN_S, f"machine {machine_id}, which costs money, to be known"
+                )
         told = waits(hub.book, now)
         self._truth.waits("coordinator", hub.book.queued > 0, told[0][0] if told else "")
         for peer, record in hub.book.worth.records.items():

@@ -29,6 +29,7 @@ class Scene:
     keyframe_chain_max: int = 16
     audit_share: float = 0.25
     chunk_scale: int = 1  # bytes on the wire for each of a chunk
+    offers_max: int = 0  # machines that the coordinator may rent
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     heartbeat_s: float = 2.0
     suspect_after_s: float = 6.0
@@ -53,5 +54,6 @@ class Scene:
             swap_mode=rng.choice(list(SwapMode)),
             turns=derived_rng(seed, "turns").choice((1, 1, 2, 3)),
             keyframe_chain_max=derived_rng(seed, "chains").choice((3, 16)),
+            offers_max=derived_rng(seed, "cloud").choice((0, 0, 1, 3)),
             chunk_scale=derived_rng(seed, "scale").choice((1, 4_000, 10_000)),
         )

@@ -111,8 +111,7 @@ class Storm:
         """The machine is gone at once; another is rented a while later."""
         if not self._is_worker(whom) or len(self.world.workers) < 2:
             return False
-        self.world.kill(whom)
-        self.world.gone.add(whom)
+        self.world.take(whom)
         self._for(seconds, self._rent)
         return True
 
@@ -122,12 +121,11 @@ class Storm:
             return False
         process.context.copy().run(daemon.stop, "preemption: the cloud takes the machine")
         self.world.gone.add(whom)
-        self.world.after(NOTICE_S + 1.0, lambda: self._take(whom))
+        if self.world.cloud is not None:
+            self.world.cloud.is_told(whom)
+        self.world.after(NOTICE_S + 1.0, lambda: self.world.take(whom))
         self._for(seconds, self._rent)
         return True
-
-    def _take(self, whom: str) -> None:
-        self.world.kill(whom)
 
     def join(self, whom: str, seconds: float) -> bool:
         if len(self.world.workers) >= MACHINES_MAX:

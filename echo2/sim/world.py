@@ -27,6 +27,7 @@ from echo2.base.rng import derived_rng
 from echo2.base.rollout import SamplingParams
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.runtime.providers.offers import make_provider
 from echo2.learner.history import Record
 from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TrainerOptions
@@ -34,6 +35,7 @@ from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
+from echo2.sim.cloud import PRICE_USD_PER_HOUR, VirtualCloud
 from echo2.sim.looking import Daemon, Looking
 from echo2.sim.made_up_engine import EngineFaults
 from echo2.sim.malice import Liar
@@ -117,6 +119,10 @@ class World:
         self.looking = Looking(self.truth, self.machines, self.wires, self.faults)
         self.gone: set[str] = set()
         self.join_links: dict[str, str] = {}
+        self.cloud = VirtualCloud(
+            self.root, max(1, scene.offers_max), derived_rng(scene.seed, "answers of the cloud"), self.faults,
+            self._boot, self.start, self.take, self.after,
+        ) if scene.offers_max else None  # fmt: skip
         self._key = key_of_run(RUN)
         self.train_s = scene.train_s
         learner_up = 200 if scene.chunk_scale == 1 else 40  # slow enough for others to pass chunks on
@@ -150,6 +156,19 @@ class World:
             self.faults[f"malicious worker: {liar.name}"] += 1
         return name
 
+    def _boot(self, join_link: str) -> str:
+        """A machine that the coordinator rents."""
+        name = self.add_worker()
+        self.join_links[name], self.traits[name].price = join_link, PRICE_USD_PER_HOUR
+        return name
+
+    def take(self, name: str) -> None:
+        """The machine is no more."""
+        self.kill(name)
+        self.gone.add(name)
+        if self.cloud is not None:
+            self.cloud.is_taken(name)
+
     @property
     def workers(self) -> list[str]:
         """Machines that are still there."""
@@ -177,7 +196,8 @@ class World:
     def _daemon(self, name: str, process: Process) -> Daemon:
         if name == "coordinator":
             store = WatchedStore.opener(self.witness.kept)
-            return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, NoPauses)
+            provider = self.cloud.provider if self.cloud is not None else make_provider
+            return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, NoPauses, provider)
         if name == "learner":
             return LearnerDaemon(self._learner_options(process), make_prepared=self._preparer(process))
         traits = self.traits[name]
@@ -193,6 +213,7 @@ class World:
             heartbeat_interval_s=scene.heartbeat_s, suspect_after_s=scene.suspect_after_s,
             gone_after_s=scene.gone_after_s, lease_timeout_s=scene.lease_timeout_s,
             report_interval_s=scene.report_interval_s, plan_interval_s=scene.plan_interval_s,
+            offers_file=self.cloud.offers_file if self.cloud is not None else None,
         )  # fmt: skip
 
     def _learner_options(self, process: Process) -> LearnerOptions:
@@ -211,8 +232,9 @@ class World:
     def _worker_options(self, name: str, process: Process) -> WorkerOptions:
         host = process.machine.host
         return WorkerOptions(
-            self.join_link("worker"), process.machine.disk.folder / "worker", name, EngineChoice.EMBEDDED,
-            price_usd_per_hour=self.traits[name].price, listen_host=host, listen_port=WORKER_PORT,
+            self.join_links.get(name) or self.join_link("worker"), process.machine.disk.folder / "worker", name,
+            EngineChoice.EMBEDDED, price_usd_per_hour=self.traits[name].price, listen_host=host,
+            listen_port=WORKER_PORT,
             advertised_addresses=(f"{host}:{WORKER_PORT}",), swap_mode=self.scene.swap_mode, seed=self.scene.seed,
             uplink_limit_bytes_per_s=process.machine.link.up / self.scene.chunk_scale,
         )  # fmt: skip
@@ -328,7 +350,7 @@ class World:
         for role in ("worker", "learner"):
             if (path := folder / f"{role}.link").exists():
                 self.join_links[role] = path.read_text().strip()
-        return self.join_links if len(self.join_links) == 2 else {}
+        return self.join_links if len(self.join_links) >= 2 else {}
 
     async def _until(self, holds: Callable[[], bool], limit_s: float) -> bool:
         until = self.loop.time() + limit_s
@@ -384,7 +406,7 @@ class World:
 
     def _look(self) -> None:
         """Every `LOOK_S`."""
-        self.looking.look(self.daemons, self._failed)
+        self.looking.look(self.daemons, self._failed, self.cloud.there if self.cloud is not None else ())
         self.after(LOOK_S, self._look)
 
     def _holds_leases(self, name: str) -> bool:

@@ -25,12 +25,15 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "coordinator/runtime/barring.py": ("tests/unit/coordinator/test_barring.py",),
     "coordinator/runtime/session.py": ("tests/unit/coordinator/test_services.py",),
     "coordinator/runtime/probe.py": ("tests/unit/coordinator/test_probe.py",),
-    "coordinator/runtime/enrolment.py": ("tests/unit/coordinator/test_daemon.py",),
+    "coordinator/runtime/enrolment.py": (
+        "tests/unit/coordinator/test_enrolment.py",
+        "tests/unit/coordinator/test_daemon.py",
+    ),
     "coordinator/runtime/": ("tests/unit/coordinator/test_services.py", "tests/unit/coordinator/test_daemon.py"),
     "broadcast/runtime/probing.py": ("tests/unit/coordinator/test_probe.py",),
     "trust/": ("tests/unit/coordinator/test_daemon.py",),
     "worker/": ("tests/unit/worker/test_reporting.py", "tests/unit/worker/test_session.py"),
-    "cli/": ("tests/e2e/test_operator_commands.py",),
+    "cli/": ("tests/unit/cli/test_operator.py",),
 }
 
 

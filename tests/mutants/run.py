@@ -114,7 +114,7 @@ def run(mutant: Mutant, seeds: int, scratch: Path) -> dict[str, object]:
     """The tests aimed at it first, seeds where those miss it."""
     works = [lambda: _tested(mutant.tests)] if mutant.tests else []
     code, by, began = 0, "", time.monotonic()
-    for work in (*works, lambda: _seeded(seeds)):
+    for work in (*works, *([lambda: _seeded(seeds)] if seeds else ())):
         with planted(mutant, scratch):
             code, said = forked(scratch, work)
         words = ("FAILED", "seed ")  # a test that could not be set up says nothing about the defect

@@ -33,7 +33,7 @@ from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.pauses import Pauses, ShortPauses
 from echo2.coordinator.runtime.planning import Planning
 from echo2.coordinator.runtime.probe import ProbeService
-from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
+from echo2.coordinator.runtime.providers.offers import MakeProvider, load_offers, make_provider
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import OpenedPage
@@ -101,8 +101,10 @@ class CoordinatorDaemon:
         open_page: OpenPage = OpenedPage,
         open_store: OpenStore = SqlStore,
         pauses: Callable[[], Pauses] = ShortPauses,
+        provider: MakeProvider = make_provider,
     ) -> None:
         self.options = options
+        self._provider = provider
         self._open_page, self._open_store, self._pauses = open_page, open_store, pauses
         self.started = asyncio.Event()
         self.enrol_address = self.services_address = self.dashboard_url = ""
@@ -133,7 +135,7 @@ class CoordinatorDaemon:
         options, keys = self.options, self.options.folder / "coordinator"
         offers = load_offers(options.offers_file)
         providers = {
-            offer.name: make_provider(offer, options.run_id, options.folder, options.model_path) for offer in offers
+            offer.name: self._provider(offer, options.run_id, options.folder, options.model_path) for offer in offers
         }
         identity = tls.load_or_create_identity(keys)
         authority = tls.load_or_create_authority(keys, identity, options.run_id)

@@ -2,7 +2,8 @@
 
 Guarantees: a wish is kept before the provider is asked, so a kill at any moment leaves no machine that costs money and
 that nobody knows: after a restart what was wanted is looked for at the provider, what was being released is released.
-A machine found at a provider that the journal does not know is taken in and told. Each paid action is journalled with
+A machine found at a provider that the journal does not know is taken in and told, one that the journal has as gone is
+released. Each paid action is journalled with
 its reason and its cost. A preemption notice, from a provider or by hand, takes the leases off the machine's workers at
 once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to wish for (fleet_advice), whether the
 operator lets the planner act (options.planner_mode).
@@ -190,6 +191,8 @@ class Provisioner:
                 self._hub.note("machine", f"offer {name}: {error}")
             self.problems[name] = str(error)
             return
+        for machine in [m for m in self.machines.values() if m.offer == name and not m.is_open]:
+            self._check_gone(machine, sightings.get(machine.machine_id))
         for machine in [m for m in self.machines.values() if m.offer == name and m.is_open]:
             if machine.machine_id in self._asking:
                 continue
@@ -211,6 +214,13 @@ class Provisioner:
             self._on_notice(machine, sighting.notice)
         else:
             self._is_now(machine, sighting.state)
+
+    def _check_gone(self, machine: RentedMachine, sighting: Sighting | None) -> None:
+        """An answer that was lost may have made it, or a release may have failed in silence: it costs money still."""
+        is_there = sighting is not None and sighting.state is not MachineState.ENDING
+        if is_there and machine.machine_id not in self._asking:
+            machine.state, machine.ended_at = MachineState.RELEASING, None
+            self._journal(machine, "release", "it was taken for gone, and its provider lists it")
 
     def _is_now(self, machine: RentedMachine, state: MachineState) -> None:
         if machine.state is not state:

@@ -131,7 +131,8 @@ def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_lea
             assert (await learner.hello()).WhichOneof("kind") == "welcome"
             welcome = await worker.hello()
             assert welcome.welcome.learner.address == "127.0.0.1:9"
-            assert (await worker.until("activation")).is_active
+            activation = await worker.until("activation")
+            assert activation.is_active and activation.reason
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
             await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
             grant = await worker.until("lease_grant")

@@ -7,7 +7,7 @@ Guarantees: an offer that makes no sense is refused by name before the coordinat
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from echo2.coordinator.runtime.providers.local import LocalProvider
 from echo2.coordinator.runtime.providers.manual import ManualProvider, base_arguments
 from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
 
+MakeProvider = Callable[[MachineOffer, RunId, Path, str], Provider]
 OFFERS_MAX = 64
 DEFAULT_OFFERS = (
     MachineOffer("manual", "manual", is_automatic=False),

@@ -1,0 +1,123 @@
+"""A made-up cloud behind the provider protocol: machines of the virtual world that the coordinator rents and gives back.
+
+Guarantees: what is rented outlives every process of the coordinator, and costs money until it is released or taken. Asked
+again for the same id it makes no second machine. It is slow, it refuses now and then, and its answer may be lost with the
+process that asked. Leaves to others: whether to rent (the product), when machines are taken (storm).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.base.errors import ResourceError, Unreachable
+from echo2.base.ids import RunId
+from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, Sighting
+
+ANSWER_S = (0.1, 6.0)
+"""The longer is beyond what who asks waits for."""
+BOOT_S = (4.0, 15.0)
+PRICE_USD_PER_HOUR = 0.5
+NAME = "spot"
+
+
+@dataclass(slots=True)
+class Rental:
+    """`worker`: the virtual machine that boots from it."""
+
+    worker: str
+    is_up: bool = False
+    notice: str = ""
+
+
+class VirtualCloud:
+    """`boot` gives the name of a new machine that joins by a link, `start` lets its process run, `end` takes it away."""
+
+    name, link_uses = "kubernetes", 0
+
+    def __init__(
+        self,
+        folder: Path,
+        machines_max: int,
+        rng: random.Random,
+        counts: Counter[str],
+        boot: Callable[[str], str],
+        start: Callable[[str], None],
+        end: Callable[[str], None],
+        after: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self.offers_file = folder / "offers.toml"
+        self.offers_file.write_text(
+            f'[[offer]]\nname = "{NAME}"\nprovider = "kubernetes"\nmachines_max = {machines_max}\n'
+            f"usd_per_hour = {PRICE_USD_PER_HOUR}\nis_spot = true\n"
+        )
+        self.machines_max = machines_max
+        self.there: dict[str, Rental] = {}
+        self._rng, self._counts = rng, counts
+        self._boot, self._start, self._end, self._after = boot, start, end, after
+
+    def provider(self, offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
+        """As the coordinator asks for the provider of its offers."""
+        return self
+
+    # ---- the protocol
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        await self._answer()
+        if machine_id not in self.there:
+            if self._rng.random() < 0.2:
+                self._counts["cloud: no machine to be had"] += 1
+                raise ResourceError("expected room for a machine, the zone has none now")
+            rental = self.there[machine_id] = Rental(self._boot(join_link))
+            self._counts["cloud: machine rented"] += 1
+            self._after(self._rng.uniform(*BOOT_S), lambda: self._up(machine_id, rental))
+        await self._answer()  # a process that ends here has a machine and does not know it
+        return ""
+
+    async def release(self, machine_id: str) -> None:
+        await self._answer()
+        rental = self.there.pop(machine_id, None)
+        if rental is not None:
+            self._counts["cloud: machine given back"] += 1
+            self._after(0.0, lambda: self._end(rental.worker))
+        await self._answer()
+
+    async def observe(self) -> dict[str, Sighting]:
+        await self._answer()
+        return {machine_id: _sighting(rental) for machine_id, rental in self.there.items()}
+
+    async def _answer(self) -> None:
+        if self._rng.random() < 0.1:
+            self._counts["cloud: does not answer"] += 1
+            raise Unreachable("expected the cloud's answer, there is none")
+        await asyncio.sleep(self._rng.uniform(*ANSWER_S) if self._rng.random() < 0.2 else ANSWER_S[0])
+
+    # ---- what becomes of machines
+
+    def _up(self, machine_id: str, rental: Rental) -> None:
+        if self.there.get(machine_id) is rental:
+            rental.is_up = True
+            self._start(rental.worker)
+
+    def is_told(self, worker: str) -> None:
+        """The machine of this worker will be taken: the provider says so."""
+        for rental in self.there.values():
+            if rental.worker == worker:
+                rental.notice = "the cloud takes the machine"
+                self._counts["cloud: preemption told"] += 1
+
+    def is_taken(self, worker: str) -> None:
+        """It is no more."""
+        for machine_id in [key for key, rental in self.there.items() if rental.worker == worker]:
+            del self.there[machine_id]
+            self._counts["cloud: machine taken"] += 1
+
+
+def _sighting(rental: Rental) -> Sighting:
+    if rental.notice:
+        return Sighting(MachineState.ENDING, rental.notice)
+    return Sighting(MachineState.RUNNING if rental.is_up else MachineState.STARTING)

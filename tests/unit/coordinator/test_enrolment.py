@@ -1,0 +1,38 @@
+"""What a newcomer is told, field by field."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from echo2.coordinator.runtime.enrolment import EnrolmentService
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, RunAuthority, TlsKey, certificate_request
+from echo2.trust.runtime.tls import PROTOCOL_VERSION
+from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
+from tests.unit.coordinator.test_daemon import RUN, options, play, running
+
+
+class Context:
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
+
+
+def test_a_reply_names_the_run_its_authority_and_when_the_certificate_expires(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            authority, me = RunAuthority.create(Identity.generate(), RUN, time.time()), Identity.generate()
+            reply = await EnrolmentService(daemon.hub, authority, "h:1").Enrol(
+                pb.EnrolRequest(
+                    protocol_version=PROTOCOL_VERSION, token=JoinLink.parse(daemon.links["worker"]).token, role="worker",
+                    certificate_request_der=certificate_request(me, TlsKey.generate()),
+                ),
+                Context(),
+            )  # fmt: skip
+            certificate = NodeCertificate.parse(reply.certificate_pem, "the certificate")
+            assert certificate.peer_id == me.peer_id
+            assert reply.certificate_expires_unix_s == certificate.not_after_unix_s > time.time()
+            assert reply.coordinator_peer_id == authority.identity.peer_id
+            assert (reply.run_id, reply.coordinator_address) == (RUN, "h:1")
+
+    play(scene)
