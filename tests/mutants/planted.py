@@ -157,7 +157,10 @@ MUTANTS: tuple[Mutant, ...] = (
            ("tests/contract/test_state_store.py",)),
     Mutant("the learner's lost chunks are not made up for", "broadcast/runtime/node.py",
            "                self._forget(key)\n                self.on_lost(str(artifact))\n", "                self._forget(key)\n",
-           (_UNIT + "sim/test_world.py::test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up",)),
+           (_UNIT + "broadcast/runtime/test_stalled.py",)),
+    Mutant("a machine that was made though its answer was lost costs money for ever", "coordinator/runtime/provisioner.py",
+           "            self._check_gone(machine, sightings.get(machine.machine_id))\n", "            pass\n",
+           (_UNIT + "coordinator/test_provisioner.py",)),
     # dropped fields
     Mutant("the coordinator drops a heartbeat's memory", _WIRE, '    "memory_used_bytes", "memory_total_bytes",\n', "", _W),
     Mutant("the coordinator drops a heartbeat's waits", _WIRE, '"tokens_per_s", "waits_for", "waits_since_s", ', '"tokens_per_s", ', _W),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 from echo2.cli.operator import OperatorClient
-from echo2.trust.identity import JoinLink
-from tests.unit.coordinator.test_daemon import options, play, running
+from echo2.trust.identity import JoinLink, Role
+from tests.unit.coordinator.test_daemon import Node, options, play, running
 
 
 def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
@@ -18,5 +20,23 @@ def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
             (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
             assert (token.role, token.use_limit) == ("worker", 2)
             assert JoinLink.parse(made).address == daemon.enrol_address
+
+    play(scene)
+
+
+def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_cost(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path / "run")) as daemon:
+            began = time.time()
+            worker = await Node.join(daemon, Role.WORKER)
+            await worker.hello(price_usd_per_hour=3600.0)
+            async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
+                async with asyncio.timeout(20):
+                    while not (status := await operator.status()).workers[0].usd_spent:
+                        await asyncio.sleep(0.1)
+            assert any("joined" in event.text for event in status.events)
+            since = [wait.since_unix_s for wait in status.waits]
+            assert since and all(abs(one - began) < 60 for one in since)
+            await worker.close()
 
     play(scene)

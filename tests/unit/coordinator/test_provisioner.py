@@ -111,6 +111,28 @@ def play(scene: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+class Forgetful(Cloud):
+    """Makes the machine, and its answer is lost."""
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        await super().rent(machine_id, join_link)
+        raise Unreachable("no answer")
+
+
+def test_a_machine_that_was_made_though_its_answer_was_lost_is_given_back(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Forgetful())
+        with pytest.raises(Unreachable):
+            await run.provisioner.rent("gpu", "", "because")
+        (machine,) = run.provisioner.machines.values()
+        assert not machine.is_open and len(run.cloud.there) == 1
+        await run.look(5)
+        assert not machine.is_open and run.cloud.there == {}
+        assert [action for action, _ in run.journal()] == ["rent", "rent failed", "release", "released"]
+
+    play(scene)
+
+
 def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())

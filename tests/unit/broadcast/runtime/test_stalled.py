@@ -1,4 +1,4 @@
-"""A node whose only peer tells of chunks that it never gives, in virtual time."""
+"""What a node does about chunks that nobody gives, or that its own disk has changed; in virtual time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.manifest import ArtifactId, Header
+from echo2.broadcast.runtime.library import LibraryLimits
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.stalls import FORGOTTEN_S, STALL_S
@@ -77,3 +78,37 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     assert any(at < STALL_S for at in asked)
     assert [at for at in asked if STALL_S + SLACK_S < at < FORGOTTEN_S], "there is no other way"
     assert [at for at in asked if at > FORGOTTEN_S + STALL_S], "and it may come after all"
+
+
+def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Path) -> None:
+    """Whoever asks for it gets nothing, and its publisher is told which artifact to publish anew."""
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner, worker = credentials(authority, Role.LEARNER), credentials(authority, Role.WORKER)
+    lost: list[str] = []
+
+    async def scene() -> None:
+        node = BroadcastNode(learner, NodeOptions(tmp_path, limits=LibraryLimits(recent_bytes_max=0)))
+        node.on_lost = lost.append
+        await node.start()
+        artifact = ArtifactId(Version(1), None)
+        await node.publish(artifact, iter([bytes(range(250))]), lambda: "print", 1000)
+        (path,) = tmp_path.glob("*.artifact")
+        data = bytearray(path.read_bytes())
+        data[data.index(bytes(range(100, 110)))] ^= 1
+        path.write_bytes(bytes(data))
+        key = node.library.find(artifact)
+        assert key is not None and lost == []
+        asks = Promises(
+            PeerIdentity(worker.peer_id, Role.WORKER),
+            wire.hello(tls.PROTOCOL_VERSION, RUN), wire.request_to_bytes(key, [0]),
+        )  # fmt: skip
+        serving = asyncio.create_task(node.accept(asks))
+        await asyncio.sleep(3.0)
+        assert node.library.find(artifact) is None and lost == [str(artifact)]
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await node.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
