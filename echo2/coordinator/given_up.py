@@ -12,7 +12,9 @@ but it would choose the prompts that it works on. Two bounds, both in what hones
 
 A worker beyond a bound is given nothing for a time that doubles, unless all others are held back too. A prompt that
 `PROMPT_WORKERS` workers gave up one by one is at fault itself, and held against none of them, until somebody finishes it.
-What ends while the learner is silent, and shortly after, counts against nobody.
+What ends while the learner is silent, and shortly after, counts against nobody. An evaluation is for one exact version:
+whoever hands its leases back and has a newer version within `MOVING_S` is charged for none of them, and is given no more of
+that version's.
 
 Guarantees: memory is bounded by the fleet and `PROMPTS_MAX`. Leaves to others: leases (lease_book), delivery (worth).
 """
@@ -39,6 +41,9 @@ PAUSE_S_MIN, PAUSE_S_MAX = 30.0, 1800.0
 FORGIVEN_AFTER = 64
 """So many leases finished undo one doubling."""
 PROMPT_WORKERS, PROMPTS_MAX = 3, 1024
+MOVING_S = 60.0
+"""From handing back an evaluation to saying that a newer version is live: loading takes seconds, on large models more."""
+NO_VERSION = Version(-1)
 COMPLETE = "complete"
 """Why the learner closes a group that it has all of."""
 
@@ -54,9 +59,22 @@ class GivenUpWay(enum.Enum):
     LOST = "lost with it"
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """An evaluation handed back `at`; `is_last`: the worker held nothing then."""
+
+    digest: str
+    exact: Version
+    at: float
+    is_last: bool
+
+
 @dataclass(slots=True)
 class GivenUpRecord:
-    """Of one worker. `picks`, `stops`: what counts against it now; `episode`: the prompts given up since `began_at`."""
+    """Of one worker. `picks`, `stops`: what counts against it now; `episode`: the prompts given up since `began_at`; `moving`:
+    evaluations handed back, which count unless it says that it is at a newer version; `newest`: that it was at; `left`: whose
+    evaluations it left.
+    """
 
     granted: int = 0
     finished: int = 0
@@ -66,6 +84,9 @@ class GivenUpRecord:
     stops: float = 0.0
     stopped_at: float = 0.0
     episode: list[str] = field(default_factory=list)
+    moving: list[Moving] = field(default_factory=list)
+    newest: Version = NO_VERSION
+    left: Version = NO_VERSION
     began_at: float = 0.0
     is_stop: bool = False
     failures: int = 0
@@ -111,7 +132,24 @@ class GivenUp:
         """`version`: which it had when it asked, where it asked."""
         record = self.records.setdefault(worker_id, GivenUpRecord())
         record.granted += 1
-        record.version = record.version if version is None else version
+        if version is not None:
+            record.version, record.newest = version, max(record.newest, version)
+
+    def at_version(self, worker_id: PeerId, version: Version) -> None:
+        """What it says as it asks for more. Evaluations of older versions that it has handed back are excused."""
+        record = self.records.get(worker_id)
+        if record is None:
+            return
+        record.newest = max(record.newest, version)
+        left = [one.exact for one in record.moving if one.exact < record.newest]
+        if left:
+            record.left = max(record.left, *left)
+            record.moving = [one for one in record.moving if one.exact >= record.newest]
+
+    def may_evaluate(self, worker_id: PeerId, version: Version) -> bool:
+        """Whether it has not left that version, nor is about to."""
+        record = self.records.get(worker_id)
+        return record is None or (version > record.left and all(one.exact != version for one in record.moving))
 
     def gave_up(
         self, way: GivenUpWay, worker_id: PeerId, group: OpenGroup, since: float, held: int, now: float
@@ -121,6 +159,12 @@ class GivenUp:
         record.ways[way] += 1
         is_heard = self.told_at is not None and now - self.told_at <= TELLING_S_MAX
         if not is_heard or since < self.heard_since:
+            return
+        exact = group.spec.exact_version
+        if exact is not None and way is GivenUpWay.HANDED_BACK:
+            record.moving.append(Moving(_digest(group), exact, now, held == 0))
+            self.at_version(worker_id, record.newest)
+            self._settling.add(worker_id)
             return
         if not record.episode:
             record.began_at, record.is_stop = now, False
@@ -138,8 +182,11 @@ class GivenUp:
         record = self.records.get(group.last_worker) if group.last_worker is not None else None
         if record is None:
             return
-        if group.phase is GroupPhase.QUEUED and record.episode and (digest := _digest(group)) in record.episode:
-            record.episode.remove(digest)  # what it handed back was whole
+        if group.phase is GroupPhase.QUEUED and (record.episode or record.moving):  # what it handed back was whole
+            digest = _digest(group)
+            record.moving = [one for one in record.moving if one.digest != digest]
+            if digest in record.episode:
+                record.episode.remove(digest)
         record.finished += 1
         record.finished_since += 1
         record.picks = max(0.0, record.picks - 1 / FINISHED_PER_PICK)
@@ -153,9 +200,13 @@ class GivenUp:
         self._paused = {worker_id for worker_id in self._paused if self.records[worker_id].paused_until > now}
         for worker_id in sorted(self._settling):
             record = self.records[worker_id]
-            if now - record.began_at < SETTLE_S:
+            _stayed(record, now)
+            if record.episode and now - record.began_at < SETTLE_S:
                 continue
-            self._settling.discard(worker_id)
+            if not record.moving:
+                self._settling.discard(worker_id)
+            if not record.episode:
+                continue
             episode, record.episode = record.episode, []
             if record.is_stop and len(episode) > 1:
                 record.stops = max(0.0, record.stops - (now - record.stopped_at) / STOP_EVERY_S) + 1
@@ -221,6 +272,18 @@ class GivenUp:
 
     def _is_paused(self, worker_id: PeerId, now: float) -> bool:
         return worker_id in self._paused and now < self.records[worker_id].paused_until
+
+
+def _stayed(record: GivenUpRecord, now: float) -> None:
+    """Evaluations that it handed back long ago and did not leave count as all else that it gives up."""
+    stayed = [one for one in record.moving if now - one.at >= MOVING_S]
+    if not stayed:
+        return
+    if not record.episode:
+        record.began_at, record.is_stop = stayed[0].at, False
+    record.episode += [one.digest for one in stayed]
+    record.is_stop |= stayed[-1].is_last
+    record.moving = [one for one in record.moving if now - one.at < MOVING_S]
 
 
 def _digest(group: OpenGroup) -> str:

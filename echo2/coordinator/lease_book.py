@@ -262,6 +262,7 @@ class LeaseBook:
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
     def _wanted(self, worker_id: PeerId, free_rollouts: int, version: Version, now: float) -> None:
+        self.given_up.at_version(worker_id, version)
         known = self.seekers.get(worker_id)
         if free_rollouts <= 0:
             self.seekers.pop(worker_id, None)
@@ -299,10 +300,8 @@ class LeaseBook:
             case EndReason.HANDED_BACK:
                 self.counts.handed_back += 1
                 yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
-                # A worker whose version is not the asked-for one any more is not at fault, nor of further use for it.
-                is_exact = group.spec.exact_version is not None
-                pause_s = self.rules.lease_timeout_s if lease.is_recalled or is_exact else 0.0
-                yield from self._take_back(lease, now, pause_s, None if is_exact else GivenUpWay.HANDED_BACK)
+                pause_s = self.rules.lease_timeout_s if lease.is_recalled else 0.0
+                yield from self._take_back(lease, now, pause_s, GivenUpWay.HANDED_BACK)
             case EndReason.REFUSED:
                 self.counts.refused += 1
                 group.refusals += 1
@@ -399,10 +398,12 @@ class LeaseBook:
     def _best_seeker(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> PeerId | None:
         """Who is through with what it holds soonest; of equals, who has waited longest."""
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > now}
+        exact = group.spec.exact_version
         fit = (
             w for w, s in seekers.items()
             if w not in group.avoid and self._has_room(w)
             and not self.hearsay.is_shunned(w, now) and may_take(group.spec, s.version, self.rules.staleness_bound)
+            and (exact is None or self.given_up.may_evaluate(w, exact))
         )  # fmt: skip
         return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
 

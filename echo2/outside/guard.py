@@ -2,12 +2,13 @@
 
 Guarantees: an exception that nobody foresaw, in handling what a peer sent, ends that peer's call and is logged once with the
 peer's name (again after QUIET_S, with the count of those not logged); bytes that are no message end their call with
-INVALID_ARGUMENT and no traceback. Every server is guarded so; streams that are dialled note their mishaps
+INVALID_ARGUMENT and no traceback; a caller that goes before its answer is no error. Every server is guarded so; streams that are dialled note their mishaps
 by the same `Mishaps`. Leaves to others: errors that are foreseen (`EchoError`), which have answers of their own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
@@ -231,9 +232,16 @@ def _taken(request: Any, is_stream: bool) -> Any:
 
 
 async def _ended(context: Any, method: str, error: Exception) -> None:
+    """The caller is told. One that went while it was being answered is as one that cancelled: gRPC has no way to send to it."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(error, MalformedMessage):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:2000])
-    MISHAPS.note(f"a call of {method}", _name_of(context), error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the log of the other side")
+    try:
+        if isinstance(error, MalformedMessage):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:2000])
+        if not isinstance(error, grpc.aio.InternalError):
+            MISHAPS.note(f"a call of {method}", _name_of(context), error)
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the log of the other side")
+    except grpc.aio.InternalError as gone:
+        error = gone
+    _log.debug("a call of %s ended before its answer: %s", method, error)
+    raise asyncio.CancelledError

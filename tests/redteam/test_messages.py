@@ -40,6 +40,7 @@ def costs_of(folder: Path, attackers: list[str], seconds: float) -> dict[str, Co
         costs = asyncio.run(attacked(cluster, attackers, seconds))
         after = cluster.step()
         cluster.wait_until(lambda: cluster.step() > after, 60, "a step after the attacks")
+        print("\n".join(f"{name}: {cost}" for name, cost in costs.items()))
         for name in ("coordinator", "learner", "w0"):
             assert "Traceback" not in cluster.log(name), cluster.log(name)[-4000:]
     return costs

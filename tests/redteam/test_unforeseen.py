@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from echo2.base.errors import MalformedMessage, Unreachable
 from echo2.coordinator.runtime import planning
-from echo2.outside.guard import QUIET_S, FairShare, Mishaps, handling
+from echo2.outside.guard import MISHAPS, QUIET_S, FairShare, Mishaps, _guarded, handling
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.contract.fleet import fleet, until
@@ -83,6 +84,43 @@ def test_an_error_in_a_call_is_its_callers_status(tmp_path: Path) -> None:
             await operator.close()
 
     play(scene)
+
+
+def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone:
+        """gRPC's context of a call that is over: nothing can be sent."""
+
+        def peer(self) -> str:
+            return ""
+
+        def auth_context(self) -> dict[str, list[bytes]]:
+            return {}
+
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+    async def unary(request: object, context: Gone) -> None:
+        await context.abort()
+
+    async def stream(request: object, context: Gone) -> AsyncIterator[bytes]:
+        yield b"x"
+        await context.abort()
+
+    async def malformed(request: object, context: Gone) -> None:
+        raise MalformedMessage("nobody hears of it")
+
+    async def scene() -> None:
+        noted = MISHAPS.count
+        for serve in (unary, malformed):
+            with pytest.raises(asyncio.CancelledError):
+                await _guarded(serve, "/s/m", False)(b"", Gone())
+        with pytest.raises(asyncio.CancelledError):
+            async for _ in _guarded(stream, "/s/m", False)(b"", Gone()):
+                pass
+        assert MISHAPS.count == noted
+        assert not caplog.records
+
+    asyncio.run(scene())
 
 
 def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.given_up import (
     FINISHED_PER_PICK,
+    MOVING_S,
     PAUSE_S_MAX,
     PAUSE_S_MIN,
     PICKS_MAX,
@@ -236,6 +237,54 @@ def test_what_was_asked_back_or_had_been_delivered_whole_is_not_given_up() -> No
         run.closes(whole)
         run.passes(SETTLE_S + 1)
     assert run.one.given_up.records[A].picks == 0 and run.held_back_s(A) <= 0
+
+
+def evaluation(run: Run, worker: PeerId, version: Version, count: int) -> list[le.Grant]:
+    """Questions of an evaluation of that version, offered while this worker alone asks, at that version."""
+    for _ in range(count):
+        run.groups += 1
+        named = GroupId(f"e{run.groups:05d}")
+        made = GroupSpec(named, (run.groups,), 4, SamplingParams(), int(version), Work.EVALUATE, version)
+        run.tell(le.GroupsOffered((made,)))
+    found = grants(run.tell(le.Wanted(worker, 64, version)))
+    run.tell(le.Wanted(worker, 0, version))
+    return found
+
+
+def test_an_evaluation_handed_back_by_a_worker_that_stays_at_its_version_is_given_up() -> None:
+    run, version = Run(A, B), Version(3)
+    kept = run.given(A, 8 * ROOM)
+    assert kept is not None
+    for grant in evaluation(run, A, version, int(PICKS_MAX) + 1):
+        run.ends(grant, EndReason.HANDED_BACK)
+    assert not evaluation(run, A, version, 1), "it is said to be moving on: others answer the rest"
+    assert run.given(A, 8 * ROOM) is not None, "it may train meanwhile"
+    for _ in range(int(MOVING_S / 10) + 1):
+        run.passes(10.0)
+        run.tell(told(A, B))
+        run.tell(le.Progressed(A, kept.lease_id, 0, int(run.now)))
+    assert run.held_back_s(A) > 0 and run.one.given_up.records[A].ways[GivenUpWay.HANDED_BACK] == PICKS_MAX + 1
+
+
+@pytest.mark.parametrize("says_first", [True, False])
+def test_an_evaluation_handed_back_for_a_newer_version_is_not_given_up_once_a_version(says_first: bool) -> None:
+    run = Run(A, B)
+    for number in range(1, 6):
+        old, new = Version(number), Version(number + 1)
+        given = evaluation(run, A, old, 12)
+        assert len(given) == 12
+        if says_first:
+            run.tell(le.Wanted(A, 0, new))
+        for grant in given:
+            run.ends(grant, EndReason.HANDED_BACK)
+        run.tell(le.Wanted(A, 0, new))
+        assert not evaluation(run, A, old, 1), "nobody comes back to choose more of a version that it has left"
+        assert grants(run.tell(le.Wanted(B, 64, old))), "they are for others"
+        run.tell(le.Wanted(B, 0, old))
+        run.passes(MOVING_S + SETTLE_S + 1)
+        run.tell(told(A, B))
+    record = run.one.given_up.records[A]
+    assert record.picks == record.stops == 0 and run.held_back_s(A) <= 0
 
 
 def test_nobody_is_held_back_where_nobody_else_is_left() -> None:
