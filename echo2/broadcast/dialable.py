@@ -2,7 +2,10 @@
 
 An address in a plan makes every peer that is told of it open a connection there, from inside its own network. So what
 a worker names counts only where the coordinator has seen the worker itself: at the host that its control stream comes
-from. Guarantees: no hostname, no other host, no port of the system's services, no more than NAMED_MAX; addresses of a
+from, or where its relay has dialled it back and been shown its certificate (a control stream by IPv6 says nothing of the
+IPv4 address that its peers can dial).
+
+Guarantees: no hostname, no other host, no port of the system's services, no more than NAMED_MAX; addresses of a
 private network go only to peers that are seen behind the same host. Leaves to others: proving that the worker answers
 there (a connection ends unless the peer shows the certificate of the identity that was meant).
 """
@@ -10,20 +13,45 @@ there (a connection ends unless the peer shows the certificate of the identity t
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
+from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import Access
 
 NAMED_MAX = 4
 PORT_MIN = 1024
 """Below it listen services of the system (SSH, mail, names), which take a crowd of TLS hellos for an attack."""
+PROVEN_S = 900.0
+"""Workers ask for another proof every five minutes."""
+PROVEN_PEERS_MAX = 16_384
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def dialable(named: Access, seen_from: str) -> tuple[Access, tuple[str, ...]]:
-    """What peers may be told of a worker that was seen from this host, and the addresses that were left out."""
-    seen = _ip(seen_from)
-    addresses = tuple(one for one in named.addresses if _is_at(one, seen))[:NAMED_MAX]
+@dataclass(slots=True)
+class Proven:
+    """Where workers were met by a dial back: of each the last place, for PROVEN_S."""
+
+    _by_peer: OrderedDict[PeerId, tuple[str, float]] = field(default_factory=OrderedDict)
+
+    def note(self, peer_id: PeerId, address: str, now: float) -> None:
+        """It showed its certificate at `address`, from whose host its own connection comes."""
+        self._by_peer.pop(peer_id, None)
+        self._by_peer[peer_id] = (address, now)
+        while len(self._by_peer) > PROVEN_PEERS_MAX:
+            self._by_peer.popitem(last=False)
+
+    def of(self, peer_id: PeerId, now: float) -> tuple[str, ...]:
+        address, at = self._by_peer.get(peer_id, ("", 0.0))
+        return (address,) if address and now - at <= PROVEN_S else ()
+
+
+def dialable(named: Access, seen_from: str, proven: Collection[str] = ()) -> tuple[Access, tuple[str, ...]]:
+    """What peers may be told of a worker that was seen from this host and met at the `proven` addresses, and what was left
+    out."""
+    seen, met = _ip(seen_from), {_place(one) for one in proven} - {None}
+    addresses = tuple(one for one in named.addresses if _is_at(one, seen) or _place(one) in met)[:NAMED_MAX]
     is_behind = seen is not None and _ip(named.public_host) == seen
     lan = tuple(one for one in named.lan_addresses if is_behind and _is_within(one, seen))[:NAMED_MAX]
     kept = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
@@ -61,6 +89,12 @@ def _is_within(address: str, seen: _Ip | None) -> bool:
     if host is None or host.is_loopback or host.is_link_local or host.is_unspecified or host.is_multicast:
         return host is not None and host == seen
     return host == seen or not host.is_global
+
+
+def _place(address: str) -> tuple[_Ip, int] | None:
+    """Host and port of an address that may be dialled, however it is written."""
+    host = _host(address)
+    return None if host is None else (host, int(address.rpartition(":")[2]))
 
 
 def _host(address: str) -> _Ip | None:

@@ -2,7 +2,9 @@
 
 Guarantees: an exception that nobody foresaw, in handling what a peer sent, ends that peer's call and is logged once with the
 peer's name (again after QUIET_S, with the count of those not logged); bytes that are no message end their call with
-INVALID_ARGUMENT and no traceback; a caller that goes before its answer is no error. Every server is guarded so; streams that are dialled note their mishaps
+INVALID_ARGUMENT and no traceback; a caller that goes before its answer is no error.
+
+Every server is guarded so; streams that are dialled note their mishaps
 by the same `Mishaps`. Leaves to others: errors that are foreseen (`EchoError`), which have answers of their own.
 """
 

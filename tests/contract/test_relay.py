@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import trio
 from libp2p.custom_types import TProtocol
+from libp2p.host.autonat.autonat import AUTONAT_PROTOCOL_ID
+from libp2p.host.autonat.pb.autonat_pb2 import Message
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.utils import encode_varint_prefixed, read_varint_prefixed_bytes
 from multiaddr import Multiaddr
 
 from echo2.base.errors import Unreachable
@@ -52,13 +55,16 @@ class Lab:
         self.authority = authority()
         self.book = RelayBook(limits)
         self.barred: set[PeerId] = set()
+        self.met: dict[PeerId, str] = {}
         self.own = credentials(self.authority)
         self.relay = MixedTransport(self.own)
         self.transports = [self.relay]
 
     async def serve(self) -> None:
         self.relay.accept = refuse_exchange
-        self.relay.settings = P2pSettings("127.0.0.1", book=self.book, is_barred=self.barred.__contains__)
+        self.relay.settings = P2pSettings(
+            "127.0.0.1", book=self.book, is_barred=self.barred.__contains__, proven=self.met.__setitem__
+        )
         self.address = f"127.0.0.1:{await self.relay.serve()}"
 
     def member(self, of: tls.Credentials, accept: Callable[[Connection], Any] = refuse_exchange) -> MixedTransport:
@@ -136,6 +142,42 @@ def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.Monk
                     assert bool(answer) == (is_answered and protocol != DCUTR), (protocol, is_answered)
 
     asyncio.run(scene())
+
+
+def test_a_member_that_is_dialled_back_is_told_with_its_address_and_vouches_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene() -> None:
+        async with lab(monkeypatch) as made:
+            own = credentials(made.authority)
+            server = tls.new_server()
+            port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(own))
+            await server.start()
+            try:
+                for of, claimed, is_told in ((own, own, True), (credentials(made.authority), own, False)):
+                    member = made.member(of)  # the second one may forward the port of the first
+                    await until(lambda member=member: member.facts.relays, "a place")  # type: ignore[misc]
+                    p2p, asked = member._p2p, partial(claim, made.own.peer_id, claimed.peer_id, port)
+                    assert p2p is not None
+                    assert await p2p._thread.call(partial(asked, p2p._host)) == is_told
+                    assert made.met == ({own.peer_id: f"127.0.0.1:{port}"} if is_told else {})
+                    made.met.clear()
+            finally:
+                await server.stop(0)
+
+    asyncio.run(scene())
+
+
+async def claim(relay: PeerId, claimed: PeerId, port: int, host: P2pHost) -> bool:
+    """Whether the relay says that the member of that name can be reached at this machine's port."""
+    request = Message(type=Message.DIAL)
+    request.dial.peer.id = ID.from_base58(claimed).to_bytes()
+    request.dial.peer.addrs.append(Multiaddr(f"/ip4/127.0.0.1/tcp/{port}").to_bytes())
+    stream = await host._host.new_stream(ID.from_base58(relay), [AUTONAT_PROTOCOL_ID])
+    await stream.write(encode_varint_prefixed(request.SerializeToString()))
+    answer = Message()
+    answer.ParseFromString(await read_varint_prefixed_bytes(stream))
+    return int(answer.dialResponse.status) == int(Message.OK)
 
 
 def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,34 @@ def test_its_own_address_is_told_few_ports_of_it_and_ten_thousand_are_no_message
     play(scene)
 
 
+def test_where_the_relay_has_met_a_worker_is_told_though_it_is_seen_elsewhere_and_for_no_other(tmp_path: Path) -> None:
+    """As one whose control stream comes by IPv6 and whose port listens by IPv4."""
+
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            learner, worker, liar = [await Node.join(daemon, role) for role in (Role.LEARNER, Role.WORKER, Role.WORKER)]
+            await learner.hello()
+            async with seen_from(ELSEWHERE, worker.credentials.coordinator_address) as detour:
+                met, address = [], "127.0.0.1:7000"
+                for one in (worker, liar):
+                    met.append(node := Node(replace(one.credentials, coordinator_address=detour)))
+                    await node.hello(addresses=[address])
+                daemon.hub.proven.note(worker.credentials.peer_id, address, daemon.hub.clock.now())
+                for node in met:
+                    await node.say(heartbeat=pb.Heartbeat(reach=pb.Reach(addresses=[address])))
+                plan = await node_of(learner, worker.credentials.peer_id, lambda n: bool(n.addresses))
+                told = {one.peer_id: one.addresses for one in plan.nodes}
+                assert told[worker.credentials.peer_id] == (address,)
+                assert told[liar.credentials.peer_id] == ()
+                for node in met:
+                    await node.close()
+            for one in (learner, worker, liar):
+                await one.close()
+
+    play(scene)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
 def test_a_network_behind_a_host_is_told_where_that_host_is_the_one_it_is_seen_from(tmp_path: Path, host: str) -> None:
     async def scene() -> None:

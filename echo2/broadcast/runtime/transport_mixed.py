@@ -36,6 +36,7 @@ class P2pSettings:
     grpc_port: int = 0
     book: RelayBook | None = None
     is_barred: Callable[[PeerId], bool] = lambda peer: False
+    proven: Callable[[PeerId, str], None] = lambda peer, address: None
 
 
 class MixedTransport:
@@ -81,7 +82,7 @@ class MixedTransport:
         assert self.accept is not None, "set accept before"
         settings = self.settings
         options = HostOptions(
-            settings.listen_host, settings.port, settings.grpc_port, settings.book, settings.is_barred
+            settings.listen_host, settings.port, settings.grpc_port, settings.book, settings.is_barred, settings.proven
         )
         p2p = P2pTransport(self._credentials, options, self.accept, self._tell)
         await p2p.start()

@@ -191,7 +191,13 @@ class CoordinatorDaemon:
         await asyncio.to_thread(importlib.import_module, "echo2.coordinator.runtime.relay")
         from echo2.coordinator.runtime.relay import serve_relay
 
-        bound, close = await serve_relay(own, self.options.host, port, self._is_banned)
+        hub, loop = self.hub, asyncio.get_running_loop()
+        assert hub is not None, "the relay is the last to serve"
+
+        def proven(peer: PeerId, address: str) -> None:
+            loop.call_soon_threadsafe(hub.proven.note, peer, address, hub.clock.now())
+
+        bound, close = await serve_relay(own, self.options.host, port, self._is_banned, proven)
         servers.push_async_callback(close)
         store.write(StoreChanges(meta={"relay_port": str(bound)}))
         _log.info("relay for workers behind NATs at %s", joined(self.options.link_host, bound))

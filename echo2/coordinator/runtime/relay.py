@@ -16,12 +16,12 @@ from echo2.trust.runtime.tls import Credentials
 
 
 async def serve_relay(
-    own: Credentials, host: str, port: int, is_barred: Callable[[PeerId], bool]
+    own: Credentials, host: str, port: int, is_barred: Callable[[PeerId], bool], proven: Callable[[PeerId, str], None]
 ) -> tuple[int, Callable[[], Awaitable[None]]]:
-    """Listens; the port that was bound, and how to end it. `is_barred` is asked from the relay's thread."""
+    """Listens; the port that was bound, and how to end it. `is_barred` is asked and `proven` told in the relay's thread."""
     relay = MixedTransport(own)
     relay.accept = refuse_exchange
-    relay.settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred)
+    relay.settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred, proven=proven)
     try:
         return await relay.serve(), relay.close
     except BaseException:

@@ -57,7 +57,8 @@ class StreamRole(Protocol[Order]):
 
 
 class WorkerParty:
-    """Worker messages to the hub. `seen_from`: the host that its stream comes from; peers are told no other."""
+    """Worker messages to the hub. `seen_from`: the host that its stream comes from; peers are told no other, but where the relay
+    has met it."""
 
     role = Role.WORKER
 
@@ -74,7 +75,8 @@ class WorkerParty:
 
     def _dialable(self, named: Access, peer_id: PeerId) -> Access:
         """What peers are told of it. What they are not told is logged when it changes."""
-        kept, left_out = dialable(named, self._seen_from)
+        proven = self._hub.proven.of(peer_id, self._hub.clock.now())
+        kept, left_out = dialable(named, self._seen_from, proven)
         if left_out and left_out != self._left_out:
             shown = ", ".join(repr(one) for one in left_out[:NAMED_MAX])
             _log.info("worker %s: peers are not told %s: seen from %s", peer_id, shown, self._seen_from)

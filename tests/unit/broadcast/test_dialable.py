@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialable import NAMED_MAX, dialable, is_punchable
+from echo2.broadcast.dialable import NAMED_MAX, PROVEN_PEERS_MAX, PROVEN_S, Proven, dialable, is_punchable
 from echo2.broadcast.reachability import Access
 
 SEEN = "203.0.113.9"
@@ -40,6 +40,25 @@ def test_an_address_elsewhere_than_where_it_is_seen_is_told_to_nobody(address: s
 def test_the_host_that_it_is_seen_from_is_told(address: str, seen: str) -> None:
     kept, left_out = dialable(Access(addresses=(address,)), seen)
     assert (kept.addresses, left_out) == ((address,), ())
+
+
+def test_where_it_was_met_is_told_beside_where_it_is_seen_however_it_is_written() -> None:
+    named = Access(addresses=("198.51.100.4:8421", "198.51.100.4:8422", "10.0.0.5:5000", "[2001:db8::7]:8421"))
+    kept, left_out = dialable(named, "2001:db8::7", ("[::ffff:198.51.100.4]:8421",))
+    assert kept.addresses == ("198.51.100.4:8421", "[2001:db8::7]:8421")
+    assert left_out == ("198.51.100.4:8422", "10.0.0.5:5000"), "another port or host was not met"
+    assert dialable(Access(), SEEN, ("198.51.100.4:8421",))[0].addresses == (), "what it does not name nobody is told"
+
+
+def test_a_proof_is_its_own_workers_ends_and_the_last_counts() -> None:
+    proven, a, b = Proven(), PeerId("a"), PeerId("b")
+    proven.note(a, "198.51.100.4:1", 0.0)
+    proven.note(a, "198.51.100.4:2", 1.0)
+    assert (proven.of(a, 2.0), proven.of(b, 2.0)) == (("198.51.100.4:2",), ())
+    assert proven.of(a, 1.0 + PROVEN_S) and not proven.of(a, 2.0 + PROVEN_S)
+    for number in range(PROVEN_PEERS_MAX):
+        proven.note(PeerId(f"p{number}"), "198.51.100.4:3", 2.0)
+    assert not proven.of(a, 2.0)
 
 
 def test_a_worker_seen_at_one_loopback_address_names_no_other() -> None:

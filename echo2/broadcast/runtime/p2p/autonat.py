@@ -3,8 +3,8 @@
 The library's service asks whether its host can connect to a peer that is connected already, which is always true
 (0.8.1, `_try_dial`), and knows libp2p ports only. Here the dial-back is a TLS handshake with the member's gRPC port:
 it must show the certificate of that very member. Guarantees: only addresses at the member's own observed IP are dialled
-(the library sees to that), ADDRESSES_MAX a request, one request a member at a time and PAUSE_S apart. Waits: PROBE_S a
-dial, in a thread.
+(the library sees to that), for nobody but the member itself, ADDRESSES_MAX a request, one request a member at a time and
+PAUSE_S apart; where a member was met is told to `proven`. Waits: PROBE_S a dial, in a thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import trio
@@ -23,6 +25,7 @@ from multiaddr import Multiaddr
 
 from echo2.base.errors import TrustError
 from echo2.base.ids import PeerId
+from echo2.broadcast.runtime.addresses import joined
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.relay import peer_of_stream, reset
 from echo2.trust.identity import NodeCertificate
@@ -32,15 +35,19 @@ PAUSE_S = 1.0
 PROBE_S = 4.0
 ANSWER_S = 2 * PROBE_S * ADDRESSES_MAX
 PROBES_AT_ONCE = 16
+_asking: ContextVar[PeerId] = ContextVar("asking")
+"""Whose request this task serves: the library hands on what the request says of itself alone."""
 _log = logging.getLogger("echo2.broadcast")
 
 
 class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped library
     """`is_serving` False: it only asks."""
 
-    def __init__(self, host: BasicHost, members: Members, *, is_serving: bool) -> None:
+    def __init__(
+        self, host: BasicHost, members: Members, *, is_serving: bool, proven: Callable[[PeerId, str], None]
+    ) -> None:
         super().__init__(host, serve=is_serving)
-        self._members = members
+        self._members, self._proven = members, proven
         self._asked_at: dict[PeerId, float] = {}
         self._limit = trio.CapacityLimiter(PROBES_AT_ONCE)
 
@@ -52,15 +59,19 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
             return
         self._asked_at = {peer: at for peer, at in self._asked_at.items() if now - at < PAUSE_S}
         self._asked_at[member] = now
+        _asking.set(member)
         await super().handle_stream(stream)
 
     async def _try_dial(self, peer_id: ID, addrs: list[bytes]) -> bytes | None:
+        peer = PeerId(peer_id.to_base58())
+        if peer != _asking.get():
+            return None
         for raw in addrs[:ADDRESSES_MAX]:
             host, port = _host_and_port(raw)
-            peer = PeerId(peer_id.to_base58())
             if await trio.to_thread.run_sync(
                 _shows_certificate, host, port, peer, self._members.credentials.authority_pem, limiter=self._limit
             ):
+                self._proven(peer, joined(host, port))
                 return raw
         return None
 

@@ -65,7 +65,7 @@ logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 @dataclass(frozen=True, slots=True)
 class HostOptions:
     """`port` 0: any. `grpc_port` 0: nobody is asked whether it can be reached. `book`: this node is a relay.
-    `is_barred`: members that get nothing here (asked in trio).
+    `is_barred`: members that get nothing here; `proven`: told where a member was dialled back (both in trio).
     """
 
     listen_host: str = "0.0.0.0"
@@ -73,6 +73,7 @@ class HostOptions:
     grpc_port: int = 0
     book: RelayBook | None = None
     is_barred: Callable[[PeerId], bool] = lambda peer: False
+    proven: Callable[[PeerId, str], None] = lambda peer, address: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class P2pHost:
         self.accepted = AcceptGate()
         self._relays: dict[PeerId, trio.CancelScope] = {}
         self._seen_at: dict[PeerId, float] = {}
-        self._judged_at = -JUDGE_S
+        self._judged_at: dict[PeerId, float] = {}
         self._told: dict[PeerId, str] = {}
         self._waiting: Counter[PeerId] = Counter()  # streams of peers that have not shown their certificate yet
 
@@ -128,7 +129,9 @@ class P2pHost:
         self._host = host
         kind = "ip6" if ":" in self.options.listen_host else "ip4"
         listen = Multiaddr(f"/{kind}/{self.options.listen_host}/tcp/{self.port}")
-        self._autonat = ReachabilityService(host, self._members, is_serving=self.options.book is not None)
+        self._autonat = ReachabilityService(
+            host, self._members, is_serving=self.options.book is not None, proven=self.options.proven
+        )
         relay = MemberRelay(host, self._members, self.options.book, self._circuit_came)
         self._gate.stand_before(host)
         self.accepted.stand_before(host)
@@ -260,7 +263,8 @@ class P2pHost:
     async def _settle_at(self, peer: PeerId, address: str) -> None:
         """Connected, known as members to one another, a place taken, and our own port judged."""
         with trio.fail_after(CONNECT_S):
-            info = PeerInfo(ID.from_base58(peer), [relay := await _multiaddr_of(address)])
+            relay = await _multiaddr_of(address, self.options.listen_host)
+            info = PeerInfo(ID.from_base58(peer), [relay])
             self._gate.know_relay(relay)
             await self._host.connect(info)
             await self._introduce(peer)
@@ -280,8 +284,9 @@ class P2pHost:
         raise Unreachable("the connection ended")
 
     async def _judge(self, server: PeerId) -> None:
-        """Where the others see us, and whether they can dial our gRPC port there."""
-        is_fresh = self.facts.is_reachable is not None and trio.current_time() - self._judged_at < JUDGE_S
+        """Where the others see us, and whether they can dial our gRPC port there. Each relay is asked, for peers are told what the
+        coordinator's own has seen; its word goes before that of others."""
+        is_fresh = self._is_judged_by(server)
         host = "" if is_fresh or not self.options.grpc_port else await self._observed_host()
         if not host:
             return
@@ -290,8 +295,17 @@ class P2pHost:
         except Exception as error:  # asked again at the next renewal
             _log.info("libp2p: %s did not say whether we can be reached: %s", server, error or type(error).__name__)
             return
-        self._judged_at = trio.current_time()
+        if verdict is None:
+            return
+        self._judged_at[server] = trio.current_time()
+        coordinator = self.credentials.coordinator_peer_id
+        if server != coordinator and self._is_judged_by(coordinator):
+            return
         self._change(replace(self.facts, public_host=host, is_reachable=verdict))
+
+    def _is_judged_by(self, server: PeerId) -> bool:
+        """Not long ago."""
+        return trio.current_time() - self._judged_at.get(server, -JUDGE_S) < JUDGE_S
 
     async def _observed_host(self) -> str:
         """By identify: the address from which our connections come, as relays see it."""
@@ -389,10 +403,12 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-async def _multiaddr_of(address: str) -> Multiaddr:
+async def _multiaddr_of(address: str, own_host: str = "") -> Multiaddr:
+    """Of the family in which this node listens, where the name has one of it: that is where it is to be seen."""
     host, _, port = address.rpartition(":")
     found = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     if not found:
         raise Unreachable(f"{address}: expected a host that can be resolved")
-    family, ip = found[0][0], found[0][4][0]
+    own = socket.AF_INET6 if ":" in own_host else socket.AF_INET
+    family, ip = next(((one[0], one[4][0]) for one in found if one[0] == own), (found[0][0], found[0][4][0]))
     return Multiaddr(f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{ip}/tcp/{port}")
