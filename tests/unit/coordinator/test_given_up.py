@@ -246,8 +246,8 @@ def evaluation(run: Run, worker: PeerId, version: Version, count: int) -> list[l
         named = GroupId(f"e{run.groups:05d}")
         made = GroupSpec(named, (run.groups,), 4, SamplingParams(), int(version), Work.EVALUATE, version)
         run.tell(le.GroupsOffered((made,)))
-    found = grants(run.tell(le.LeasesWanted(worker, 64, version)))
-    run.tell(le.LeasesWanted(worker, 0, version))
+    found = grants(run.tell(le.RolloutsWanted(worker, 64, version)))
+    run.tell(le.RolloutsWanted(worker, 0, version))
     return found
 
 
@@ -274,13 +274,13 @@ def test_an_evaluation_handed_back_for_a_newer_version_is_not_given_up_once_a_ve
         given = evaluation(run, A, old, 12)
         assert len(given) == 12
         if says_first:
-            run.tell(le.LeasesWanted(A, 0, new))
+            run.tell(le.RolloutsWanted(A, 0, new))
         for grant in given:
             run.ends(grant, EndReason.HANDED_BACK)
-        run.tell(le.LeasesWanted(A, 0, new))
+        run.tell(le.RolloutsWanted(A, 0, new))
         assert not evaluation(run, A, old, 1), "nobody comes back to choose more of a version that it has left"
-        assert grants(run.tell(le.LeasesWanted(B, 64, old))), "they are for others"
-        run.tell(le.LeasesWanted(B, 0, old))
+        assert grants(run.tell(le.RolloutsWanted(B, 64, old))), "they are for others"
+        run.tell(le.RolloutsWanted(B, 0, old))
         run.passes(MOVING_S + SETTLE_S + 1)
         run.tell(told(A, B))
     record = run.one.given_up.records[A]
