@@ -65,7 +65,7 @@ ALLOWED_NATS = SuspicionConfig().noise_nats
 OWN = ", says that it cannot draw by its seeds"
 WORST = {
     "hands back prompts whose first completion is poor, the rest honest": "others draw them by the same seeds; one lease in 17",
-    f"best of four by reward{OWN}": "its rollouts are the best of four; it is looked at more often",
+    f"best of four by reward{OWN}": "refused by default; where drafts are allowed, its rollouts are the best of four",
 }
 """What a lie that is not found can do."""
 

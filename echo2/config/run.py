@@ -185,6 +185,10 @@ class LearnerSection(Section):
     audit_share: Annotated[
         Fraction, Field(description="Share of the rollouts scored again, to find workers that cheat; 0: none.")
     ] = 0.12
+    drafting_workers: Annotated[
+        bool,
+        Field(description="Workers may draft tokens, not drawn by their leases' seeds; else their reports are refused."),
+    ] = False
     host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
     advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""
     port: Annotated[Port, Field(description="Port of ingest and broadcast; 0: any free one.")] = 0

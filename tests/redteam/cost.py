@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +23,8 @@ from tests.redteam.scene import Scene, last_step
 
 DAEMONS = ("coordinator", "learner", "w0")
 PROBE_PAUSE_S = 0.1
+ANSWER_S = 20.0
+INSIDE = Path(__file__).parent / "inside"
 
 
 def _kernel(pid: int, name: str) -> str:
@@ -28,6 +33,32 @@ def _kernel(pid: int, name: str) -> str:
 
 def rss_bytes(pid: int) -> int:
     return int(_kernel(pid, "statm").split()[1]) * 4096
+
+
+def held_bytes(cluster: Cluster) -> dict[str, int]:
+    """In RAM, by daemon."""
+    return {name: rss_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None}
+
+
+def count_live_bytes(cluster: Cluster) -> None:
+    """Before its daemons start: `live_bytes` can be asked of them. All that Python allocates is glibc's then."""
+    folder = cluster.folder / "live"
+    folder.mkdir()
+    with_it = ["env", f"PYTHONPATH={INSIDE}:{ROOT}", "PYTHONMALLOC=malloc", f"LIVE_BYTES_IN={folder}"]
+    cluster.placed = lambda name, argv: [*with_it, *argv]
+
+
+def live_bytes(cluster: Cluster) -> dict[str, int]:
+    """Allocated and not freed, by daemon."""
+    files = {name: cluster.folder / "live" / str(cluster.processes[name].pid) for name in DAEMONS}
+    for name, path in files.items():
+        path.unlink(missing_ok=True)
+        os.kill(cluster.processes[name].pid, signal.SIGUSR2)
+    until = time.monotonic() + ANSWER_S
+    while not all(path.exists() for path in files.values()):
+        assert time.monotonic() < until, "a daemon does not say what it holds"
+        time.sleep(0.05)  # a real process has no virtual clock
+    return {name: int(path.read_text()) for name, path in files.items()}
 
 
 def cpu_s(pid: int) -> float:
@@ -43,10 +74,12 @@ def loop_cpu_s(pid: int) -> float:
 
 @dataclass
 class Cost:
-    """Of one window, by daemon. `held_ms`: the most that the loop's thread worked between a call and its answer."""
+    """Of one window, by daemon. `kept_bytes`: in RAM; `live_bytes`: allocated, where it was asked; `held_ms`: the most that the
+    loop's thread worked between a call and its answer."""
 
     messages: int = 0
     kept_bytes: dict[str, int] = field(default_factory=dict)
+    live_bytes: dict[str, int] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     held_ms: dict[str, float] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
@@ -74,6 +107,7 @@ class Cost:
         return Cost(
             self.messages + other.messages,
             {name: size + other.kept_bytes.get(name, 0) for name, size in self.kept_bytes.items()},
+            {name: size + other.live_bytes.get(name, 0) for name, size in self.live_bytes.items()},
             {name: spent + other.cpu_s.get(name, 0.0) for name, spent in self.cpu_s.items()},
             {name: max(held, other.held_ms.get(name, 0.0)) for name, held in self.held_ms.items()},
             sorted({*self.ended, *other.ended}),

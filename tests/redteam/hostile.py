@@ -112,8 +112,11 @@ class Stalled:
 
     def push(self, stream: int, size: int, announced: int, seconds: float) -> None:
         """Sends up to `size` bytes of a message said to have `announced`, as the windows allow."""
-        left = memoryview(b"\x00" + struct.pack(">I", announced) + bytes(size))
-        until = time.monotonic() + seconds
+        self.send(stream, b"\x00" + struct.pack(">I", announced) + bytes(size), seconds)
+
+    def send(self, stream: int, data: bytes, seconds: float) -> None:
+        """As the windows allow, for so long."""
+        left, until = memoryview(data), time.monotonic() + seconds
         while left and time.monotonic() < until:
             room = min(len(left), self._windows.get(stream, 0), self._whole, 16_384)
             if room <= 0:

@@ -218,7 +218,8 @@ class LearnerDaemon:
             prepared.shelf, prepared.journal, prepared.prompts, offers, prepared.history.cursor, prepared.examination
         )
         intake.restore(prepared.history)
-        ingest = IngestService(intake, RunId(options.run_id), credentials.coordinator_peer_id)
+        coordinator = credentials.coordinator_peer_id
+        ingest = IngestService(intake, RunId(options.run_id), coordinator, requires_seeds=options.requires_seeds)
         ingest_pb2_grpc.add_IngestServicer_to_server(ingest, server)
         broadcaster = self._make_broadcaster(server, credentials, options)
         publisher = self._publisher(prepared, broadcaster, intake)

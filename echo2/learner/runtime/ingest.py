@@ -42,8 +42,10 @@ _log = logging.getLogger("echo2.learner")
 class IngestService(ingest_pb2_grpc.IngestServicer):
     """Serves one run."""
 
-    def __init__(self, intake: Intake, run_id: RunId, coordinator_peer_id: PeerId) -> None:
-        self.intake = intake
+    def __init__(
+        self, intake: Intake, run_id: RunId, coordinator_peer_id: PeerId, *, requires_seeds: bool = False
+    ) -> None:
+        self.intake, self._requires_seeds = intake, requires_seeds
         self.run_id = run_id
         self.coordinator_peer_id = coordinator_peer_id
         self.barred: dict[PeerId, str] = {}
@@ -115,6 +117,11 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         begun = monotonic()
         check(report, peer_id)
         ticket = self._ticket_of(report, peer_id, tickets)
+        if self._requires_seeds and not report.draws_by_seed:
+            raise NotAllowed(
+                f"{peer_id}: expected an engine that draws by the seeds of its leases, got one that drafts tokens: "
+                "set worker.draft_tokens = 0 there, or learner.drafting_workers = true here"
+            )
         segments = segments_from_report(report)
         await self._pause(2 * (monotonic() - begun), peer_id)  # as much again goes into what follows
         own = [segment for segment in segments if segment.group_id == ticket.group_id]

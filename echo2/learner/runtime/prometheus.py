@@ -1,24 +1,32 @@
 """The learner's numbers for Prometheus.
 
 Guarantees: every number of the last row is a gauge, under a name that follows from the row's by rule (docs/learner.md);
-a request never waits for the training. Leaves to others: the values (record), the table of names (docs/learner.md).
-Waits for: requests, in threads of its own.
+a request never waits for the training; CONNECTIONS_MAX at a time, each ended after CONNECTION_S, whatever it says or leaves
+out. Leaves to others: the values (record), the table of names (docs/learner.md). Waits for: requests, in threads of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from echo2.base.errors import PortBusy
 
 HOST = "127.0.0.1"
+CONNECTIONS_MAX, CONNECTION_S = 16, 10.0
 PREFIX = "echo2_learner_"
+_log = logging.getLogger("echo2.learner")
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -50,6 +58,45 @@ class LastRow(Collector):
                     yield family
 
 
+class _BoundedServer(ThreadingMixIn, WSGIServer):
+    """A thread a connection; programs of this machine that say nothing take no more than CONNECTIONS_MAX of them."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        end = threading.Timer(CONNECTION_S, _shut, (request,))
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a request for metrics ended early", exc_info=True)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing: each look at the numbers is no event."""
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # over already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class PrometheusEndpoint:
     """A sink whose last row is served at /metrics, to this machine alone: plain HTTP asks nobody who he is."""
 
@@ -57,11 +104,12 @@ class PrometheusEndpoint:
         registry = CollectorRegistry(auto_describe=False)
         self._rows = LastRow(now)
         registry.register(self._rows)
-        self._server: Any
         try:
-            self._server, self._thread = start_http_server(port, HOST, registry)
+            self._server = make_server(HOST, port, make_wsgi_app(registry), _BoundedServer, _QuietHandler)
         except OSError as error:
             raise PortBusy(f"learner.metrics_port: expected {HOST}:{port} to be free, got {error}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:

@@ -199,3 +199,22 @@ def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_name
         call.cancel()
 
     asyncio.run(stage.play(scene))
+
+
+def test_where_seeds_are_asked_for_nothing_is_taken_of_an_engine_that_draws_by_its_own(stage: Stage) -> None:
+    """One that picks the best of several by reward would not be found."""
+    stage.service = IngestService(stage.intake, RunId(RUN), stage.authority.identity.peer_id, requires_seeds=True)
+
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        stream = stub.Report()
+        await stream.write(report_of(stage, worker, draws_by_seed=False))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stream.read()
+        assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert "worker.draft_tokens = 0" in (raised.value.details() or "")
+        assert not any(r.token_ids for r in stage.intake.held.groups[stage.group_id].rollouts)
+        stream = stub.Report()
+        await stream.write(report_of(stage, worker, draws_by_seed=True))
+        assert any(v.verdict is Verdict.ADMITTED for v in verdicts_from_message(await stream.read()))
+
+    asyncio.run(stage.play(scene))
