@@ -30,7 +30,7 @@ _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(slots=True)
-class Proven:
+class MetAddresses:
     """Where workers were met by a dial back: of each the last place, for PROVEN_S."""
 
     _by_peer: OrderedDict[PeerId, tuple[str, float]] = field(default_factory=OrderedDict)

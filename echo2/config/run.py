@@ -187,7 +187,9 @@ class LearnerSection(Section):
     ] = 0.12
     drafting_workers: Annotated[
         bool,
-        Field(description="Workers may draft tokens, not drawn by their leases' seeds; else their reports are refused."),
+        Field(
+            description="Workers may draft tokens, not drawn by their leases' seeds; else their reports are refused."
+        ),
     ] = False
     host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
     advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""

@@ -18,7 +18,7 @@ from itertools import islice
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, NotAllowed, VersionMismatch
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.dialable import Proven
+from echo2.broadcast.dialable import MetAddresses
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
@@ -87,7 +87,7 @@ class Hub:
         self.workers: dict[PeerId, WorkerSession] = {}
         self.learner: LearnerSession | None = None
         self.reckoning = Reckoning()
-        self.proven = Proven()
+        self.proven = MetAddresses()
         self.plan: Plan | None = None
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialable import NAMED_MAX, PROVEN_PEERS_MAX, PROVEN_S, Proven, dialable, is_punchable
+from echo2.broadcast.dialable import NAMED_MAX, PROVEN_PEERS_MAX, PROVEN_S, MetAddresses, dialable, is_punchable
 from echo2.broadcast.reachability import Access
 
 SEEN = "203.0.113.9"
@@ -51,7 +51,7 @@ def test_where_it_was_met_is_told_beside_where_it_is_seen_however_it_is_written(
 
 
 def test_a_proof_is_its_own_workers_ends_and_the_last_counts() -> None:
-    proven, a, b = Proven(), PeerId("a"), PeerId("b")
+    proven, a, b = MetAddresses(), PeerId("a"), PeerId("b")
     proven.note(a, "198.51.100.4:1", 0.0)
     proven.note(a, "198.51.100.4:2", 1.0)
     assert (proven.of(a, 2.0), proven.of(b, 2.0)) == (("198.51.100.4:2",), ())
