@@ -21,6 +21,7 @@
     ├── StateError             persistent state is missing, locked or of another run
     ├── TaskError              a task, its data or a reward is wrong
     ├── TrainingError          loss or gradient stayed without a finite value
+    ├── RunFinished            the run is over: there is no work left to do
     └── Unreachable            a peer did not answer within its stated time
 
 A message says what was expected, what came, and whose it was. The command line prints it as one line and
@@ -138,3 +139,9 @@ class TrainingError(EchoError):
     """Loss or gradient had no finite value for too many steps in a row."""
 
     exit_code = 11
+
+
+class RunFinished(EchoError):
+    """The run is over: there is no work left to do. No failure: a worker that is told so ends with exit code 0."""
+
+    exit_code = 0

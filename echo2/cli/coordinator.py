@@ -60,6 +60,7 @@ def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:
         over_provision=section.over_provision,
         quantised_workers=section.quantised_workers,
         database_url=section.database_url,
+        exit_when_finished=section.exit_when_finished,
         dashboard_host=section.dashboard_host,
     )
 

@@ -237,7 +237,7 @@ class CoordinatorSection(Section):
     ] = 2.0
     target_utilisation: Annotated[Fraction, Field(description="Share of time that the learner should train.")] = 0.98
     usd_per_hour_cap: Annotated[float, Field(ge=0, description="The pool never costs more; 0: no cap.")] = 0.0
-    usd_budget: Annotated[float, Field(ge=0, description="Spending at which all workers are drained; 0: none.")] = 0.0
+    usd_budget: Annotated[float, Field(ge=0, description="Spending at which all workers stand by; 0: none.")] = 0.0
     planner_mode: Annotated[
         Literal["advise", "approve", "auto"],
         Field(description="The planner's wishes are shown, wait for a button, or are acted on within the budget."),
@@ -249,6 +249,9 @@ class CoordinatorSection(Section):
     quantised_workers: Annotated[
         bool,
         Field(description="Workers may generate by rounded weights (worker.quantisation); else they are refused."),
+    ] = False
+    exit_when_finished: Annotated[
+        bool, Field(description="The coordinator ends with its run; else it stays for its page, at no cost.")
     ] = False
     database_url: Annotated[str, Field(description="postgresql+psycopg://…; empty: SQLite in the run's folder.")] = ""
     dashboard_host: Annotated[str, Field(description="Address of the operator's page; empty: the coordinator's.")] = ""
@@ -278,7 +281,7 @@ class WorkerSection(Section):
         Literal["keep_kv", "recompute_kv", "finish_first"],
         Field(description="What a new version does to sequences in flight."),
     ] = "recompute_kv"
-    price_usd_per_hour: Annotated[float, Field(ge=0, description="What this machine costs while it is active.")] = 0.0
+    price_usd_per_hour: Annotated[float, Field(ge=0, description="What this machine costs.")] = 0.0
     is_spot: Annotated[bool, Field(description="Whether the machine may be taken away at any time.")] = False
     uplink_limit: Annotated[BytesPerSecond, Field(description="Never sends faster; 0: no limit.")] = 0.0
     emulated_uplink: Annotated[BytesPerSecond, Field(description="Shapes its sending, for trials; 0: off.")] = 0.0

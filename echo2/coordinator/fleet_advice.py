@@ -57,7 +57,7 @@ class FleetAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Purse:
-    """0: no cap, no budget. `usd_per_hour` is what the fleet costs now, machines on their way included."""
+    """0: no cap, no budget. `usd_per_hour`: of workers that work and of rented machines, those on their way included."""
 
     usd_per_hour: float
     usd_spent: float

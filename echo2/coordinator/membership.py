@@ -68,7 +68,7 @@ class LivenessRule:
 class Member:
     """One worker, as last heard. `cut_at`: when its stream broke; None while it stands. As of the last plan: `is_shunned`,
     `is_on_trial`, and what it delivers, `delivered_per_s` (worth; None: the learner tells nothing). `price_approved`: in
-    USD/h, by the operator."""
+    USD/h, by the operator. `usd_spent`: while it worked; `usd_standby`: beside that, since this process began."""
 
     peer_id: PeerId
     hello: WorkerHello
@@ -91,6 +91,7 @@ class Member:
     price_approved: float = 0.0
     activation_since: float = 0.0
     usd_spent: float = 0.0
+    usd_standby: float = 0.0
     metered_until: float = 0.0
     last_liveness: Liveness = Liveness.ALIVE
     last_activation: Activation | None = None
@@ -203,6 +204,8 @@ class Membership:
             if member.last_liveness is not Liveness.GONE:
                 member.heard_at, member.cut_at, member.is_restored = now, now, True
                 member.last_liveness = Liveness.SUSPECT
+            else:
+                member.has_left = True  # until it comes again
             if member.setting is OperatorSetting.ACTIVE:
                 member.price_approved = member.hello.price_usd_per_hour
             self.members[member.peer_id] = member

@@ -44,7 +44,9 @@ class CoordinatorOptions:
     `over_provision` above 1: so many times the groups that the plan asks for are let in, and a step's stragglers are
     stopped once it has begun, to go on elsewhere (long_tail). `quantised_workers`: workers may generate by rounded
     weights, which they say when they come. `model_path`: the base checkpoint, hub id or folder, as join commands name
-    it: a worker that has it fetches one delta instead of a keyframe. Times without a unit in the name are seconds, as everywhere.
+    it: a worker that has it fetches one delta instead of a keyframe. `exit_when_finished`: the process ends once the
+    learner has finished, all workers have gone and all rented machines are given back; else the page stays.
+    Times without a unit in the name are seconds, as everywhere.
     """
 
     run_id: RunId
@@ -73,6 +75,7 @@ class CoordinatorOptions:
     over_provision: float = 1.0
     quantised_workers: bool = False
     plan_interval_s: float = 5.0
+    exit_when_finished: bool = False
     limits: CoordinatorLimits = field(default_factory=CoordinatorLimits)
 
     def __post_init__(self) -> None:

@@ -99,8 +99,8 @@ class WorkerTraits:
 class World:
     """One run. `daemons` are those that live."""
 
-    def __init__(self, scene: Scene, workers: int | None = None) -> None:
-        self.scene = scene
+    def __init__(self, scene: Scene, workers: int | None = None, steps: int = STEPS_MAX) -> None:
+        self.scene, self.steps = scene, steps
         self.loop = VirtualLoop()
         self.root = Path(tempfile.mkdtemp(prefix="echo2-sim-", dir=_fast_folder()))
         self.story = Story(self.loop.time, self.root.name)
@@ -219,7 +219,7 @@ class World:
     def _learner_options(self, process: Process) -> LearnerOptions:
         scene, host = self.scene, process.machine.host
         return LearnerOptions(
-            process.machine.disk.folder / "run", RUN, STEPS_MAX, scene.groups_per_step * scene.rollouts_per_group,
+            process.machine.disk.folder / "run", RUN, self.steps, scene.groups_per_step * scene.rollouts_per_group,
             scene.rollouts_per_group, scene.staleness_bound, TrainerOptions("tiny"),
             sampling=SamplingParams(max_new_tokens=scene.max_new_tokens), evaluation=EVALUATION,
             checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
@@ -334,12 +334,15 @@ class World:
         self.loop.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    async def _play(self, faults_until_s: float) -> None:
+    async def _begin(self) -> None:
         self.start("coordinator")
         await self._until(lambda: bool(self._links_written()), 30.0)
         for delay_s, name in enumerate(("learner", *self.workers)):
             self.after(0.2 * delay_s, lambda name=name: self.start(name))  # type: ignore[misc]
         self.after(LOOK_S, self._look)
+
+    async def _play(self, faults_until_s: float) -> None:
+        await self._begin()
         while self.loop.time() < faults_until_s and self.failure is None:
             await asyncio.sleep(1.0)
         await self._await_progress()

@@ -231,6 +231,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "open_leases": _U32, "queued_groups": _U32, "usd_spent": _USD, "usd_per_hour": _USD,
         "artifact_bytes_published": _COUNT, "full_bytes_published": _COUNT, "events": Listed(5000),
         "measured_utilisation": _SHARE, "measured_broadcast_s": _SECONDS, "waits": Listed(2 * NODES_MAX),
+        "usd_useful": _USD, "usd_useful_per_hour": _USD, "finished": _TEXT,
     },
     "Wait": {"what": Text(20_000, False), "since_unix_s": _UNIX_S},
     "WorkerStatus": {

@@ -31,6 +31,8 @@ from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message
 from echo2.wire.ticket import verify_ticket
 
+FINISHED = "finished"
+"""Why a learner leaves that has made its last step; for any other reason the run goes on."""
 _END_REASONS = {
     pb.LeaseEnded.REASON_FINISHED: EndReason.FINISHED,
     pb.LeaseEnded.REASON_HANDED_BACK: EndReason.HANDED_BACK,

@@ -271,6 +271,6 @@ def test_newcomers_are_paid_from_the_room_under_the_cap_and_as_many_as_have_deli
             crowd = [await run.worker(name=f"new{number}", price_usd_per_hour=3.0) for number in range(8)]
             await run.until(lambda: any(run.is_active(one) for one in crowd))
             await run.stays(lambda: sum(run.is_active(one) for one in crowd) <= 1 and run.is_active(honest), 2.0)
-            assert run.hub.money.sums().usd_per_hour <= 5.0
+            assert run.hub.money.sums().usd_chosen_per_hour <= 5.0
 
     play(scene)

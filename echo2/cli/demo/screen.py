@@ -109,11 +109,16 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
         f"utilisation {measured:.0%} measured, {status.plan.predicted_utilisation:.0%} predicted",
         f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
         f"deltas {format_bytes(status.artifact_bytes_published)}{_share(status)}",
-        f"USD {status.usd_spent:.4f} so far, {status.usd_per_hour:.2f} an hour",
+        f"spent ${status.usd_spent:.4f}, {useful_share(status):.0%} of it on work; now ${status.usd_per_hour:.2f}/h",
     ]
     if learner.waits_for:
         rows.append(f"waits for {learner.waits_for} since {learner.waits_since_s:.1f} s")
     return Text("\n".join(rows))
+
+
+def useful_share(status: coordinator_pb2.RunStatus) -> float:
+    """Of the bill, what workers cost while they worked."""
+    return status.usd_useful / status.usd_spent if status.usd_spent > 0 else 1.0
 
 
 def _share(status: coordinator_pb2.RunStatus) -> str:

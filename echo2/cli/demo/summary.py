@@ -69,6 +69,7 @@ def _facts(
         "utilisation_predicted": predicted,
         **_published_bytes(steps),
         "usd_spent": round(status.usd_spent, 6),
+        "usd_useful": round(status.usd_useful, 6),
         "versions_equal": {
             worker.name: worker.heartbeat.fingerprint == learner.fingerprint for worker in status.workers
         },

@@ -110,7 +110,9 @@ class Commands:
         hub, now = self.hub, self.hub.clock.now()
         found = [Wait(what, since) for what, since in waits(hub.book, now, self._name_of)]
         board = hub.board
-        if not board.is_connected and not board.report.is_finished:
+        if hub.ending.finish is not None:
+            return []
+        if not board.is_connected:
             since = board.changed_at or hub.started_at
             found.append(Wait("the coordinator waits for the learner to connect", since))
         elif board.is_connected and now - board.heard_at > SILENT_BEATS * hub.options.heartbeat_interval_s:
@@ -145,8 +147,9 @@ class Commands:
         status = pb.RunStatus(
             run_id=hub.options.run_id, unix_s=now, learner_is_connected=board.is_connected, plan=hub.plan_update,
             plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
-            queued_groups=hub.book.queued, usd_spent=money.usd_spent,
-            usd_per_hour=money.usd_per_hour, artifact_bytes_published=board.totals.artifact_bytes,
+            queued_groups=hub.book.queued, usd_spent=money.usd_spent, usd_useful=money.usd_useful,
+            usd_per_hour=money.usd_per_hour, usd_useful_per_hour=money.usd_useful_per_hour, finished=hub.ending.text,
+            artifact_bytes_published=board.totals.artifact_bytes,
             full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
             learner=learner_report_to_message(board.report),
             events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],

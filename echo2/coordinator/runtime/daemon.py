@@ -27,6 +27,7 @@ from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.consolidation import consolidate
+from echo2.coordinator.runtime.ending import until_settled
 from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
@@ -211,7 +212,7 @@ class CoordinatorDaemon:
         where = f"; its access token is in {dashboard.token_file}" if dashboard.token_file is not None else ""
         _log.info("dashboard at %s%s", dashboard.address, where)
         serving = asyncio.create_task(dashboard.run())
-        running = (Planning(hub).run(), commands.provisioner.run(), *more)
+        running = (Planning(hub).run(), commands.provisioner.run(), self._end_with_the_run(hub), *more)
         tasks = [serving, *(asyncio.create_task(one) for one in running)]
         stopped = asyncio.create_task(_wait(self._stop))
         try:
@@ -226,6 +227,14 @@ class CoordinatorDaemon:
                 task.cancel()
             await asyncio.gather(*tasks, stopped, return_exceptions=True)
             hub.close()
+
+    async def _end_with_the_run(self, hub: Hub) -> None:
+        """Where it is asked for: a coordinator in whose run nothing is left to do ends."""
+        if self.options.exit_when_finished:
+            await until_settled(hub)
+            _log.info("%s; nothing costs money any more: the coordinator ends", hub.ending.text)
+            self._stop.set()
+        await asyncio.Event().wait()
 
     def _write_links(self, commands: Commands) -> None:
         """Keeps a link whose token still lets somebody in and whose address is still right; makes others anew."""

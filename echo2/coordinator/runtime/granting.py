@@ -1,8 +1,9 @@
-"""A grant as the worker is told of it, with the ticket that the learner will ask for."""
+"""What workers are told: a grant with the ticket that the learner will ask for, and where the learner is."""
 
 from __future__ import annotations
 
 from echo2.base.ids import RunId
+from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.lease_events import Grant
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -21,3 +22,16 @@ def order_of(grant: Grant, run_id: RunId, identity: Identity) -> pb.WorkerOrder:
             is_renewal=grant.is_renewal,
         )
     )
+
+
+def whereabouts_of(board: LearnerBoard) -> pb.LearnerWhereabouts | None:
+    """None before the first learner has come."""
+    hello = board.hello
+    if hello is None:
+        return None
+    return pb.LearnerWhereabouts(
+        peer_id=board.peer_id, address=hello.address, model_name=hello.model_name,
+        model_config_json=hello.model_config_json, model_digest=hello.model_digest,
+        newest_version=board.newest_version, relay_address=hello.relay_address,
+        longest_sequence_tokens=hello.longest_sequence_tokens, full_snapshot_bytes=hello.full_snapshot_bytes,
+    )  # fmt: skip

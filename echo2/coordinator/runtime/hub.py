@@ -22,7 +22,7 @@ from echo2.broadcast.dialable import MetAddresses
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.board import LearnerBoard, Totals
+from echo2.coordinator.board import LearnerBoard
 from echo2.coordinator.lease_book import LeaseBook, LeaseRules
 from echo2.coordinator.membership import (
     Activation,
@@ -37,11 +37,13 @@ from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.barring import banned_ids, barring_of, barrings_of, tell_ban
-from echo2.coordinator.runtime.granting import order_of
+from echo2.coordinator.runtime.ending import Ending
+from echo2.coordinator.runtime.granting import order_of, whereabouts_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
+from echo2.coordinator.runtime.restoring import restore_board
 from echo2.coordinator.runtime.session import StreamSession, check_hello, check_quantisation
-from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, SavedState, StateStore
+from echo2.coordinator.saved import LoggedEvent, PaidAction, CurvePoint, SavedState, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.tokens import TokenBook
@@ -49,7 +51,7 @@ from echo2.coordinator.trials import ON_TRIAL
 from echo2.cost_model.plan import Plan
 from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
-from echo2.wire.coordinator import learner_hello_from_message, learner_hello_to_message
+from echo2.wire.coordinator import FINISHED, learner_hello_to_message, learner_report_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 WorkerSession = StreamSession[pb.WorkerOrder]
@@ -101,6 +103,7 @@ class Hub:
         self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
         self._is_flushing = self._is_closed = False
         self._ticks = 0
+        self.ending = Ending(self, saved.meta)
         self._restore(saved)
 
     def _restore(self, saved: SavedState) -> None:
@@ -113,12 +116,8 @@ class Hub:
         self.keeper.samples.extend(saved.samples)
         self.keeper.paid.extend(saved.paid)
         self.model_digest = saved.meta.get("model_digest", "")
-        self.board.totals = Totals(**json.loads(saved.meta.get("totals", "{}")))
-        if "learner_hello" in saved.meta:
-            message = pb.LearnerHello.FromString(bytes.fromhex(saved.meta["learner_hello"]))
-            self.board.hello = learner_hello_from_message(message, "the saved learner")
-            self.board.peer_id = PeerId(saved.meta["learner_peer_id"])
-            self.board.changed_at = now
+        self.money.standby_before = float(saved.meta.get("usd_standby", "0"))
+        restore_board(self.board, saved.meta, now)
         if saved.members or saved.groups:
             self.note("start", f"state restored: {len(saved.members)} workers, {len(saved.leases)} leases, "
                       f"{len(saved.groups)} groups, {len(saved.tokens)} tokens")  # fmt: skip
@@ -192,6 +191,7 @@ class Hub:
                 f"{hello.model_digest[:16]}…: empty its folder"
             )
         check_quantisation(hello, self.options.quantised_workers)
+        self.ending.check_open()
         now = self.clock.now()
         is_new = peer_id not in self.membership.members
         member = self.membership.came(peer_id, hello, now)
@@ -230,15 +230,7 @@ class Hub:
 
     def whereabouts(self) -> pb.LearnerWhereabouts | None:
         """Where the learner is, or was when it was last heard; None before the first has come."""
-        hello = self.board.hello
-        if hello is None:
-            return None
-        return pb.LearnerWhereabouts(
-            peer_id=self.board.peer_id, address=hello.address, model_name=hello.model_name,
-            model_config_json=hello.model_config_json, model_digest=hello.model_digest,
-            newest_version=self.board.newest_version, relay_address=hello.relay_address,
-            longest_sequence_tokens=hello.longest_sequence_tokens, full_snapshot_bytes=hello.full_snapshot_bytes,
-        )  # fmt: skip
+        return whereabouts_of(self.board)
 
     def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
         before, access = self.membership.members[peer_id].link, self.membership.members[peer_id].access
@@ -341,6 +333,7 @@ class Hub:
                 f"learner {peer_id}: expected staleness bound S = {self.options.staleness_bound} as the coordinator "
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
+        self.ending.learner_came(hello)
         is_news = self.board.came(peer_id, replace(hello, open_groups=()), self.model_digest, self.clock.now())
         if self.learner is not None:
             self.learner.end()
@@ -374,7 +367,8 @@ class Hub:
         if not self.board.heard(report, now):
             return
         money = self.money.sums()
-        self.reckoning.step_made(report, money.usd_spent, now)
+        self.reckoning.step_made(report, money.usd_useful, now)
+        self.keeper.meta("learner_report", learner_report_to_message(report).SerializeToString().hex())
         self.keeper.sample(
             CurvePoint(
                 now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
@@ -405,6 +399,8 @@ class Hub:
 
     def learner_leaving(self, reason: str) -> None:
         self.note("learner", f"leaves: {reason or 'no reason given'}")
+        if reason == FINISHED:
+            self.ending.learner_finished()
 
     def learner_cut(self, session: LearnerSession) -> None:
         if self.learner is not session:
@@ -477,6 +473,8 @@ class Hub:
         accounts.meter(self.membership.members.values(), now)
         self._ticks += 1
         members = self.membership.members
+        if self._ticks % MEMBERS_KEPT_TICKS == 0:
+            self.keeper.meta("usd_standby", f"{self.money.standby_usd():.6f}")
         for peer_id in islice(members, self._ticks % MEMBERS_KEPT_TICKS, None, MEMBERS_KEPT_TICKS):
             if members[peer_id].last_liveness is not Liveness.GONE:
                 self.keeper.member(peer_id)
@@ -489,6 +487,7 @@ class Hub:
         if self.learner is not None:
             self.learner.end()
         accounts.meter(self.membership.members.values(), self.clock.now())
+        self.keeper.meta("usd_standby", f"{self.money.standby_usd():.6f}")
         for member in self.membership.living():
             self.keeper.member(member.peer_id)
         self.note("stop", "the coordinator stops; workers and learner go on and wait for it")

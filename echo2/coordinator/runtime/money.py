@@ -5,6 +5,8 @@ Guarantees: sums are up to the moment of asking. Leaves to others: prices, renti
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from echo2.base.clock import Clock
 from echo2.base.ids import PeerId
 from echo2.coordinator import accounts
@@ -21,6 +23,7 @@ class Money:
     def __init__(self, membership: Membership, tokens: TokenBook, clock: Clock) -> None:
         self._membership, self._tokens, self._clock = membership, tokens, clock
         self.machines: dict[str, RentedMachine] = {}
+        self.standby_before = 0.0  # USD of own workers on standby, as an earlier process left it
         self.offers: tuple[MachineOffer, ...] = ()
 
     def workers_of(self, machine: RentedMachine) -> list[Member]:
@@ -28,8 +31,16 @@ class Money:
         token, members = self._tokens.tokens.get(machine.token_id), self._membership.members
         return [members[peer_id] for peer_id in sorted(token.peers) if peer_id in members] if token else []
 
-    def _rented_workers(self) -> set[PeerId]:
-        return {worker.peer_id for machine in self.machines.values() for worker in self.workers_of(machine)}
+    def _rented_workers(self) -> dict[PeerId, str]:
+        """With the machine that each is on."""
+        machines = self.machines.values()
+        return {worker.peer_id: one.machine_id for one in machines for worker in self.workers_of(one)}
+
+    def standby_usd(self, rented: Container[PeerId] | None = None) -> float:
+        """What own workers have cost on standby, in the run's whole life."""
+        rented = self._rented_workers() if rented is None else rented
+        own = (member for member in self._membership.members.values() if member.peer_id not in rented)
+        return self.standby_before + sum(member.usd_standby for member in own)
 
     def limit_of(self, member: Member, options: CoordinatorOptions) -> PriceLimit:
         """What this worker may ask without the operator's word."""
@@ -38,7 +49,8 @@ class Money:
         return price_limit(own, self.offers, member.hello.gpu, options.usd_per_hour_cap, options.usd_budget)
 
     def sums(self) -> accounts.FleetCosts:
-        """With what rented machines cost while they idle."""
+        """The bill and its useful share."""
         members, now = self._membership.members.values(), self._clock.now()
         accounts.meter(members, now)
-        return accounts.sums(members, self.machines.values(), self._rented_workers(), now)
+        rented = self._rented_workers()
+        return accounts.sums(members, self.machines.values(), rented, now, self.standby_usd(rented))

@@ -82,11 +82,14 @@ class Planning:
 
     async def _plan_pool(self) -> None:
         hub = self._hub
+        if hub.ending.finish is not None:
+            hub.plan_waits_for = ""
+            return
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         mark_shunned(members, hub.book.hearsay, hub.book.given_up, hub.clock.now())
         budget = hub.options.usd_budget
-        is_spent = budget > 0 and hub.money.sums().usd_spent >= budget
+        is_spent = budget > 0 and hub.money.sums().usd_chosen >= budget
         self._trials.appraise(members, hub.book.worth, hub.options.usd_per_hour_cap, hub.clock.now(), is_spent)
         if hub.options.planner_mode is PlannerMode.AUTO:
             hub.try_out(members)
@@ -111,7 +114,7 @@ class Planning:
         board, members = self._hub.board, self._hub.membership.members
         nodes = broadcast_nodes(board, list(members.values()))
         known = self._hub.broadcast_plan
-        if len(nodes) < 2:
+        if len(nodes) < 2 or self._hub.ending.finish is not None:
             return
         needs = needs_of(nodes, members, self._hub.plan)
         if known is not None and await asyncio.to_thread(is_fit, known, nodes, needs):

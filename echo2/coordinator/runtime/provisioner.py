@@ -59,7 +59,9 @@ class Provisioner:
     # ---- what may be asked for
 
     async def rent(self, offer_name: str, label: str, reason: str) -> RentedMachine:
-        """One machine of an offer, perhaps still on its way. LimitExceeded beyond the offer's number, cap or budget."""
+        """One machine of an offer, perhaps still on its way. LimitExceeded beyond the offer's number, cap or budget,
+        RunFinished once the run is over."""
+        self._hub.ending.check_open()
         offer, now = self._offer(offer_name), self._hub.clock.now()
         self._check_room(offer)
         machine_id = machine_prefix(self._hub.options.run_id, offer.name) + here().rng.randbytes(3).hex()
@@ -152,7 +154,7 @@ class Provisioner:
 
     def purse(self) -> Purse:
         options, money = self._hub.options, self._hub.money.sums()
-        return Purse(money.usd_per_hour, money.usd_spent, options.usd_per_hour_cap, options.usd_budget)
+        return Purse(money.usd_chosen_per_hour, money.usd_chosen, options.usd_per_hour_cap, options.usd_budget)
 
     async def run(self) -> None:
         """Looks at the providers and acts where the operator lets the planner act, until cancelled."""
@@ -166,7 +168,10 @@ class Provisioner:
             await asyncio.sleep(LOOK_S)
 
     async def _act(self) -> None:
-        """In mode auto: what may be done without asking."""
+        """In mode auto: what may be done without asking. Once the run is finished, in any mode: everything is given back."""
+        if self._hub.ending.finish is not None:
+            await self._give_all_back(self._hub.ending.text)
+            return
         may_rent = any(wish.is_automatic for wish in self.advice.rent)
         if self._hub.options.planner_mode is not PlannerMode.AUTO or not (may_rent or self.advice.release):
             return
@@ -174,6 +179,15 @@ class Provisioner:
             await self.carry_out("the planner", only_automatic=True)
         except EchoError as error:
             self.problems["the planner's wish"] = str(error)
+
+    async def _give_all_back(self, reason: str) -> None:
+        """Whatever is open; one provider's trouble keeps no other's machine, and is tried again at the next look."""
+        for machine in [one for one in self.machines.values() if one.is_open and one.machine_id not in self._asking]:
+            if machine.state is not MachineState.RELEASING:
+                try:
+                    await self.release(machine.machine_id, reason)
+                except EchoError as error:
+                    self.problems[machine.offer] = str(error)
 
     async def look(self) -> None:
         """What all providers say, and what to make of it."""
@@ -256,6 +270,9 @@ class Provisioner:
 
     def _think(self) -> None:
         hub = self._hub
+        if hub.ending.finish is not None:
+            self.advice = Advice(reason=hub.ending.text)
+            return
         machines = list(self.machines.values())
         workers = {machine.machine_id: self.workers_of(machine) for machine in machines if machine.is_open}
         rates = rates_by_gpu(hub.membership.members.values())

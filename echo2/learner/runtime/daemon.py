@@ -61,12 +61,14 @@ from echo2.trust.runtime.tls import (
     save_credentials,
     server_credentials,
 )
+from echo2.wire.coordinator import FINISHED
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2_grpc
 
 ENROL_PAUSE_S_MAX = 4.0
 STOP_GRACE_S = 0.5
 REMIND_LOOK_S = 1.0
 LINGER_LOOK_S = 0.25
+FINISHED_HEARD_S = 120.0
 _log = logging.getLogger("echo2.learner")
 
 
@@ -295,8 +297,11 @@ class LearnerDaemon:
         reminding = asyncio.get_running_loop().create_task(self._remind(loop))
         telling = asyncio.get_running_loop().create_task(self._tell_deliveries(loop))
         renewing = asyncio.get_running_loop().create_task(keep_renewed(credentials, self._keep))
+        reason = "stopped"
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if training.done() and loop.intake.exhausted is not None and not loop.is_finished:
+                reason = FINISHED  # its prompts have ended before its steps
             for done in (self._failure, session, training):
                 if done.done():
                     done.result()
@@ -304,13 +309,29 @@ class LearnerDaemon:
             summary = await self._finish(loop, publisher)
             self._end_waits_for(f"workers to fetch version {publisher.newest_version}")
             await self._linger(loop, broadcaster)
+            if loop.is_finished:
+                reason = FINISHED
+                await self._until_heard()
             return summary
         finally:
             self._end_waits_for("the coordinator to be told that the learner leaves")
-            await self.session.leave("finished" if loop.is_finished else "stopped")
+            await self.session.leave(reason)
             for task in (training, session, reminding, telling, renewing):
                 task.cancel()
             await asyncio.gather(training, session, reminding, telling, renewing, return_exceptions=True)
+
+    async def _until_heard(self) -> None:
+        """Until the coordinator is there to hear that the run is finished, for a while: workers cost money until then."""
+        assert self.session is not None, "it leaves by its session"
+        self._end_waits_for("the coordinator, to tell it that the run is finished")
+        until = monotonic() + FINISHED_HEARD_S
+        while not self.session.is_connected and not self._stop.is_set() and monotonic() < until:
+            await asyncio.sleep(LINGER_LOOK_S)
+        if not self.session.is_connected:
+            _log.warning(
+                "the coordinator was not told that the run is finished: workers go on waiting. Start this learner again "
+                "with the same command once the coordinator is back"
+            )
 
     def _end_waits_for(self, what: str) -> None:
         self._ending = (what, monotonic())

@@ -51,6 +51,18 @@ def test_after_a_restart_all_have_the_longer_time_to_come_back() -> None:
     assert state_at(fleet, 110.0) is Liveness.ALIVE
 
 
+def test_who_was_gone_before_a_restart_stays_gone_until_it_comes_again() -> None:
+    old = joined()
+    old.left(A, 1.0)
+    old.change_of(old.members[A], 1.0)
+    old.members[A].has_left = False  # that is not kept on disk
+    fleet = Membership(RULE, 2)
+    fleet.restore(list(old.members.values()), 1.5)
+    assert state_at(fleet, 1.6) is Liveness.GONE
+    fleet.came(A, HELLO, 2.0)
+    assert state_at(fleet, 2.0) is Liveness.ALIVE
+
+
 def test_good_bye_is_gone_at_once() -> None:
     fleet = joined()
     fleet.left(A, 1.0)

@@ -74,8 +74,9 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
         "Machines rented and not given back.",
         lambda h: sum(machine.is_open for machine in h.money.machines.values()),
     ),
-    "echo2_usd_spent": ("Money spent on workers and rented machines.", lambda h: h.money.sums().usd_spent),
-    "echo2_usd_per_hour": ("What the fleet costs now.", lambda h: h.money.sums().usd_per_hour),
+    "echo2_usd_spent": ("The bill: all machines, those on standby too.", lambda h: h.money.sums().usd_spent),
+    "echo2_usd_useful": ("Of the bill, what workers cost while they worked.", lambda h: h.money.sums().usd_useful),
+    "echo2_usd_per_hour": ("What all machines that are there cost now.", lambda h: h.money.sums().usd_per_hour),
 }
 
 WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {

@@ -79,6 +79,7 @@ class StateView:
         return {
             "run_id": options.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
             "staleness_bound": options.staleness_bound, "heartbeat_interval_s": options.heartbeat_interval_s,
+            "finished": hub.ending.text, "finished_at": hub.ending.finish and round(hub.ending.finish.unix_s, 1),
             "planner_mode": options.planner_mode.value, "target_utilisation": options.target_utilisation,
         }  # fmt: skip
 
@@ -109,6 +110,7 @@ class StateView:
         money = hub.money.sums()
         return {
             "spent": finite(money.usd_spent, 4), "per_hour": finite(money.usd_per_hour, 4),
+            "useful": finite(money.usd_useful, 4), "useful_per_hour": finite(money.usd_useful_per_hour, 4),
             "cap_per_hour": hub.options.usd_per_hour_cap, "budget": hub.options.usd_budget,
             "journal": [
                 {

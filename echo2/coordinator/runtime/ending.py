@@ -1,0 +1,92 @@
+"""The end of a run: once the learner has finished it, nothing that costs money goes on.
+
+Guarantees: a run ends by the learner's own word alone, so a learner that was killed or stopped has ended nothing; the end
+is kept before anybody is told; workers are told why and leave, one that comes later is refused before anything changes.
+A learner that comes back with steps left opens the run again. Leaves to others: rented machines (provisioner), the
+process itself (daemon).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from echo2.base.errors import RunFinished
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.telemetry import LearnerHello
+
+if TYPE_CHECKING:
+    from echo2.coordinator.runtime.hub import Hub
+
+META = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """When the learner said so, and after how many steps."""
+
+    unix_s: float
+    step: int
+
+
+class Ending:
+    """`finish` is None while the run goes on."""
+
+    def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
+        self._hub = hub
+        self.finish = Finish(**json.loads(meta[META])) if meta.get(META) else None
+
+    @property
+    def text(self) -> str:
+        """Empty while the run goes on."""
+        if self.finish is None:
+            return ""
+        return f"run {self._hub.options.run_id} is finished after {self.finish.step} steps"
+
+    @property
+    def _refusal(self) -> RunFinished:
+        return RunFinished(f"{self.text}; no work is left for workers")
+
+    def check_open(self) -> None:
+        """RunFinished for whoever comes to work."""
+        if self.finish is not None:
+            raise self._refusal
+
+    def learner_came(self, hello: LearnerHello) -> None:
+        """With more steps to make than it has made, the run goes on."""
+        if self.finish is None or hello.step >= hello.step_limit:
+            return
+        self.finish = None
+        self._hub.keeper.meta(META, "")
+        self._hub.note("run", f"goes on: step {hello.step} of {hello.step_limit}; workers may join again")
+
+    def learner_finished(self) -> None:
+        """Keeps it, closes what is open, and sends every worker away."""
+        hub = self._hub
+        if self.finish is not None:
+            return
+        self.finish = Finish(hub.clock.now(), int(hub.board.report.step))
+        hub.keeper.meta(META, json.dumps(asdict(self.finish)))
+        hub.note("run", f"{self.text}: workers are sent home, rented machines are given back")
+        hub.apply(hub.book.handle(le.GroupsSynced(()), hub.clock.now()))
+        for member in list(hub.membership.living()):
+            hub.worker_left(member.peer_id, "the run is finished")
+        hub.keeper.meta("usd_standby", f"{hub.money.standby_usd():.6f}")
+        hub.flush_now()
+        for session in list(hub.workers.values()):
+            session.refuse(self._refusal)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nobody works and nothing is rented."""
+        is_idle = not self._hub.workers and not any(one.is_open for one in self._hub.money.machines.values())
+        return self.finish is not None and is_idle
+
+
+async def until_settled(hub: Hub, look_s: float = 1.0) -> None:
+    """Until the run is finished, every worker has gone and every rented machine is given back."""
+    while not hub.ending.is_settled:
+        await asyncio.sleep(look_s)

@@ -1,0 +1,117 @@
+"""The end of a run in the virtual world: the real daemons, and what each is told and does when the last step is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.runtime.hub import Hub
+from echo2.sim.scene import Scene
+from echo2.sim.world import Outcome, World
+
+STEPS = 6
+END_S = 400.0
+SEEDS = (1, 2, 3, 4, 5)
+
+
+class Ends(World):
+    """A world that is played until its learner has finished, and then by `epilogue`."""
+
+    kills_at_step = 0
+
+    async def _play(self, faults_until_s: float) -> None:
+        await self._begin()
+        if self.kills_at_step:
+            await self._until(lambda: self.truth.step >= self.kills_at_step, END_S)
+            for name in ("learner", "coordinator"):
+                assert self.kill(name)
+                self.after(3.0, lambda name=name: self.start(name))  # type: ignore[misc]
+            await self._until(lambda: self.hub is not None and self.hub.learner is not None, END_S)
+            self.check(not self.hub_of().ending.text, "a learner that was killed has finished nothing")
+        is_done = await self._until(lambda: self.truth.step >= STEPS and not self.is_up("learner"), END_S)
+        self.check(is_done, "the learner never finished")
+        self.check(await self._until(lambda: not self.up(), 30.0), f"{self.up()} go on in a finished run")
+        await self.epilogue()
+
+    async def epilogue(self) -> None:
+        """What follows."""
+
+    @property
+    def hub(self) -> Hub | None:
+        daemon = self.daemons.get("coordinator")
+        return daemon.hub if isinstance(daemon, CoordinatorDaemon) else None
+
+    def hub_of(self) -> Hub:
+        assert self.hub is not None
+        return self.hub
+
+    def up(self) -> list[str]:
+        return [name for name in self.workers if self.is_up(name)]
+
+    def check(self, holds: bool, text: str) -> None:
+        self._check(holds, text)
+
+
+class Late(Ends):
+    """Then a worker comes that was never there, the coordinator is killed, and it comes again."""
+
+    async def epilogue(self) -> None:
+        bill = self.hub_of().money.sums()
+        self.check(bill.usd_per_hour == 0, f"the fleet of a finished run costs {bill.usd_per_hour} USD/h")
+        late = self.add_worker()
+        for _ in range(2):
+            self.start(late)
+            self.check(await self._until(lambda: not self.is_up(late), 60.0), "a late worker was not sent away")
+            spent = self.hub_of().money.sums().usd_spent
+            self.check(abs(spent - bill.usd_spent) < 1e-5, f"a late worker has cost {spent - bill.usd_spent} USD")
+            self.kill("coordinator")
+            self.start("coordinator")
+            if not await self._until(lambda: self.hub is not None, 10.0) or self.failure is not None:
+                return
+            self.check(bool(self.hub_of().ending.text), "a coordinator that was killed forgot that the run is finished")
+
+
+class Extended(Ends):
+    """Then the operator gives the run more steps, and starts learner and workers again."""
+
+    async def epilogue(self) -> None:
+        self.steps = 2 * STEPS
+        for name in ("learner", *self.workers):
+            self.start(name)
+        done = await self._until(lambda: self.truth.step >= 2 * STEPS and not self.is_up("learner"), END_S)
+        self.check(done, f"the longer run stands at step {self.truth.step}: {self._waits()}")
+        self.check(await self._until(lambda: not self.up(), 30.0), f"{self.up()} go on in a finished run")
+
+
+def calm(seed: int) -> Scene:
+    return replace(Scene.of(seed), train_s=1.0)
+
+
+def told(outcome: Outcome) -> str:
+    return "\n".join([*outcome.story[-40:], outcome.failure])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_finished_run_sends_its_workers_home_and_lets_none_in(seed: int) -> None:
+    outcome = Late(calm(seed), steps=STEPS).run()
+    assert not outcome.failure, told(outcome)
+    text = "\n".join(outcome.story)
+    assert "stopping: run simulated is finished after 6 steps; no work is left for workers" in text
+    assert not [name for name in outcome.restarts if name.startswith("w ") and name != "w ended"], "all ended in order"
+
+
+def test_a_killed_learner_finishes_nothing_and_its_restart_does() -> None:
+    world = Ends(calm(1), steps=STEPS)
+    world.kills_at_step = 3
+    outcome = world.run()
+    assert not outcome.failure, told(outcome)
+    assert outcome.steps == STEPS
+
+
+def test_a_run_that_is_given_more_steps_goes_on() -> None:
+    outcome = Extended(calm(2), steps=STEPS).run()
+    assert not outcome.failure, told(outcome)
+    assert outcome.steps == 2 * STEPS
+    assert f"run: goes on: step {STEPS} of {2 * STEPS}; workers may join again" in "\n".join(outcome.story)
