@@ -78,3 +78,11 @@ def format_duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def format_seconds(seconds: float) -> str:
+    """For people, to about three figures: `12.5 ms`, `208 s`, `11.6 h`."""
+    for limit, scale, unit in ((1.0, 1e-3, "ms"), (300.0, 1.0, "s"), (7200.0, 60.0, "min"), (172_800.0, 3600.0, "h")):
+        if seconds < limit:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} days" if seconds < float("inf") else "never"

@@ -27,7 +27,7 @@ from echo2.base.units import format_bytes
 from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, worker_findings
 from echo2.cli.extras import MODULES
 from echo2.cli.link_text import link_text
-from echo2.cli.run_shape import fit_rows, learner_line, lengths_of, model_of
+from echo2.cli.run_shape import fit_rows, guessed_model_of, learner_line, lengths_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.cost_model.sizing import CpuWeights, worker_fit
@@ -110,7 +110,7 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
     """How the run's model goes on this machine as a worker, and on the kinds of machine that the catalogue knows."""
     from echo2.worker.runtime.machine import chosen_engine
 
-    size, origin = model_of(config.model.path)
+    size, origin = guessed_model_of(config.model.path)
     lengths = lengths_of(config)
     shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
     is_vllm = chosen_engine(EngineChoice(config.worker.engine), machine) is EngineChoice.VLLM

@@ -39,9 +39,16 @@ def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--catalogue", type=Path, metavar="GPUS.toml", help="priors by GPU instead of the built-in ones"
     )
+    parser.add_argument(
+        "--billions",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="parameters of the model, where its config.json is not here",
+    )
     parser.add_argument("--what-if", action="append", default=[], metavar="NAME=VALUE,..", help=", ".join(WHAT_IF))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--explain", action="store_true", help="print the sums")
+    parser.add_argument("--explain", action="store_true", help="show the calculation")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="cost and utilisation against S and kappa")
 
 
@@ -49,10 +56,11 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     catalogue = load_catalogue(own.catalogue)
-    question = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue)
+    question, origin = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue, own.billions)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
     from echo2.cli.plan_answer import (  # loads the planner: only this command pays for it
+        Run,
         as_json,
         plot,
         print_answer,
@@ -64,11 +72,11 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         answer = plan(question.snapshot(), question.wishes)
         if own.plot:
             plot(question, own.plot)
-        told = as_json(question, answer) if own.json else {}
+        told = as_json(question, answer, Run(config.learner.steps, origin)) if own.json else {}
     if own.json:
         print(json.dumps(told, indent=2))
     else:
-        print_answer(question, answer, own.explain)
+        print_answer(question, answer, Run(config.learner.steps, origin), own.explain)
         print_fits(question)
         print(learner_line(config, question.model, learner_gpus(config, question.model, catalogue)))
     return 0
@@ -172,10 +180,14 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Poo
     return made
 
 
-def question_of(config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, GpuType]) -> PlanQuestion:
-    """The run's config and the fleet file as one question; what neither says is a prior."""
+def question_of(
+    config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, GpuType], billions: float = 0.0
+) -> tuple[PlanQuestion, str]:
+    """The run's config and the fleet file as one question, and where the model's size is known from; other numbers that
+    neither says are priors. `billions` 0: by the fleet file or the model's config."""
     model = Fields("model", fleet.get("model", {}))
-    size = size_of(model.number("billions", 0.0)) or model_of(config.model.path)[0]
+    told = size_of(billions or model.number("billions", 0.0))
+    size, origin = (told, "as given") if told is not None else model_of(config.model.path)
     lengths = Fields("lengths", fleet.get("lengths", {}))
     longest = float(config.sampling.max_new_tokens)
     tokens = TokenCounts(
@@ -190,7 +202,7 @@ def question_of(config: RunConfig, fleet: Mapping[str, object], catalogue: Mappi
     learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, catalogue)
     for fields in (model, lengths):
         fields.done()
-    return PlanQuestion(size, lengths_of(config), learner, _wishes(config), tokens, tuple(offers), catalogue)
+    return PlanQuestion(size, lengths_of(config), learner, _wishes(config), tokens, tuple(offers), catalogue), origin
 
 
 def size_of(billions: float) -> ModelSize | None:

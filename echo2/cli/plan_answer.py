@@ -1,21 +1,21 @@
-"""The answer of `echo2 plan`: alternatives side by side, as tables, sums, JSON and a plot."""
+"""The answer of `echo2 plan`: what to rent and what the run costs, alternatives, the calculation, JSON and a plot."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from echo2.base.errors import ConfigError
-from echo2.base.units import format_bytes
+from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.run_shape import FIT_COLUMNS, fit_rows
 from echo2.cost_model.advice import advise
-from echo2.cost_model.plan import Plan
+from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.cost_model.planner import plan
 from echo2.cost_model.question import PlanQuestion
 
@@ -49,7 +49,21 @@ def pool_by_kind(answer: Plan) -> dict[str, int]:
     return dict(sorted(Counter(worker.rpartition("#")[0] for worker in answer.pool).items()))
 
 
-def as_json(question: PlanQuestion, answer: Plan) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`origin`: where the model's size is known from."""
+
+    steps: int
+    origin: str
+
+
+def hours_of(question: PlanQuestion, answer: Plan, run: Run) -> float:
+    """The whole run at this plan's utilisation; infinite where nothing is generated."""
+    busy_s = run.steps * question.learner.train_s
+    return busy_s / answer.predicted_utilisation / 3600 if answer.predicted_utilisation > 0 else math.inf
+
+
+def as_json(question: PlanQuestion, answer: Plan, run: Run) -> dict[str, object]:
     """The plan with everything that was asked, for programs."""
     told = dataclasses.asdict(answer)
     told["binding"] = answer.binding.value
@@ -61,6 +75,9 @@ def as_json(question: PlanQuestion, answer: Plan) -> dict[str, object]:
     ]
     told["staleness_bound"] = question.wishes.staleness_bound
     told["learner"] = dataclasses.asdict(question.learner)
+    hours, usd_per_hour = hours_of(question, answer, run), answer.usd_per_hour + question.learner.price_usd_per_hour
+    told["model"] = {"billions": question.model.billions, "origin": run.origin}
+    told["run"] = {"steps": run.steps, "hours": _finite(hours), "usd": _finite(hours * usd_per_hour)}
     told["alternatives"] = {
         name: {
             "kappa": one.kappa, "workers": len(one.pool), "usd_per_hour": one.usd_per_hour,
@@ -70,58 +87,122 @@ def as_json(question: PlanQuestion, answer: Plan) -> dict[str, object]:
         for name, one in alternatives(question).items()
     }  # fmt: skip
     if not answer.is_feasible:
-        told["advice"] = [dataclasses.asdict(one) for one in advise(question.snapshot(), question.wishes)]
+        told["advice"] = [dataclasses.asdict(one) for one in advise(question, _planned)]
     return told
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _planned(question: PlanQuestion) -> Plan:
+    """As this command plans."""
+    return plan(question.snapshot(), question.wishes)
 
 
 # ---- printing
 
 
-def print_answer(question: PlanQuestion, answer: Plan, with_sums: bool) -> None:
-    """Tables, the sums if asked for, and advice where nothing is feasible."""
+def print_answer(question: PlanQuestion, answer: Plan, run: Run, with_sums: bool) -> None:
+    """What to rent, or what would make it possible; then tables, and the calculation if asked for."""
     console = Console(highlight=False)
-    _print_plan(console, question, answer)
-    _print_alternatives(console, question, answer)
-    if with_sums:
-        _print_sums(console, question, answer)
-    if not answer.is_feasible:
-        for advice in advise(question.snapshot(), question.wishes):
-            console.print(f"  would do alone: {advice.change} ({advice.usd_per_hour:.2f} USD/h)")
-
-
-def _print_plan(console: Console, question: PlanQuestion, answer: Plan) -> None:
     learner = question.learner
     console.print(
-        f"{question.model.billions:.3g} billion parameters, S = {question.wishes.staleness_bound}, "
-        f"R = {learner.rollouts_per_step} rollouts a step, T_train = {learner.train_s:.1f} s"
+        f"model    {question.model.billions:.3g} billion parameters ({run.origin})\n"
+        f"step     {learner.rollouts_per_step} rollouts, {format_seconds(learner.train_s)} of training; "
+        f"S = {question.wishes.staleness_bound}",
+        soft_wrap=True,
     )
-    console.print(answer.reason)
-    table = Table(title="terms of the inequality")
-    for column in ("term", "formula", "value", "limit", "unit", "slack", "mend by"):
+    if answer.is_feasible:
+        _print_price(console, question, answer, run)
+    else:
+        _print_what_would_do(console, question, answer)
+    _print_terms(console, answer)
+    if answer.is_feasible:
+        _print_alternatives(console, question, answer)
+    if with_sums and answer.pool:
+        _print_sums(console, question, answer)
+
+
+def _pool(question: PlanQuestion, answer: Plan) -> str:
+    """A worker may take several GPUs."""
+    gpus = {offer.key: question.prior(offer).gpu_count for offer in question.offers}
+    parts = (
+        f"{count} x {kind}" if gpus.get(kind, 1) == 1 else f"{count} workers of {gpus[kind]} x {kind}"
+        for kind, count in pool_by_kind(answer).items()
+    )
+    return ", ".join(parts) or "no worker"
+
+
+def _publishes(kappa: int) -> str:
+    return "publish every step" if kappa == 1 else f"publish every {kappa} steps"
+
+
+def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: Run) -> None:
+    hours, learner_usd = hours_of(question, answer, run), question.learner.price_usd_per_hour
+    busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
+    total = answer.usd_per_hour + learner_usd
+    console.print(
+        f"rent     {_pool(question, answer)}; {_publishes(answer.kappa)}; {busy}\n"
+        f"price    workers ${answer.usd_per_hour:.2f}/h + learner ${learner_usd:.2f}/h = ${total:.2f}/h\n"
+        f"the run  {run.steps} steps: about {format_seconds(3600 * hours)} and ${hours * total:,.2f}",
+        style="bold", soft_wrap=True,
+    )  # fmt: skip
+
+
+def _print_what_would_do(console: Console, question: PlanQuestion, answer: Plan) -> None:
+    """Each line was tried."""
+    term = answer.binding_term
+    busy = f"the learner would train {answer.predicted_utilisation:.0%} of the time"
+    console.print(f"not feasible with these machines: {busy}; what limits it: {term.limit_kind.value}", style="bold")
+    found = advise(question, _planned)
+    for advice in found:
+        console.print(
+            f"  would do: {advice.change}; workers ${advice.usd_per_hour:.2f}/h   (--what-if {advice.what_if})",
+            soft_wrap=True,
+        )
+    if not found:
+        console.print("  no change of one or two of S, uplink, machines, cap and learner up to 64-fold would do")
+
+
+def verdict(term: Term) -> str:
+    """How a term stands, in figures that mean something at any distance from the limit."""
+    if term.is_met:
+        return "OK"
+    if not (math.isfinite(term.value) and term.limit > 0):
+        return "never"
+    ratio = term.value / term.limit
+    if term.limit_kind is Limit.THROUGHPUT:
+        return f"{ratio:.1%} of it" if ratio > 0 else "nothing is generated"
+    return f"{ratio:.3g} times it"
+
+
+def _print_terms(console: Console, answer: Plan) -> None:
+    table = Table(title="what limits the run")
+    for column in ("term", "formula", "value", "limit", "unit", "verdict"):
         table.add_column(column, overflow="fold")
     for term in answer.terms:
-        mark = " *" if term.limit_kind is answer.binding else ""
-        table.add_row(
-            term.limit_kind.value + mark, term.formula, f"{term.value:.4g}", f"{term.limit:.4g}", term.unit,
-            f"{term.slack:+.1%}", term.remedy,
-        )  # fmt: skip
+        mark = ", limiting" if term.limit_kind is answer.binding and term.is_met else ""
+        value = f"{term.value:.4g}" if math.isfinite(term.value) else "-"
+        table.add_row(term.limit_kind.value, term.formula, value, f"{term.limit:.4g}", term.unit, verdict(term) + mark)
     console.print(table)
 
 
 def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) -> None:
-    table = Table(title="alternatives")
-    columns = ("plan", "kappa", "pool", "USD/h", "USD per 1000 useful rollouts", "utilisation", "T_bcast", "in flight")
-    for column in columns:
+    table = Table(title="alternatives, workers and learner together")
+    for column in ("plan", "kappa", "pool", "$/h", "$ per 1000 useful rollouts", "utilisation", "T_bcast", "in flight"):
         table.add_column(column, overflow="fold")
     for name, one in alternatives(question).items():
-        pool = ", ".join(f"{count} x {kind}" for kind, count in pool_by_kind(one).items()) or "nobody"
+        if not one.is_feasible:
+            table.add_row(name, str(one.kappa), "not feasible", *[""] * 5)
+            continue
         table.add_row(
-            name, str(one.kappa), pool, f"{one.usd_per_hour:.2f}", f"{1000 * one.usd_per_useful_rollout:.3f}",
-            f"{one.predicted_utilisation:.3f}" + ("" if one.is_feasible else " (not feasible)"),
-            f"{one.broadcast_s:.1f} s", str(one.in_flight_cap_rollouts),
+            name, str(one.kappa), _pool(question, one), f"{one.usd_per_hour + question.learner.price_usd_per_hour:.2f}",
+            f"{1000 * one.usd_per_useful_rollout:.3f}", f"{one.predicted_utilisation:.1%}",
+            format_seconds(one.broadcast_s), str(one.in_flight_cap_rollouts),
         )  # fmt: skip
     console.print(table)
-    console.print(f"solver: {answer.solver}; the greedy's pool is {answer.greedy_gap:.2%} dearer; * marks what binds")
 
 
 def print_fits(question: PlanQuestion) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from echo2.base.units import format_bytes
-from echo2.cli.run_shape import lengths_of, model_of
+from echo2.cli.run_shape import guessed_model_of, lengths_of
 from echo2.config.run import RunConfig
 from echo2.cost_model.memory import CHECKPOINTING_FROM_BYTES, activation_bytes, wants_checkpointing
 
@@ -34,7 +34,7 @@ def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
     if config.learner.gradient_checkpointing == "auto":
         found["learner.gradient_checkpointing"] = gradient_checkpointing(config)
     if config.model.path:
-        size, origin = model_of(config.model.path)
+        size, origin = guessed_model_of(config.model.path)
         longest = lengths_of(config).of(size)
         if not config.worker.context_tokens:
             found["worker.context_tokens"] = Resolved(
@@ -56,7 +56,7 @@ def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
     """Whether layers are computed again in the backward pass."""
     if not config.model.path:
         return Resolved(False, "no model is named")
-    size, _ = model_of(config.model.path)
+    size, _ = guessed_model_of(config.model.path)
     value_bytes = 4 if config.learner.device == "cpu" else 2
     budget = config.learner.token_budget
     kept = activation_bytes(size, budget, is_checkpointed=False, value_bytes=value_bytes)

@@ -1,7 +1,8 @@
 """A run's model and lengths, as the sizing rule takes them: from its config, before anything is loaded.
 
 `model_of` looks for the model's config.json in a local folder, then in the hub's cache on this machine, then among the
-shapes that come with the package, and at last guesses by the parameter count in the name. It says which it was.
+shapes that come with the package; where none knows the model it refuses. It says which it was. `guessed_model_of` takes a
+guess by the parameter count in the name instead, for settings that must have some value.
 Guarantees: opens no connection, loads no torch. Leaves to others: what fits (cost_model/sizing).
 """
 
@@ -26,7 +27,32 @@ FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "token
 
 
 def model_of(path: str) -> tuple[ModelSize, str]:
-    """Its size, and where that is known from."""
+    """Its size, and where that is known from. ConfigError where it is not known."""
+    found = _known(path)
+    if found is not None:
+        return found
+    ways = "give the parameters in billions by --billions, or [model] billions in the fleet file"
+    if not path:
+        raise ConfigError(
+            f"model.path: expected a model to plan for, got none: give RUN.toml or --model.path; or {ways}"
+        )
+    raise ConfigError(
+        f"model.path {path}: expected its config.json, in that folder or in the hub's cache on this machine, found none. "
+        f"Fetch it (hf download {path} config.json), or {ways}"
+    )
+
+
+def guessed_model_of(path: str) -> tuple[ModelSize, str]:
+    """The same, and a guess where it is not known."""
+    found = _known(path)
+    if found is not None:
+        return found
+    billions = billions_in(path)
+    origin = "a guess by its name" if billions else "a guess: model.path names no model that is known here"
+    return size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
+
+
+def _known(path: str) -> tuple[ModelSize, str] | None:
     folder = Path(path).expanduser()
     for file in [folder / "config.json", *_cached(path)]:
         if path and file.is_file():
@@ -34,9 +60,7 @@ def model_of(path: str) -> tuple[ModelSize, str]:
     name = path.rstrip("/").rpartition("/")[2].lower().removesuffix("-instruct")
     if name in built_in_models():
         return built_in_models()[name], "the shapes that come with echo2"
-    billions = billions_in(path)
-    origin = "a guess by its name" if billions else "a guess: model.path names no model that is known here"
-    return size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
+    return None
 
 
 def lengths_of(config: RunConfig) -> RunLengths:

@@ -1,98 +1,110 @@
-"""Where nothing is feasible: the smallest change of one number that would make it so, found by planning again.
+"""Where nothing is feasible: the smallest change of one number, or of two, that makes it so, found by planning again.
 
-Guarantees: each piece of advice was tried and gives a feasible plan. Leaves to others: whether it can be had.
+Guarantees: each piece of advice was tried with the very change that it names, and gives a feasible plan; `what_if` is that
+change as `echo2 plan --what-if` takes it. Leaves to others: whether it can be had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import combinations
 
-from echo2.base.ids import PeerId
+from echo2.base.errors import ConfigError
 from echo2.base.units import format_bytes
-from echo2.cost_model.planner import feasible_plan
-from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, FleetSnapshot, PlanConfig
+from echo2.cost_model.plan import Plan
+from echo2.cost_model.question import OFFER_WORKERS_MAX, PlanQuestion
+from echo2.cost_model.snapshot import STALENESS_BOUND_MAX
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
-WORKERS_ADVISED_MAX = 2000
 
-Change = Callable[[FleetSnapshot, PlanConfig, float], tuple[FleetSnapshot, PlanConfig, str]]
+Planner = Callable[[PlanQuestion], Plan]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One number, changed, and what the plan would then cost."""
+    """A change, in words and as a what-if, and what the plan would then cost."""
 
     change: str
+    what_if: str
     usd_per_hour: float
     predicted_utilisation: float
 
 
-def advise(snapshot: FleetSnapshot, config: PlanConfig) -> tuple[Advice, ...]:
-    """The least factor of each lever that suffices alone, if any of `FACTORS` does."""
-    found = (_least(snapshot, replace(config, exact_workers_max=0), change) for change in _LEVERS)
-    return tuple(one for one in found if one is not None)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One number changed by a factor: NAME=VALUE and in words."""
+
+    what_if: str
+    words: str
 
 
-def _least(snapshot: FleetSnapshot, config: PlanConfig, change: Change) -> Advice | None:
+Lever = Callable[[PlanQuestion, float], _Step | None]
+
+
+def advise(question: PlanQuestion, planned: Planner) -> tuple[Advice, ...]:
+    """The least factor of each lever that suffices alone, if any of `FACTORS` does; where none does, of pairs of them."""
+    levers = [_bound, _uplink, *(_more(offer.gpu) for offer in question.offers[:1] if offer.count), _cap, _train]
+    alone = [one for lever in levers if (one := _least(question, (lever,), planned)) is not None]
+    if alone:
+        return tuple(alone)
+    return tuple(one for pair in combinations(levers, 2) if (one := _least(question, pair, planned)) is not None)
+
+
+def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) -> Advice | None:
     """Levers are monotone, so the factors are searched by halves."""
     low, high = 0, len(FACTORS)
     best: Advice | None = None
     while low < high:
         middle = (low + high) // 2
-        changed, wishes, text = change(snapshot, config, FACTORS[middle])
-        answer = feasible_plan(changed, wishes)
-        if answer is not None:
-            best, high = Advice(text, answer.usd_per_hour, answer.predicted_utilisation), middle
+        steps = [step for lever in levers if (step := lever(question, FACTORS[middle])) is not None]
+        if len(steps) < len(levers):
+            return None
+        answer = _tried(question, steps, planned)
+        if answer is not None and answer.is_feasible:
+            words = " and ".join(step.words for step in steps)
+            what_if = ",".join(step.what_if for step in steps)
+            best, high = Advice(words, what_if, answer.usd_per_hour, answer.predicted_utilisation), middle
         else:
             low = middle + 1
     return best
 
 
-def _uplink(snapshot: FleetSnapshot, config: PlanConfig, factor: float) -> tuple[FleetSnapshot, PlanConfig, str]:
-    link = snapshot.learner.link
-    faster = replace(link, uplink_bytes_per_s=link.uplink_bytes_per_s * factor)
-    text = f"learner uplink {format_bytes(faster.uplink_bytes_per_s)}/s ({factor:g} times)"
-    return replace(snapshot, learner=replace(snapshot.learner, link=faster)), config, text
+def _tried(question: PlanQuestion, steps: list[_Step], planned: Planner) -> Plan | None:
+    try:
+        for step in steps:
+            name, _, value = step.what_if.partition("=")
+            question = question.what_if(name, value)
+    except ConfigError:
+        return None
+    return planned(question)
 
 
-def _bound(snapshot: FleetSnapshot, config: PlanConfig, factor: float) -> tuple[FleetSnapshot, PlanConfig, str]:
-    bound = min(STALENESS_BOUND_MAX, max(config.staleness_bound + 1, round(config.staleness_bound * factor)))
-    return snapshot, replace(config, staleness_bound=bound), f"S = {bound}"
+def _bound(question: PlanQuestion, factor: float) -> _Step | None:
+    now = question.wishes.staleness_bound
+    bound = min(STALENESS_BOUND_MAX, max(now + 1, round(now * factor)))
+    return _Step(f"S={bound}", f"staleness bound S = {bound}") if bound > now else None
 
 
-def _tail(snapshot: FleetSnapshot, config: PlanConfig, factor: float) -> tuple[FleetSnapshot, PlanConfig, str]:
-    workers = tuple(
-        replace(
-            one,
-            rollout_s_tail=max(one.rollout_s_mean, one.rollout_s_tail / factor),
-            rollout_s_max=one.rollout_s_max / factor,
-        )
-        for one in snapshot.workers
-    )
-    return replace(snapshot, workers=workers), config, f"the longest rollouts cut to 1/{factor:g}"
+def _uplink(question: PlanQuestion, factor: float) -> _Step | None:
+    rate = round(question.learner.link.uplink_bytes_per_s * factor)
+    return _Step(f"uplink={rate}B/s", f"a learner uplink of {format_bytes(rate)}/s")
 
 
-def _fleet(snapshot: FleetSnapshot, config: PlanConfig, factor: float) -> tuple[FleetSnapshot, PlanConfig, str]:
-    extra = min(round(len(snapshot.workers) * (factor - 1)), WORKERS_ADVISED_MAX)
-    known = len(snapshot.workers)
-    more = tuple(
-        replace(snapshot.workers[index % known], worker_id=PeerId(f"more-{index}"), is_pinned=False)
-        for index in range(extra)
-    )
-    return replace(snapshot, workers=(*snapshot.workers, *more)), config, f"{extra} more workers like those known"
+def _more(gpu: str) -> Lever:
+    def lever(question: PlanQuestion, factor: float) -> _Step | None:
+        now = sum(offer.count for offer in question.offers if offer.gpu == gpu)
+        count = min(OFFER_WORKERS_MAX, max(now + 1, round(now * factor)))
+        return _Step(f"count.{gpu}={count}", f"{count} x {gpu} on offer")
+
+    return lever
 
 
-def _cap(snapshot: FleetSnapshot, config: PlanConfig, factor: float) -> tuple[FleetSnapshot, PlanConfig, str]:
-    if not config.usd_per_hour_cap:
-        return snapshot, config, ""
-    cap = config.usd_per_hour_cap * factor
-    return snapshot, replace(config, usd_per_hour_cap=cap), f"a cap of {cap:.2f} USD/h"
+def _cap(question: PlanQuestion, factor: float) -> _Step | None:
+    cap = question.wishes.usd_per_hour_cap * factor
+    return _Step(f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if cap else None
 
 
-def _train(snapshot: FleetSnapshot, config: PlanConfig, factor: float) -> tuple[FleetSnapshot, PlanConfig, str]:
-    learner = replace(snapshot.learner, train_s=snapshot.learner.train_s * factor)
-    return replace(snapshot, learner=learner), config, f"a learner {factor:g} times slower (a smaller cluster)"
-
-
-_LEVERS: tuple[Change, ...] = (_uplink, _bound, _tail, _fleet, _cap, _train)
+def _train(question: PlanQuestion, factor: float) -> _Step | None:
+    train_s = question.learner.train_s * factor
+    return _Step(f"train={train_s:.6g}s", f"a learner {factor:g} times slower ({train_s:.3g} s a step)")

@@ -114,6 +114,12 @@ def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
     return found
 
 
+STEP_S_MIN = 0.1
+"""Launching a step's kernels and drawing its batch: some thousand launches of 10 us each, whatever their size; it is all that a
+small model's step takes."""
+
+
 def train_s_prior(gpu: GpuType, gpu_count: int, model_billions: float, tokens: float) -> float:
-    """Seconds of one optimiser step over `tokens` tokens: 6 FLOP a parameter and token at a usual efficiency."""
-    return 6 * model_billions * 1e9 * tokens / (gpu_count * gpu.train_tflops * 1e12 * TRAIN_FLOPS_SHARE)
+    """Seconds of one optimiser step over `tokens` tokens: 6 FLOP a parameter and token at a usual efficiency, and what no
+    step takes less than."""
+    return STEP_S_MIN + 6 * model_billions * 1e9 * tokens / (gpu_count * gpu.train_tflops * 1e12 * TRAIN_FLOPS_SHARE)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from echo2.cli.sim import add_sim_command, scenario_of
 
 SCENARIOS = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
 LONG = "--sampling.max_new_tokens=8192"
+EIGHT = ("--billions", "8")
 
 
 def run(*arguments: str) -> int:
@@ -26,7 +28,7 @@ def run(*arguments: str) -> int:
 
 
 def test_plan_as_json_says_pool_terms_and_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--json", LONG, "--learner.prompts_per_step=128", "--what-if", "uplink=1gbit,S=4") == 0
+    assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", "--what-if", "uplink=1gbit,S=4") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["is_feasible"] and told["staleness_bound"] == 4
     assert sum(told["pool_by_kind"].values()) == len(told["pool"]) > 0
@@ -43,12 +45,84 @@ def test_plan_prints_the_inequality_the_sums_and_advice(capsys: pytest.CaptureFi
     )
     assert run("plan", "--fleet", str(fleet), "--explain", LONG, "--learner.prompts_per_step=128") == 0
     printed = capsys.readouterr().out
-    for said in ("terms of the inequality", "alternatives", "(3)", "not feasible", "would do alone"):
+    for said in ("what limits the run", "(3)", "not feasible with these machines", "would do: "):
         assert said in printed
+    assert "alternatives" not in printed, "there is none to choose from"
+
+
+FLEETS = {
+    "few machines": '[[worker]]\ngpu = "RTX4090"\ncount = 2\n',
+    "slow uplink": '[learner]\nuplink = "3mbit"\n[[worker]]\ngpu = "H200"\ncount = 8\n',
+    "short step": '[learner]\ntrain = "2s"\n[[worker]]\ngpu = "H100"\ncount = 8\n',
+}
+
+
+@pytest.mark.parametrize("fleet", FLEETS.values(), ids=FLEETS)
+def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of advice is taken as it is printed and given back to the same command."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(fleet)
+    asked = (
+        "plan",
+        "--billions",
+        "4",
+        "--fleet",
+        str(path),
+        LONG,
+        "--learner.prompts_per_step=64",
+        "--staleness.bound=2",
+    )
+    assert run(*asked) == 0
+    found = re.findall(r"workers (\$[\d.]+/h)   \(--what-if (\S+)\)", capsys.readouterr().out)
+    assert found
+    for price, what_if in found:
+        assert run(*asked, "--what-if", what_if) == 0
+        printed = capsys.readouterr().out
+        assert "not feasible with" not in printed and f"workers {price}" in printed, what_if
+
+
+def test_the_headline_is_the_whole_price_of_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--learner.steps=100")
+    assert run(*asked, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    total = told["usd_per_hour"] + told["learner"]["price_usd_per_hour"]
+    assert told["learner"]["price_usd_per_hour"] > 0
+    assert told["run"]["usd"] == pytest.approx(told["run"]["hours"] * total)
+    assert told["run"]["hours"] == pytest.approx(
+        100 * told["learner"]["train_s"] / told["predicted_utilisation"] / 3600
+    )
+    assert run(*asked) == 0
+    printed = capsys.readouterr().out
+    assert f"= ${total:.2f}/h" in printed and f"and ${told['run']['usd']:,.2f}" in printed
+    assert "100 steps: about" in printed
+
+
+def test_the_models_size_is_read_where_it_lies_and_never_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    shape = {
+        "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 1000, "head_dim": 16, "tie_word_embeddings": True, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    local, cached = tmp_path / "my-12B-model", tmp_path / "hub" / "models--me--my-12B" / "snapshots" / "abc"
+    for folder in (local, cached):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(shape))
+    for path, origin in ((str(local), local), ("me/my-12B", cached)):
+        assert run("plan", f"--model.path={path}") == 0
+        printed = capsys.readouterr().out
+        assert f"({origin / 'config.json'})" in printed and "model    0.000" in printed
+        assert "0.0 s" not in printed and not re.search(r"-\d+(\.\d+)?%", printed)
+    for path in ("me/other-12B", str(tmp_path / "other-12B")):
+        with pytest.raises(ConfigError, match=r"expected its config\.json.*--billions"):
+            run("plan", f"--model.path={path}")
+    with pytest.raises(ConfigError, match=r"expected a model to plan for.*--model\.path"):
+        run("plan")
 
 
 def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("plan", "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
+    run("plan", *EIGHT, "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -69,7 +143,7 @@ def test_bad_fleet_files_are_refused_by_name(text: str, told: str, tmp_path: Pat
     path = tmp_path / "fleet.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        run("plan", "--fleet", str(path), "--json")
+        run("plan", *EIGHT, "--fleet", str(path), "--json")
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)

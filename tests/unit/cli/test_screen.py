@@ -30,7 +30,9 @@ def test_lags_above_the_bound_are_shown_and_marked() -> None:
 
 
 def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
-    status = coordinator_pb2.RunStatus(usd_spent=1.25, usd_useful=1.0, artifact_bytes_published=10_000, full_bytes_published=40_000)
+    status = coordinator_pb2.RunStatus(
+        usd_spent=1.25, usd_useful=1.0, artifact_bytes_published=10_000, full_bytes_published=40_000
+    )
     status.learner.lag_histogram.extend([5, 5])
     status.workers.add(name="oregon", state="alive", activation="active")
     console = Console(width=140, record=True)
