@@ -60,7 +60,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
     from echo2.cli.plan_answer import (  # loads the planner: only this command pays for it
-        Run,
+        PlannedRun,
         as_json,
         plot,
         print_answer,
@@ -72,11 +72,11 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         answer = plan(question.snapshot(), question.wishes)
         if own.plot:
             plot(question, own.plot)
-        told = as_json(question, answer, Run(config.learner.steps, origin)) if own.json else {}
+        told = as_json(question, answer, PlannedRun(config.learner.steps, origin)) if own.json else {}
     if own.json:
         print(json.dumps(told, indent=2))
     else:
-        print_answer(question, answer, Run(config.learner.steps, origin), own.explain)
+        print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
         print_fits(question)
         print(learner_line(config, question.model, learner_gpus(config, question.model, catalogue)))
     return 0

@@ -50,20 +50,20 @@ def pool_by_kind(answer: Plan) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """`origin`: where the model's size is known from."""
 
     steps: int
     origin: str
 
 
-def hours_of(question: PlanQuestion, answer: Plan, run: Run) -> float:
+def hours_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> float:
     """The whole run at this plan's utilisation; infinite where nothing is generated."""
     busy_s = run.steps * question.learner.train_s
     return busy_s / answer.predicted_utilisation / 3600 if answer.predicted_utilisation > 0 else math.inf
 
 
-def as_json(question: PlanQuestion, answer: Plan, run: Run) -> dict[str, object]:
+def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, object]:
     """The plan with everything that was asked, for programs."""
     told = dataclasses.asdict(answer)
     told["binding"] = answer.binding.value
@@ -104,7 +104,7 @@ def _planned(question: PlanQuestion) -> Plan:
 # ---- printing
 
 
-def print_answer(question: PlanQuestion, answer: Plan, run: Run, with_sums: bool) -> None:
+def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sums: bool) -> None:
     """What to rent, or what would make it possible; then tables, and the calculation if asked for."""
     console = Console(highlight=False)
     learner = question.learner
@@ -139,7 +139,7 @@ def _publishes(kappa: int) -> str:
     return "publish every step" if kappa == 1 else f"publish every {kappa} steps"
 
 
-def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: Run) -> None:
+def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
     hours, learner_usd = hours_of(question, answer, run), question.learner.price_usd_per_hour
     busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
     total = answer.usd_per_hour + learner_usd

@@ -73,7 +73,11 @@ class FleetCosts:
 
 
 def sums(
-    members: Iterable[Member], machines: Iterable[RentedMachine], rented: Mapping[PeerId, str], now: float, standby_usd: float
+    members: Iterable[Member],
+    machines: Iterable[RentedMachine],
+    rented: Mapping[PeerId, str],
+    now: float,
+    standby_usd: float,
 ) -> FleetCosts:
     """Workers that are metered up to now, and machines. `rented`: workers on machines that a provider rented, with the
     machine's id. `standby_usd`: what own workers have cost on standby."""

@@ -25,19 +25,19 @@ META = "finished"
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class RunEnd:
     """When the learner said so, and after how many steps."""
 
     unix_s: float
     step: int
 
 
-class Ending:
+class RunEnding:
     """`finish` is None while the run goes on."""
 
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub
-        self.finish = Finish(**json.loads(meta[META])) if meta.get(META) else None
+        self.finish = RunEnd(**json.loads(meta[META])) if meta.get(META) else None
 
     @property
     def text(self) -> str:
@@ -68,7 +68,7 @@ class Ending:
         hub = self._hub
         if self.finish is not None:
             return
-        self.finish = Finish(hub.clock.now(), int(hub.board.report.step))
+        self.finish = RunEnd(hub.clock.now(), int(hub.board.report.step))
         hub.keeper.meta(META, json.dumps(asdict(self.finish)))
         hub.note("run", f"{self.text}: workers are sent home, rented machines are given back")
         hub.apply(hub.book.handle(le.GroupsSynced(()), hub.clock.now()))

@@ -37,13 +37,13 @@ from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
 from echo2.coordinator.runtime.barring import banned_ids, barring_of, barrings_of, tell_ban
-from echo2.coordinator.runtime.ending import Ending
+from echo2.coordinator.runtime.ending import RunEnding
 from echo2.coordinator.runtime.granting import order_of, whereabouts_of
 from echo2.coordinator.runtime.keeper import Keeper
 from echo2.coordinator.runtime.money import Money
 from echo2.coordinator.runtime.restoring import restore_board
 from echo2.coordinator.runtime.session import StreamSession, check_hello, check_quantisation
-from echo2.coordinator.saved import LoggedEvent, PaidAction, CurvePoint, SavedState, StateStore
+from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, SavedState, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
 from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.tokens import TokenBook
@@ -103,7 +103,7 @@ class Hub:
         self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
         self._is_flushing = self._is_closed = False
         self._ticks = 0
-        self.ending = Ending(self, saved.meta)
+        self.ending = RunEnding(self, saved.meta)
         self._restore(saved)
 
     def _restore(self, saved: SavedState) -> None:

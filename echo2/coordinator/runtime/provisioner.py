@@ -271,7 +271,7 @@ class Provisioner:
     def _think(self) -> None:
         hub = self._hub
         if hub.ending.finish is not None:
-            self.advice = Advice(reason=hub.ending.text)
+            self.advice = FleetAdvice(reason=hub.ending.text)
             return
         machines = list(self.machines.values())
         workers = {machine.machine_id: self.workers_of(machine) for machine in machines if machine.is_open}

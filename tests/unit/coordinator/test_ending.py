@@ -11,7 +11,7 @@ import pytest
 from echo2.base.errors import RunFinished, Unreachable
 from echo2.base.ids import PeerId
 from echo2.control.runtime.session import refusal_error
-from echo2.coordinator.membership import Setting
+from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
@@ -167,7 +167,7 @@ def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_i
         for name in ("works", "idles"):
             member = run.hub.membership.came(PeerId(name), WorkerHello(1, name, RUN, **hello), run.clock.now())
             run.hub._review(run.hub.membership.change_of(member, run.clock.now()))
-        run.hub.set_worker(PeerId("idles"), Setting.STANDBY, "too many")
+        run.hub.set_worker(PeerId("idles"), OperatorSetting.STANDBY, "too many")
 
         def an_hour() -> None:
             for _ in range(3600):
