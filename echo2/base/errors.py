@@ -21,7 +21,8 @@
     ├── StateError             persistent state is missing, locked or of another run
     ├── TaskError              a task, its data or a reward is wrong
     ├── TrainingError          loss or gradient stayed without a finite value
-    ├── RunFinished            the run is over: there is no work left to do
+    ├── Dismissed              the operator sends this worker home
+    │   └── RunFinished        the run is over: there is no work left to do
     └── Unreachable            a peer did not answer within its stated time
 
 A message says what was expected, what came, and whose it was. The command line prints it as one line and
@@ -141,7 +142,11 @@ class TrainingError(EchoError):
     exit_code = 11
 
 
-class RunFinished(EchoError):
-    """The run is over: there is no work left to do. No failure: a worker that is told so ends with exit code 0."""
+class Dismissed(EchoError):
+    """The operator sends this worker home. No failure: it ends with exit code 0."""
 
     exit_code = 0
+
+
+class RunFinished(Dismissed):
+    """The run is over: there is no work left to do. No failure: it ends with exit code 0."""

@@ -27,11 +27,12 @@ class LoggedEvent:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One point of the run's curves. `eval_reward` None: not evaluated yet."""
+    """One point of the run's curves. `eval_reward` None: not evaluated yet; `reward_mean` None: no step was made since the
+    learner started."""
 
     unix_s: float
     step: int
-    reward_mean: float
+    reward_mean: float | None
     eval_reward: float | None
     utilisation: float
     predicted_utilisation: float

@@ -19,7 +19,9 @@ from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.runtime.accusation import accused
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
-from tests.unit.coordinator.test_daemon import RUN, options, running
+from echo2.trust.identity import Role
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -88,22 +90,35 @@ async def _empty(chromium: Any, daemon: CoordinatorDaemon) -> None:
 async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
     async with page_of(chromium, daemon, 1440, "light") as page:
         await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
-        await page.locator("#terms .term.binding").wait_for(timeout=WAIT_MS)
+        await page.locator("#terms .term").first.wait_for(timeout=WAIT_MS)
         await page.locator("svg.tree").wait_for(timeout=WAIT_MS)
         await page.locator("#what-if-answer .answer").wait_for(timeout=WAIT_MS)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         await shoot(page, "live-1440-light")
+        assert (await page.locator("#todo-text").text_content()).strip(), "the page says what to do"
+        assert await _clipped(page) == []
         await _drains_by_keyboard(page, daemon)
         await _releases_the_quarantined_and_bans(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
-        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 6", timeout=WAIT_MS)
+        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 5", timeout=WAIT_MS)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "the page is wider than 390 px"
         )
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 18, 24)"
+        assert await _clipped(page) == []
         await shoot(page, "live-390-dark")
+
+
+async def _clipped(page: Any) -> list[str]:
+    """Texts of which a part cannot be seen."""
+    found: list[str] = await page.evaluate(
+        """() => [...document.querySelectorAll("#fleet-body td span, .tile strong, .tile p, .tile h3, #todo-text, .term span")]
+        .filter((e) => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflow !== "visible")
+        .map((e) => e.className + ": " + e.textContent)"""
+    )
+    return found
 
 
 async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
@@ -140,6 +155,7 @@ async def _releases_the_quarantined_and_bans(page: Any, daemon: CoordinatorDaemo
     await row.get_by_text("banned").first.wait_for(timeout=WAIT_MS)
     assert (member.setting, member.setting_reason) == (OperatorSetting.BANNED, "its owner asked for it")
     await shoot(page, "banned-1440-light")
+    await page.locator("#fleet-gone").check()  # who was banned has gone, and is listed no more once the ban is lifted
     await row.get_by_role("button", name=f"Lift ban {member.name}").click()
     await row.get_by_role("button", name=f"Ban {member.name}").wait_for(timeout=WAIT_MS)
     assert member.setting is OperatorSetting.AUTOMATIC
@@ -255,6 +271,41 @@ def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> No
 
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     asyncio.run(asyncio.wait_for(scene(), 240))
+
+
+def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -> None:
+    """And an idle coordinator, and one whose workers have gone: no error on the console, nothing that is not so."""
+
+    async def finished(page: Any, name: str) -> None:
+        await page.locator("#status").filter(has_text="finished").wait_for(timeout=WAIT_MS)
+        text = await page.locator("main").text_content()
+        assert "Run a-run is finished after 20 steps. Nothing costs money any more." in text
+        assert "learner away" not in text and "Nothing trained yet" not in text and "The run is finished." in text
+        assert await page.locator("#terms .chip").count() == 0, "no term is met by nobody"
+        await shoot(page, name)
+
+    async def scene() -> None:
+        async with browser() as chromium:
+            async with running(options(tmp_path)) as daemon:
+                learner = await Node.join(daemon, Role.LEARNER)
+                await learner.hello(step_limit=20)
+                async with page_of(chromium, daemon, 1440, "light") as page:
+                    await page.locator("#todo-text").filter(has_text="Start a worker").wait_for(timeout=WAIT_MS)
+                    report = pb.LearnerReport(
+                        step=20, train_s=1.0, reward_mean=0.75, eval_reward=0.8, lag_histogram=[10, 5], is_finished=True,
+                        trained_tokens=15,
+                    )  # fmt: skip
+                    await learner.say(report=report)
+                    await learner.say(leaving=pb.LearnerLeaving(reason="finished"))
+                    await learner.call.done_writing()
+                    await finished(page, "finished-1440-light")
+                await learner.close()
+            async with running(options(tmp_path)) as daemon:
+                for width, scheme in ((1440, "light"), (390, "dark")):
+                    async with page_of(chromium, daemon, width, scheme) as page:
+                        await finished(page, f"restarted-{width}-{scheme}")
+
+    asyncio.run(asyncio.wait_for(scene(), 120))
 
 
 def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:

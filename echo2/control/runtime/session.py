@@ -81,7 +81,7 @@ def refusal_error(refusal: coordinator_pb2.Refusal) -> EchoError:
     kind = getattr(errors, refusal.code, None)
     if not (isinstance(kind, type) and issubclass(kind, EchoError)):
         return ProtocolError(f"the coordinator refused this node: {refusal.code}: {refusal.message[:2000]}")
-    if kind is errors.RunFinished:
+    if issubclass(kind, errors.Dismissed):
         return kind(refusal.message[:2000])
     return kind(f"the coordinator refused this node: {refusal.message[:2000]}")
 

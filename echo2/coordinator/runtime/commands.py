@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
 from echo2.coordinator.lease_waits import slowest, waits
-from echo2.coordinator.membership import Member, OperatorSetting
+from echo2.coordinator.membership import Activation, Member, OperatorSetting
 from echo2.coordinator.provisioning import MachineOffer, Provider
+from echo2.coordinator.runtime.ending import dismiss
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.providers.manual import join_command
 from echo2.coordinator.runtime.provisioner import Provisioner
@@ -32,6 +33,8 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 EVENTS_SHOWN = 200
 REASON_CHARS_MAX = 300
 SILENT_BEATS = 3
+IDLE_S = 30.0
+"""A worker that stands by for less may be between two plans."""
 MACHINE_TOKEN_S = 30 * 86_400.0
 """A machine's token lives as long as it may take to be preempted and come back; it is revoked when the machine ends."""
 
@@ -98,6 +101,25 @@ class Commands:
         if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
             raise MalformedMessage(f"reason: expected up to {REASON_CHARS_MAX} printable characters")
         self.hub.set_worker(PeerId(peer_id), wanted, reason)
+
+    def idle_workers(self) -> list[Member]:
+        """That have stood by for a while and are on no rented machine: what they cost buys nothing."""
+        hub, now = self.hub, self.hub.clock.now()
+        rented = {one.peer_id for machine in hub.money.machines.values() for one in hub.money.workers_of(machine)}
+        return [
+            member
+            for member in hub.membership.living()
+            if member.last_activation is Activation.STANDBY and member.peer_id not in rented
+            and not member.is_newcomer and now - member.activation_since >= IDLE_S
+        ]  # fmt: skip
+
+    def dismiss_idle(self) -> int:
+        """Sends them home: their processes end with exit code 0. Returns how many."""
+        idle = self.idle_workers()
+        for member in idle:
+            dismiss(self.hub, member.peer_id, "the operator sends it home: the run does not need it")
+        self.hub.flush_now()
+        return len(idle)
 
     # ---- looking
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from echo2.base.errors import RunFinished
+from echo2.base.errors import Dismissed, RunFinished
+from echo2.base.ids import PeerId
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.telemetry import LearnerHello
 
@@ -73,17 +74,23 @@ class RunEnding:
         hub.note("run", f"{self.text}: workers are sent home, rented machines are given back")
         hub.apply(hub.book.handle(le.GroupsSynced(()), hub.clock.now()))
         for member in list(hub.membership.living()):
-            hub.worker_left(member.peer_id, "the run is finished")
+            dismiss(hub, member.peer_id, "the run is finished", self._refusal)
         hub.keeper.meta("usd_standby", f"{hub.money.standby_usd():.6f}")
         hub.flush_now()
-        for session in list(hub.workers.values()):
-            session.refuse(self._refusal)
 
     @property
     def is_settled(self) -> bool:
         """Nobody works and nothing is rented."""
         is_idle = not self._hub.workers and not any(one.is_open for one in self._hub.money.machines.values())
         return self.finish is not None and is_idle
+
+
+def dismiss(hub: Hub, peer_id: PeerId, reason: str, why: Dismissed | None = None) -> None:
+    """Sends a worker home, whose process then ends; it may come again."""
+    session = hub.workers.get(peer_id)
+    hub.worker_left(peer_id, reason)
+    if session is not None:
+        session.refuse(why or Dismissed(reason))
 
 
 async def until_settled(hub: Hub, look_s: float = 1.0) -> None:

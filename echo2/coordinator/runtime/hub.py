@@ -371,7 +371,7 @@ class Hub:
         self.keeper.meta("learner_report", learner_report_to_message(report).SerializeToString().hex())
         self.keeper.sample(
             CurvePoint(
-                now, report.step, report.reward_mean, report.eval_reward, report.utilisation,
+                now, report.step, report.reward_mean if report.train_s > 0 else None, report.eval_reward, report.utilisation,
                 self.plan.predicted_utilisation if self.plan else 0.0, money.usd_spent, money.usd_per_hour,
             )
         )  # fmt: skip
@@ -448,7 +448,7 @@ class Hub:
         self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
         if self.learner is not None:
             self.learner.send(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
-        self.note("broadcast", f"plan {plan.epoch}: {plan.topology} over {len(plan.nodes)} nodes: {plan.reason}")
+        _log.debug("broadcast plan %d: %s over %d nodes: %s", plan.epoch, plan.topology, len(plan.nodes), plan.reason)
         return list(self.workers.values())
 
     def send_broadcast_plan(self, session: WorkerSession) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echo2.base.errors import DiskFull, EchoError, ProtocolError, ResourceError, RunFinished, VersionMismatch
+from echo2.base.errors import DiskFull, Dismissed, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.runtime.node import BroadcastNode
@@ -95,7 +95,7 @@ class WorkerDaemon:
         self._engine: Engine | None = None
         self._keeper: WeightKeeper | None = None
         self._measuring: asyncio.Task[None] | None = None
-        self._is_run_finished = False
+        self._is_dismissed = False
 
     # -- life
 
@@ -150,19 +150,19 @@ class WorkerDaemon:
             await self._close(node, server)
 
     async def _talk(self, hooks: SessionHooks) -> None:
-        """With the coordinator, until it refuses this worker. That the run is finished ends the worker without an error."""
+        """With the coordinator, until it refuses this worker. A worker that is sent home ends without an error."""
         try:
             await self.session.run(hooks)
-        except RunFinished as finished:
-            self._is_run_finished = True
-            self.stop(str(finished))
+        except Dismissed as end:
+            self._is_dismissed = True
+            self.stop(str(end))
 
     async def _until_the_end(self) -> None:
-        """Returns after a drain that was asked for, or at the run's end; raises what ended a part."""
+        """Returns after a drain that was asked for, or when it is sent home; raises what ended a part."""
         await self._ending.wait()
         if self._failure is not None:
             raise self._failure
-        if self._is_run_finished:  # nobody is left to hand leases back to
+        if self._is_dismissed:  # nobody is left to hand leases back to
             return
         await self._drain(self._stop_reason or "stopped")
 

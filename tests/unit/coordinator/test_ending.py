@@ -15,7 +15,7 @@ from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
-from echo2.coordinator.runtime.web.state import StateView
+from echo2.coordinator.runtime.web.state import StateView, run_facts
 from echo2.coordinator.telemetry import WorkerHello
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -33,7 +33,7 @@ async def learner_of(daemon: CoordinatorDaemon, step: int = 0, limit: int = 20) 
 
 async def finish(learner: Node, reason: str = "finished") -> None:
     """As the learner's daemon leaves: its last report, then the reason."""
-    await learner.say(report=pb.LearnerReport(step=20, is_finished=True, reward_mean=0.75, eval_reward=-1))
+    await learner.say(report=pb.LearnerReport(step=20, is_finished=True, train_s=1.0, reward_mean=0.75, eval_reward=-1))
     await learner.say(leaving=pb.LearnerLeaving(reason=reason))
     await learner.call.done_writing()
 
@@ -158,6 +158,45 @@ def test_a_provider_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
         assert run.cloud.there == {} and run.hub.ending.is_settled
 
     play(scene)
+
+
+def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            idle, busy = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+            await idle.hello(name="idle")
+            await busy.hello(name="busy")
+            commands = Commands(daemon.hub, "h", 1, [], {})
+            daemon.hub.set_worker(idle.credentials.peer_id, OperatorSetting.STANDBY, "too many")
+            assert commands.dismiss_idle() == 0, "it may be between two plans"
+            daemon.hub.membership.members[idle.credentials.peer_id].activation_since -= 60
+            facts = run_facts(commands)
+            assert (facts.spare, facts.spare_usd_per_hour, facts.workers) == (1, 1.0, 2)
+            assert commands.dismiss_idle() == 1
+            assert (await idle.until("refusal")).code == "Dismissed"
+            assert daemon.hub.money.sums().usd_per_hour == 1.0
+            assert (await idle.hello(name="idle")).WhichOneof("kind") == "welcome", "it may come again"
+            for node in (idle, busy):
+                await node.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_reward_that_nobody_measured_is_no_point_of_the_curve(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            learner = await learner_of(daemon, step=7)
+            assert daemon.hub is not None
+            for report in (pb.LearnerReport(step=7), pb.LearnerReport(step=8, train_s=1.0, reward_mean=0.0)):
+                await learner.say(report=report)
+            while daemon.hub.board.report.step < 8:
+                await asyncio.sleep(0.02)
+            view = StateView(Commands(daemon.hub, "h", 1, [], {}))
+            assert (view.samples()["step"], view.samples()["reward"]) == ([7, 8], [None, 0.0])
+            await learner.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
 
 
 def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_it(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class Web:
             Route("/", self._index), Route("/api/session", self._session), Route("/api/state", self._state),
             Route("/api/series", self._series), Route("/api/stream", self._stream),
             Route("/api/what-if", self._what_if), Route("/api/openapi.json", self._openapi),
-            act("/api/workers/state", self._set_worker), act("/api/tokens", self._create_token),
+            act("/api/workers/state", self._set_worker), act("/api/workers/dismiss", self._dismiss),
+            act("/api/tokens", self._create_token),
             act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
             act("/api/machines", self._rent), act("/api/machines/release", self._release),
             act("/api/machines/command", self._machine_command), act("/api/machines/notice", self._notice),
@@ -132,7 +133,7 @@ class Web:
         hub = self._commands.hub
         snapshot = await snapshot_of(hub)
         if snapshot is None:
-            return JSONResponse({"error": "nothing to plan with yet: no step or no rollout has been measured"}, 409)
+            return JSONResponse(plan_value(None, "what-if", "a first step and a first measured worker"))
         what_if, config = _what_if_of(request), plan_config(hub.options, hub.board)
         async with self._what_ifs:
             plan = await asyncio.to_thread(
@@ -145,6 +146,9 @@ class Web:
     def _set_worker(self, body: Body) -> Body:
         self._commands.set_worker(_text(body, "peer_id"), _text(body, "activation"), _text(body, "reason", ""))
         return {}
+
+    def _dismiss(self, body: Body) -> Body:
+        return {"count": self._commands.dismiss_idle()}
 
     def _create_token(self, body: Body) -> Body:
         token, link = self._commands.create_token(

@@ -67,6 +67,9 @@ def document() -> dict[str, Any]:
                 },
                 ["peer_id", "activation"],
             ),
+            "/api/workers/dismiss": _post(
+                "Sends home all workers that stand by and are on no rented machine.", "`count`: how many.", {}, []
+            ),
             "/api/tokens": _post(
                 "Makes a join token.", "`token_id`, `join_link` and the `command` that joins by it; shown this once.",
                 {

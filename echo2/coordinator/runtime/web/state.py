@@ -7,18 +7,21 @@ section of the page, so that a stream of changes sends only the sections that ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from typing import Any
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.board import VersionRow
+from echo2.coordinator.headline import RunFacts, headline
 from echo2.coordinator.lease_events import GroupPhase
-from echo2.coordinator.membership import Liveness, Member
+from echo2.coordinator.membership import Activation, Liveness, Member
+from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.provisioning import RentedMachine
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.saved import CurvePoint
 from echo2.cost_model.calibration import Estimate
-from echo2.cost_model.plan import Plan
+from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.cost_model.prediction import Predicted, PredictionLog
 
 EVENTS_SHOWN = 200
@@ -26,6 +29,7 @@ TREES_SHOWN_NODES_MAX = 200
 VERSIONS_SHOWN = 16
 MACHINES_SHOWN = 50
 PAID_SHOWN = 30
+STEPS_TIMED = 20
 
 
 def finite(value: float | None, digits: int = 6) -> float | None:
@@ -48,8 +52,8 @@ class StateView:
             "learner": self._learner(),
             "money": self._money(),
             "machines": self._machines(),
-            "plan": plan_value(hub.plan, hub.options.planner_mode.value, hub.plan_waits_for)
-            | {"errors": errors_value(hub.reckoning.log)},
+            "headline": self._headline(),
+            "plan": plan_value(*self._plan_now()) | {"errors": errors_value(hub.reckoning.log)},
             "broadcast": self._broadcast(),
             "leases": self._leases(),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in self._commands.waits()],
@@ -74,6 +78,18 @@ class StateView:
             state = (member.last_liveness, member.activation, member.setting, member.activation_reason)
             yield peer_id, (member.heartbeat_at, member.hello, book.lease_count(peer_id), *state)
 
+    def _plan_now(self) -> tuple[Plan | None, str, str]:
+        """A plan speaks of those that are there; without a living worker there is none."""
+        hub, mode = self._commands.hub, self._commands.hub.options.planner_mode.value
+        if hub.ending.finish is not None:
+            return None, mode, "nothing: the run is finished"
+        is_anybody = any(one.last_liveness is Liveness.ALIVE for one in hub.membership.members.values())
+        return (hub.plan, mode, hub.plan_waits_for) if is_anybody else (None, mode, "a worker: none is connected")
+
+    def _headline(self) -> dict[str, str]:
+        found = headline(run_facts(self._commands))
+        return {"text": found.text, "kind": found.kind, "act": found.act.value, "label": found.label}
+
     def _run(self) -> dict[str, Any]:
         hub, options = self._commands.hub, self._commands.hub.options
         return {
@@ -96,7 +112,9 @@ class StateView:
             "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
             "version": board.newest_version, "train_s": finite(board.train_s),
             "train_s_error": _error(board.train_time.estimate()), "wait_s": finite(report.wait_s),
-            "reward": finite(report.reward_mean), "eval_reward": finite(report.eval_reward),
+            "reward": finite(report.reward_mean) if report.train_s > 0 else None,
+            "seconds_per_step": finite(seconds_per_step(list(self._commands.hub.keeper.samples)), 3),
+            "eval_reward": finite(report.eval_reward),
             "utilisation": finite(report.utilisation), "buffered": report.buffered_rollouts,
             "open": report.open_rollouts, "trained_rollouts": report.trained_rollouts,
             "trained_tokens": report.trained_tokens, "dropped_stale": report.dropped_stale_rollouts,
@@ -110,7 +128,8 @@ class StateView:
         money = hub.money.sums()
         return {
             "spent": finite(money.usd_spent, 4), "per_hour": finite(money.usd_per_hour, 4),
-            "useful": finite(money.usd_useful, 4), "useful_per_hour": finite(money.usd_useful_per_hour, 4),
+            "chosen": finite(money.usd_chosen, 4), "useful": finite(money.usd_useful, 4),
+            "useful_per_hour": finite(money.usd_useful_per_hour, 4),
             "cap_per_hour": hub.options.usd_per_hour_cap, "budget": hub.options.usd_budget,
             "journal": [
                 {
@@ -220,8 +239,10 @@ class StateView:
         version = beat.version
         per_hour = beat.tokens_per_s * 3600 * self._useful_share()
         is_gone = member.last_liveness is Liveness.GONE
+        given = hub.book.given_up.records.get(member.peer_id)
         return {
-            "name": member.name, "state": member.last_liveness.value, "activation": member.activation.value,
+            "name": member.name, "state": member.last_liveness.value,
+            "activation": "" if is_gone else member.activation.value,
             "setting": member.setting.value, "reason": member.activation_reason, "gpu": hello.gpu or "cpu",
             "engine": f"{hello.engine} {hello.quantisation}".strip(), "provider": hello.provider, "is_spot": hello.is_spot,
             "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": version,
@@ -234,6 +255,8 @@ class StateView:
             "leases": hub.book.lease_count(member.peer_id), "uplink": link.uplink_bytes_per_s,
             "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
             "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),
+            "joined": round(member.joined_at, 1), "given_up": 0 if given is None else sum(given.ways.values()),
+            "trouble": "" if given is None else given.reason,
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
             "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
@@ -275,6 +298,45 @@ class StateView:
             "usd": [finite(s.usd_spent, 4) for s in samples],
             "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
         }  # fmt: skip
+
+
+def seconds_per_step(points: Sequence[CurvePoint]) -> float | None:
+    """As the newest steps went, waits included; None before there are two."""
+    recent = points[-STEPS_TIMED:]
+    steps = recent[-1].step - recent[0].step if recent else 0
+    return (recent[-1].unix_s - recent[0].unix_s) / steps if steps > 0 else None
+
+
+def run_facts(commands: Commands) -> RunFacts:
+    """What the page's first sentence hangs on, as it is now."""
+    hub, money, report = commands.hub, commands.hub.money.sums(), commands.hub.board.report
+    options, plan, advice = hub.options, hub.plan, commands.provisioner.advice
+    members = list(hub.membership.living())
+    idle = commands.idle_workers()
+    broken = next((term for term in plan.terms if not term.is_met), None) if plan is not None else None
+    active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
+    surplus = active - set(plan.pool) if plan is not None and plan.is_feasible else set()
+    wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in advice.rent]
+    wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in advice.release]
+    return RunFacts(
+        finished=hub.ending.text, open_machines=sum(one.is_open for one in hub.money.machines.values()),
+        has_learner=hub.board.hello is not None, is_learner_there=hub.board.is_connected, step=int(report.step),
+        utilisation=report.utilisation, predicted=plan.predicted_utilisation if plan is not None else report.utilisation,
+        target=options.target_utilisation, alive=sum(one.last_liveness is Liveness.ALIVE for one in members),
+        workers=len(members), is_budget_spent=0 < options.usd_budget <= money.usd_chosen, usd_budget=options.usd_budget,
+        usd_per_hour=money.usd_per_hour, spare=len(idle),
+        spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
+        surplus=len(surplus), plan_usd_per_hour=plan.usd_per_hour if plan is not None else 0.0, wishes="; ".join(wishes),
+        may_act=options.planner_mode is PlannerMode.AUTO, shortage=_shortage(broken),
+    )  # fmt: skip
+
+
+def _shortage(term: Term | None) -> str:
+    if term is None:
+        return ""
+    if term.limit_kind is Limit.THROUGHPUT:
+        return f"workers make {term.value:.3g} of the {term.limit:.3g} rollouts/s that it needs"
+    return f"what limits it: {term.limit_kind.value}"
 
 
 def command_of(machine: RentedMachine) -> str:

@@ -7,7 +7,7 @@ function axes(xName, yFormat) {
   const look = () => ({ stroke: colour("--soft"), grid: { stroke: colour("--line-soft"), width: 1 }, ticks: { show: false }, font: "11px system-ui", labelFont: "11px system-ui" });
   return [{ ...look(), label: xName, labelSize: 18, size: 28, values: (_, all) => all.map((v) => whole(v)), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] }, { ...look(), size: 46, values: (_, all) => all.map(yFormat) }];
 }
-const line = (label, name, more = {}) => ({ label, stroke: colour(name), width: 2, points: { show: false }, spanGaps: true, ...more });
+const line = (label, name, more = {}) => ({ label, stroke: colour(name), width: 2, points: { show: (u) => u.data[0].length < 3 }, spanGaps: true, ...more });
 function draw(id, data, options, empty) {
   const host = $(id);
   const isEmpty = !data[0]?.length;

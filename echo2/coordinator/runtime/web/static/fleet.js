@@ -2,7 +2,7 @@
 import { $, act, ask, make, setText, toast } from "./dom.js";
 import { bytes, dash, number, percent, rate, seconds, usd, whole } from "./format.js";
 const rows = new Map();
-let sortBy = "name", descending = false, filter = "", newest = null;
+let sortBy = "name", descending = false, filter = "", newest = null, showsGone = false;
 const lagText = (w) => { if (w.version == null || newest == null) return ""; const lag = Math.max(0, newest - w.version); return lag === 0 ? "newest" : `${lag} behind`; };
 const good = { alive: "good", suspect: "warn", gone: "bad" };
 const works = { active: "good", standby: "", draining: "warn", quarantined: "bad", banned: "bad" };
@@ -16,7 +16,7 @@ function ways(w) { return [w.can_be_dialled ? "can be dialled" : `cannot be dial
 const COLUMNS = [
   { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide" },
   { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for },
-  { key: "activation", label: "Work", chip: (w) => [w.activation, works[w.activation]], sub: (w) => isBarred(w) ? w.reason : "", title: (w) => w.reason },
+  { key: "activation", label: "Work", chip: (w) => [w.activation || dash, works[w.activation] || ""], sub: (w) => isBarred(w) ? w.reason : "", title: (w) => w.reason },
   { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
   { key: "usd_per_mtok", label: "$ / M useful", title: () => "price of a million tokens of rollouts that are trained on", text: (w) => usd(w.usd_per_mtok), n: true },
@@ -24,11 +24,22 @@ const COLUMNS = [
   { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots` + (w.memory_used ? ` · ${bytes(w.memory_used)}` : ""), title: (w) => w.memory_used ? `memory: ${bytes(w.memory_used)} of ${bytes(w.memory_total)}` : "", n: true },
   { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
   { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => [w.in_flight ? "v" + w.in_flight : "", kinds(w.links)].filter(Boolean).join(" · "), title: (w) => ways(w), n: true },
+  { key: "joined", label: "Up", text: (w, now) => seconds(Math.max(0, (w.state === "gone" ? w.heard : now) - w.joined)), sub: (w) => w.given_up ? `${w.given_up} leases lost` : "", title: (w) => w.trouble || (w.given_up ? "" : "no lease lost"), n: true },
   { key: "heard", label: "Heard", text: (w, now) => seconds(Math.max(0, now - w.heard)) + " ago", n: true },
 ];
 for (const column of COLUMNS) $("fleet-head").append(make("th", { class: column.n ? "n" : null, scope: "col", "data-key": column.key }, make("button", { type: "button", onclick: () => sort(column.key) }, column.label)));
 $("fleet-head").append(make("th", { scope: "col", class: "n" }, "Actions"));
 $("fleet-filter").addEventListener("input", (event) => { filter = event.target.value.toLowerCase(); order(); });
+$("fleet-gone").addEventListener("change", (event) => { showsGone = event.target.checked; order(); });
+function kindRow([kind, all]) {
+  const price = all.reduce((sum, w) => sum + w.price, 0), tokens = all.reduce((sum, w) => sum + (w.running ? w.tokens_per_s || 0 : 0), 0), active = all.filter((w) => w.activation === "active").length;
+  return make("div", {}, make("dt", {}, kind), make("dd", {}, `${active} / ${all.length}`, make("small", {}, ` ${usd(price)}/h · ${number(tokens)} tokens/s`)));
+}
+function drawKinds(all) {
+  const kinds = new Map();
+  for (const { worker: w } of all) if (w.state !== "gone") { const kind = [w.gpu, w.provider, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "); kinds.set(kind, [...(kinds.get(kind) || []), w]); }
+  $("fleet-kinds").hidden = !kinds.size; $("fleet-kinds").replaceChildren(...[...kinds].sort(([a], [b]) => a.localeCompare(b)).map(kindRow));
+}
 function sort(key) { descending = key === sortBy ? !descending : key !== "name"; sortBy = key; order(); }
 function set(peerId, activation, name) { act("/api/workers/state", { peer_id: peerId, activation, reason: "set on the page" }).then((ok) => ok && toast(`${name}: ${activation}`)); }
 function ban(peerId, name) {
@@ -72,21 +83,23 @@ export function updateFleet(changes, now) {
   }
   order();
 }
-const HEARD = COLUMNS.length - 1, VERSION = COLUMNS.findIndex((column) => column.key === "version");
-export function ageFleet(now, version) { newest = version ?? newest; for (const row of rows.values()) { setText(row.cells[HEARD].main, COLUMNS[HEARD].text(row.worker, now)); setText(row.cells[VERSION].sub, lagText(row.worker)); } }
+const HEARD = COLUMNS.length - 1, UP = COLUMNS.length - 2, VERSION = COLUMNS.findIndex((column) => column.key === "version");
+export function ageFleet(now, version) { newest = version ?? newest; for (const row of rows.values()) { setText(row.cells[HEARD].main, COLUMNS[HEARD].text(row.worker, now)); setText(row.cells[UP].main, COLUMNS[UP].text(row.worker, now)); setText(row.cells[VERSION].sub, lagText(row.worker)); } }
 function order() {
   for (const th of $("fleet-head").children) { if (th.dataset.key === sortBy) th.setAttribute("aria-sort", descending ? "descending" : "ascending"); else th.removeAttribute("aria-sort"); }
   const all = [...rows.values()];
-  const shown = all.filter(({ worker: w }) => !filter || [w.name, w.gpu, w.engine, w.provider, w.state, w.activation].join(" ").toLowerCase().includes(filter));
+  drawKinds(all);
+  const gone = all.filter(({ worker: w }) => w.state === "gone").length;
+  const shown = all.filter(({ worker: w }) => (showsGone || w.state !== "gone" || isBarred(w)) && (!filter || [w.name, w.gpu, w.engine, w.provider, w.state, w.activation].join(" ").toLowerCase().includes(filter)));
   shown.sort((a, b) => { const x = a.worker[sortBy], y = b.worker[sortBy]; const by = x == null ? 1 : y == null ? -1 : typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y; return descending ? -by : by; });
   const body = $("fleet-body");
   const isSame = body.children.length === shown.length && shown.every((row, i) => body.children[i] === row.tr);
   if (!isSame) { const focused = document.activeElement; body.replaceChildren(...shown.map((row) => row.tr)); if (body.contains(focused)) focused.focus(); }
   const alive = all.filter(({ worker: w }) => w.state === "alive").length, active = all.filter(({ worker: w }) => w.activation === "active" && w.state !== "gone").length;
-  setText($("fleet-count"), all.length ? `${active} active · ${alive} alive · ${all.length} known` : "");
+  setText($("fleet-count"), all.length ? `${active} active · ${alive} alive${gone ? ` · ${gone} gone` : ""}` : "");
   const empty = $("fleet-empty");
   empty.hidden = shown.length > 0;
-  if (!shown.length) empty.replaceChildren(...(all.length ? [make("strong", {}, "No worker matches the filter")] : [make("strong", {}, "No worker has joined yet"), "Make a join token below and run its command on a machine."]));
+  if (!shown.length) empty.replaceChildren(...(all.length ? [make("strong", {}, filter ? "No worker matches the filter" : "Every worker has gone")] : [make("strong", {}, "No worker has joined yet"), "Make a join token below and run its command on a machine."]));
 }
 export const fleet = () => Object.fromEntries([...rows].map(([id, row]) => [id, row.worker]));
 order();

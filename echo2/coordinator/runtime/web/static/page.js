@@ -6,18 +6,36 @@ import { ageFleet, fleet, updateFleet } from "./fleet.js";
 import { drawJournal, drawMachines, showCommand } from "./machines.js";
 import { drawTree, drawVersions } from "./tree.js";
 
-const state = { run: {}, learner: {}, money: {}, plan: {}, broadcast: {}, leases: {}, machines: null, waits: [], tokens: [], events: [] };
+const state = { headline: {}, run: {}, learner: {}, money: {}, plan: {}, broadcast: {}, leases: {}, machines: null, waits: [], tokens: [], events: [] };
 let offset = 0, series = null, lastHeard = 0;
 const now = () => Date.now() / 1000 + offset;
 
 function tile(title, value, unit, note, more = {}) {
   return make("div", { class: "tile" + (more.alarm ? " alarm" : ""), title: more.title || note }, make("h3", {}, title), make("strong", {}, value, unit ? make("small", {}, " " + unit) : null), more.part != null ? make("div", { class: "meter" }, make("i", { style: `width:${Math.min(100, 100 * more.part)}%` })) : null, make("p", {}, note || " "));
 }
+const BUTTONS = {
+  make_link: () => $("token-new").click(),
+  apply_plan: () => act("/api/plan/apply", {}).then((ok) => ok && toast("the plan is carried out")),
+  approve: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${ok.count} machines: done`)),
+  dismiss: () => act("/api/workers/dismiss", {}).then((ok) => ok && toast(`${ok.count} workers are sent home`)),
+};
+function drawHeadline() {
+  const h = state.headline, go = $("todo-go");
+  setText($("todo-text"), h.text || "…"); $("todo").className = "panel todo " + (h.kind || "");
+  go.hidden = !h.act; setText(go, h.label || ""); go.onclick = BUTTONS[h.act] || null;
+}
+function toTheEnd() { // seconds and USD until the last step, as the newest steps went
+  const { learner: l, money: m, run: r } = state;
+  if (r.finished || !l.seconds_per_step || !l.step_limit) return null;
+  const left = Math.max(0, l.step_limit - l.step) * l.seconds_per_step;
+  return { left, usd: (left / 3600) * (m.per_hour || 0) };
+}
 function drawTiles() {
   const { learner: l, plan: p, money: m, run: r } = state;
   const workers = Object.values(fleet()).filter((w) => w.state !== "gone");
   const active = workers.filter((w) => w.activation === "active").length;
   const tokens = workers.reduce((sum, w) => sum + (w.running ? w.tokens_per_s || 0 : 0), 0);
+  const end = toTheEnd();
   $("tiles").replaceChildren(
     tile("Step", whole(l.step), l.step_limit ? `/ ${whole(l.step_limit)}` : "", l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
     tile("Reward", number(l.reward), "", l.eval_reward == null ? "held out: not yet" : `held out: ${number(l.eval_reward)}`),
@@ -25,8 +43,9 @@ function drawTiles() {
     tile("Staleness", `S ${r.staleness_bound ?? dash}`, p.is_known ? `κ ${p.kappa}` : "", p.is_known ? `${whole(l.buffered)} buffered, cap ${whole(p.cap)}` : "κ not chosen yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
     tile("Pool", `${active}`, `/ ${workers.length} workers`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
-    tile("Spent", usd(m.spent ?? 0), m.budget ? `/ ${usd(m.budget)}` : "", `${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}`, { part: m.budget ? m.spent / m.budget : null }),
-    tile("Deltas", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of full snapshots` : "no version yet"),
+    tile("To the end", end ? seconds(end.left) : r.finished ? "done" : dash, "", end ? `about ${usd(end.usd)} more` : r.finished ? "all steps are trained" : "after two steps"),
+    tile("Spent", usd(m.spent ?? 0), m.budget ? `/ ${usd(m.budget)}` : "", `${m.spent > 0 ? percent(m.useful / m.spent, 0) : "100 %"} on work · ${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
+    tile("Published", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of full snapshots` : "no version yet"),
   );
 }
 function drawHeader() {
@@ -35,24 +54,26 @@ function drawHeader() {
   setText($("model"), l.is_known ? `${l.model} · version ${l.version} · batches of ${l.rollouts_per_step} rollouts in groups of ${l.rollouts_per_group}` : "waiting for the learner to join");
   const waits = state.waits.some((w) => w.what.startsWith("the learner waits"));
   const isSilent = state.waits.some((w) => w.what.startsWith("nothing is heard of the learner"));
-  const [text, kind] = !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finished", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : ["training", "good"];
+  const [text, kind] = run.finished ? ["finished", "good"] : !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finishing", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : ["training", "good"];
   setText($("status"), text); $("status").className = "pill " + kind;
 }
 function drawWaits() {
   const all = state.waits;
   $("waits-panel").classList.toggle("calm", !all.length);
-  $("waits").replaceChildren(...(all.length ? all.slice(0, 8).map((w) => make("li", {}, make("b", { "data-since": w.since }, seconds(Math.max(0, now() - w.since))), make("span", {}, w.what))) : [make("li", {}, make("b", {}, "✓"), make("span", {}, "Nothing waits: the learner is fed and every lease moves."))]));
+  $("waits").replaceChildren(...(all.length ? all.slice(0, 8).map((w) => make("li", {}, make("b", { "data-since": w.since }, seconds(Math.max(0, now() - w.since))), make("span", {}, w.what))) : [make("li", {}, make("b", {}, "✓"), make("span", {}, state.run.finished ? "Nothing: the run is finished." : "Nothing: the learner is fed and every lease moves."))]));
 }
 const TERM_NAMES = { throughput: "Throughput", broadcast: "Broadcast", staleness: "Staleness", usd_per_hour: "Price cap", usd_budget: "Budget" };
+const TIGHT = 0.25; // less slack than this, and the term is what limits the run
 function termRow(t) {
-  const top = Math.max(t.value ?? 0, t.limit ?? 0) || 1, wantsMore = t.kind === "throughput";
-  return make("div", { class: "term" + (t.is_binding ? " binding" : "") }, make("span", { class: "name" }, TERM_NAMES[t.kind] || t.kind, make("code", {}, t.formula)), make("span", { class: "gauge" + (t.is_met ? "" : " broken") }, make("i", { style: `width:${Math.min(100, 100 * (t.value ?? top) / top)}%` }), make("u", { style: `left:calc(${100 * (t.limit ?? 0) / top}% - 2px)`, title: wantsMore ? "needed" : "allowed" })), make("span", { class: "values" }, `${number(t.value)} ${wantsMore ? "of" : "within"} ${number(t.limit)} ${t.unit}`), make("span", { class: "n" }, make("span", { class: "chip " + (t.is_met ? t.is_binding ? "warn" : "good" : "bad") }, t.is_met ? t.is_binding ? "binds" : "holds" : "broken")), t.remedy ? make("span", { class: "remedy" }, t.remedy) : null);
+  const top = Math.max(t.value ?? 0, t.limit ?? 0) || 1, wantsMore = t.kind === "throughput", limits = t.is_binding && (!t.is_met || (t.slack ?? 1) < TIGHT);
+  const [word, kind] = !t.is_met ? ["short", "bad"] : limits ? ["limiting", "warn"] : ["OK", "good"];
+  return make("div", { class: "term" + (limits ? " binding" : "") }, make("span", { class: "name" }, TERM_NAMES[t.kind] || t.kind, make("code", {}, t.formula)), make("span", { class: "gauge" + (t.is_met ? "" : " broken") }, make("i", { style: `width:${Math.min(100, 100 * (t.value ?? top) / top)}%` }), make("u", { style: `left:calc(${100 * (t.limit ?? 0) / top}% - 2px)`, title: wantsMore ? "needed" : "allowed" })), make("span", { class: "values" }, `${number(t.value)} ${wantsMore ? "of" : "within"} ${number(t.limit)} ${t.unit}`), make("span", { class: "n" }, make("span", { class: "chip " + kind }, word)), t.remedy ? make("span", { class: "remedy" }, t.remedy) : null);
 }
 function drawPlan() {
   const p = state.plan;
   setText($("plan-mode"), p.mode ? { auto: "acts by itself", advise: "advises", approve: "waits for your word" }[p.mode] || p.mode : "");
   $("apply-plan").hidden = !p.is_known || p.mode === "auto";
-  if (!p.is_known) { $("terms").replaceChildren(make("div", { class: "empty" }, make("strong", {}, "No plan yet"), `The planner waits for ${p.waits_for || "measurements"}. Until then every worker is active.`)); setText($("plan-reason"), ""); return; }
+  if (!p.is_known) { $("terms").replaceChildren(make("div", { class: "empty" }, make("strong", {}, state.run.finished ? "No plan" : "No plan yet"), state.run.finished ? "The run is finished." : `The planner waits for ${p.waits_for || "measurements"}.`)); setText($("plan-reason"), ""); setText($("plan-errors"), ""); return; }
   $("terms").replaceChildren(...p.terms.map(termRow)); setText($("plan-reason"), p.reason);
   setText($("plan-errors"), errorsText(p.errors || {}));
 }
@@ -110,6 +131,7 @@ async function answerWhatIf() {
   const host = $("what-if-answer");
   try {
     const response = await fetch("/api/what-if?" + query), p = await response.json();
+    if (response.ok && !p.is_known) { host.replaceChildren(make("div", { class: "empty" }, `The planner waits for ${p.waits_for}.`)); return; }
     if (!response.ok) { host.replaceChildren(make("div", { class: "empty" }, p.error || "no answer")); return; }
     const here = state.plan, than = (a, b, f) => here.is_known && b != null && f(a) !== f(b) ? `now ${f(b)}` : "as now";
     const cell = (label, value, note) => make("div", {}, make("span", {}, label), make("b", {}, value), make("em", {}, note));
@@ -145,7 +167,8 @@ function take(message) {
   if (message.workers) updateFleet(message.workers, now());
   if (message.run || message.learner || message.waits) drawHeader();
   if (message.run || message.learner || message.money || message.plan || message.workers || message.broadcast) drawTiles();
-  if (message.waits) drawWaits();
+  if (message.waits || message.run) drawWaits();
+  if (message.headline) drawHeadline();
   if (message.plan) drawPlan();
   if (message.plan?.is_known && !whatIfReady) { whatIfReady = true; resetSliders(); } else if (message.plan && !message.plan.is_known && !touched) resetSliders();
   else if (message.plan?.is_known && planShown !== planKey()) touched ? askWhatIf() : resetSliders(); // the answer beside it is of now, too
