@@ -243,7 +243,7 @@ def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path)
                 await page.locator("#machines").scroll_into_view_if_needed()
                 await page.screenshot(path=SCREENSHOTS / "machines-390-dark.png")
 
-    asyncio.run(asyncio.wait_for(scene(), 120))
+    asyncio.run(asyncio.wait_for(scene(), 240))
 
 
 def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
                     async with page_of(chromium, daemon, width, scheme) as page:
                         await finished(page, f"restarted-{width}-{scheme}")
 
-    asyncio.run(asyncio.wait_for(scene(), 120))
+    asyncio.run(asyncio.wait_for(scene(), 240))
 
 
 def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
@@ -324,4 +324,4 @@ def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
             assert "does not answer" in await page.get_by_role("alert").text_content()
             await shoot(page, "away-1440-light")
 
-    asyncio.run(asyncio.wait_for(scene(), 120))
+    asyncio.run(asyncio.wait_for(scene(), 240))
