@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import echo2
-from echo2.base.errors import EchoError
+from echo2.base.errors import EchoError, ResourceError
 from echo2.base.units import parse_duration_s
 from echo2.cli import offers, plan, sim
 from echo2.cli.extras import require_extra
@@ -31,9 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         command: Command = own.command
-        return command(own, rest)
+        code = command(own, rest)
+        sys.stdout.flush()
+        return code
     except EchoError as error:
         return report_error(error)
+    except BrokenPipeError:  # whoever read has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return report_error(ResourceError(f"{error.filename or 'this machine'}: {error.strerror or error}"))
     except KeyboardInterrupt:
         return FORCED_EXIT_CODE
 

@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from echo2.base.errors import DiskFull, EchoError
+from echo2.base.errors import DiskFull, EchoError, ResourceError
 
 FORCED_EXIT_CODE = 130
 LINES_PER_S, LINES_BURST = 2.0, 20.0
+UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+"""Of a folder that was named by hand."""
 
 
 class Daemon(Protocol):
@@ -126,6 +128,8 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return report_error(DiskFull(f"{folder}: expected room to write, got: {error}"))
+        if error.filename is not None and error.errno in UNWRITABLE:
+            return report_error(ResourceError(f"{error.filename}: expected a place to write, got: {error.strerror}"))
         raise
     return 0
 

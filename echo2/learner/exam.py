@@ -227,10 +227,10 @@ class Exam:
 
     @property
     def waits_for(self) -> str:
-        sampling = sum(not group.is_sampled for group in self.shelf.groups.values())
+        open_ones = sum(not group.is_sampled for group in self.shelf.groups.values())
         return (
             f"the evaluation of version {self.version}: {len(self.told)} of {self.rules.questions} prompts answered, "
-            f"{sampling} being sampled"
+            f"{open_ones} with workers or waiting for one"
         )
 
 

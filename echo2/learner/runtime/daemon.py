@@ -369,6 +369,14 @@ class LearnerDaemon:
             policy = await asyncio.get_running_loop().run_in_executor(self._executor, lambda: loop.p.team.whole(*held))
             await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
         self._send_report()
+        if folder is not None:
+            _log.info("finished after %d steps; the model lies in %s", loop.step, folder)
+        else:
+            at = self.options.folder / "checkpoints"
+            _log.info(
+                "stopped after step %d of %d; saved in %s: the same command goes on from there",
+                loop.step, self.options.steps, at,
+            )  # fmt: skip
         counts, sent = loop.intake.held.counts, publisher.bytes
         return RunSummary(
             loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",

@@ -274,9 +274,11 @@ class Intake:
         groups = self.held.groups.values()
         ready = sum(group.is_ready for group in groups)
         need = self.offers.groups_per_step
-        sampling = sum(not group.is_sampled for group in groups)
+        begun = sum(not group.is_sampled and any(one.token_ids for one in group.rollouts) for group in groups)
+        unbegun = sum(not group.is_sampled for group in groups) - begun
         return (
-            f"rollouts: {ready} of {need} groups complete, {sampling} being sampled, {len(self._scoring)} rewards due"
+            f"rollouts: {ready} of {need} groups complete, {begun} begun by workers, {unbegun} not begun, "
+            f"{len(self._scoring)} rewards due"
         )
 
     # ---- restarts

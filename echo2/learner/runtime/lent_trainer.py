@@ -218,7 +218,7 @@ class LentTrainer:
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         prompts = sum(len(group.spec.prompt_token_ids) * len(group.rollouts) for group in batch.groups)
         phases = {"train": monotonic() - began}
-        return StepResult(wanted, phases, None, 0.0, 0.0, False, prompts + sampled, sampled)
+        return StepResult(wanted, phases, None, None, None, False, prompts + sampled, sampled)
 
     def snapshot(self) -> dict[str, Tensor]:
         with self._changed:

@@ -21,6 +21,7 @@ from torch import Tensor
 from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.learner.batch import Batch
+from echo2.learner.pace import Pace, step_line
 from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.checkpoint import shelf_state
 from echo2.learner.runtime.exams import Exams
@@ -89,6 +90,7 @@ class TrainingLoop:
         self._checkpointed = prepared.checkpoint_step
         self._is_stopping = self._was_stopped = False
         self._is_warm = False
+        self.pace = Pace()
 
     @property
     def step(self) -> int:
@@ -126,6 +128,8 @@ class TrainingLoop:
 
     async def _make_up(self) -> None:
         """At a start: the version and the evaluation that are due, where a kill came before them."""
+        for row in self.p.rows_again:
+            self._write(row)  # of a step that has its row already, metrics.jsonl takes no second one
         is_last = self.is_finished and self.p.schedule.newest < self.step
         if is_last or self.p.schedule.is_due(Step(self.step)):
             await self._publish(await self._in_trainer(self._snapshot), StepTimes())
@@ -229,9 +233,11 @@ class TrainingLoop:
             "rewards/held_s": self.intake.holding.seconds_held,
         }
         self._write(row)
-        _log.info(
-            "step %d: reward %.3f, lag %.1f, %.2f s busy, %.2f s waiting, version %d",
-            result.step, row["reward/mean"], row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
+        self.pace.made(int(result.step), monotonic())
+        _log.info("%s", step_line(row, self.options.steps, self.pace))
+        _log.debug(
+            "step %d: lag %.1f, %.2f s busy, %.2f s waiting, version %d",
+            result.step, row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
         )  # fmt: skip
         self.on_step()
 

@@ -170,6 +170,12 @@ def audit_fields(auditor: Auditor) -> dict[str, object]:
     }
 
 
+def optimiser_fields(result: StepResult) -> dict[str, float]:
+    """Nothing where the optimiser is somebody else's."""
+    known = {"grad_norm": result.grad_norm, "lr": result.lr}
+    return {name: value for name, value in known.items() if value is not None}
+
+
 def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, object]:
     """Everything about the step itself; `state_fields` adds where the run stands."""
     completions = [len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts]
@@ -178,8 +184,7 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
         "unix_s": unix_now(),
         **reward_fields(batch),
         **loss_fields(result.metrics),
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
+        **optimiser_fields(result),
         "is_skipped": result.is_skipped,
         "rollouts": batch.rollout_count,
         "groups": len(batch.groups),

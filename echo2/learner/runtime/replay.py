@@ -21,6 +21,7 @@ from echo2.base.ids import Version
 from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.history import History
 from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.record import RunFacts, StepTimes, step_row
 from echo2.learner.runtime.training_side import TrainingSide
 from echo2.learner.shelf import Shelf
 from echo2.weights import HostWeights
@@ -38,11 +39,16 @@ class StandingVersion:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """`before`: the version from which a delta to `newest` is still to leave; None where that one has left."""
+    """`before`: the version from which a delta to `newest` is still to leave; None where that one has left. `rows`: of each
+    step that was trained again, for a kill may have come before its row was written."""
 
     newest: StandingVersion
     before: StandingVersion | None
-    batches: int
+    rows: tuple[Mapping[str, object], ...]
+
+    @property
+    def batches(self) -> int:
+        return len(self.rows)
 
 
 class Learner(Protocol):
@@ -76,11 +82,12 @@ class _Difference:
 def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) -> Replayed:
     """Trains all that is recorded. `checkpointed`: the newest version at the checkpoint, with its exact weights."""
     published = _as_they_left(learner.history.published, left)
-    exact, begun, difference, batches = checkpointed, None, None, 0
+    exact, begun, difference = checkpointed, None, None
+    rows: list[Mapping[str, object]] = []
     while (batch := learner.history.next_batch(learner.shelf)) is not None:
         version = Version(batch.step + 1)
-        learner.team.step(batch, version in published)
-        batches += 1
+        result = learner.team.step(batch, version in published)
+        rows.append(step_row(batch, result, StepTimes(), RunFacts()))
         for group in batch.groups:
             learner.prompts.fared(group.cursor, group.rewards)
         if version not in published or difference is not None:
@@ -100,8 +107,8 @@ def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) 
     learner.shelf.take_closures()  # the coordinator learns what is open from the hello
     learner.shelf.drop_stale()
     if difference is not None:
-        _tell(difference, newest, before, batches)
-    return Replayed(newest, before, batches)
+        _tell(difference, newest, before, len(rows))
+    return Replayed(newest, before, tuple(rows))
 
 
 def _as_they_left(recorded: Mapping[Version, str], left: LeftVersions) -> dict[Version, str]:

@@ -71,6 +71,7 @@ class Prepared:
     checkpoint_step: Step | None
     cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
     base: Mapping[str, Tensor] | None = None
+    rows_again: tuple[Mapping[str, object], ...] = ()
 
 
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
@@ -197,7 +198,7 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
     replayed = replay(StandingVersion(prepared.schedule.newest, prepared.published), prepared, left)
     prepared.published, prepared.schedule.newest = replayed.newest.weights, replayed.newest.version
     prepared.cut_off = (replayed.before.version, replayed.before.weights) if replayed.before is not None else None
-    prepared.trained_again = replayed.batches
+    prepared.trained_again, prepared.rows_again = replayed.batches, replayed.rows
     _log.info(
         "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
         prepared.trainer.step_count,

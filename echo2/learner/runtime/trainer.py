@@ -37,8 +37,8 @@ class StepResult:
     step: int  # optimiser steps complete after it
     phases_s: dict[str, float]
     metrics: LossMetrics | None  # of this project's own loss
-    grad_norm: float
-    lr: float
+    grad_norm: float | None
+    lr: float | None
     is_skipped: bool
     positions: int  # computed, padding and prompts included
     sampled_tokens: int

@@ -351,7 +351,7 @@ class WorkerDaemon:
     def _live(self, live: swap.GoLive) -> None:
         assert self._engine is not None, "weights are live on an engine"
         _log.info(
-            "version %d is live: generation stood still for %.0f ms, %.0f ms after it was here",
+            "version %d is live: paused for %.0f ms, %.0f ms after arrival",
             live.version, 1e3 * live.stood_still_s, 1e3 * live.apply_s,
         )  # fmt: skip
         if self._measuring is None:

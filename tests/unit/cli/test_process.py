@@ -77,3 +77,29 @@ def test_the_first_signal_asks_for_a_clean_stop() -> None:
 
 def test_exit_codes_of_error_kinds_differ_from_success() -> None:
     assert report_error(EchoError("x")) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    shown = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m echo2.cli.main config show | head -1"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (shown.stdout, shown.stderr) == ("[run]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "code"),
+    [
+        ("coordinator", ["--folder", "/proc/nope"], 8),
+        ("worker", ["join", "LINK", "--folder", "/proc/nope"], 6),
+        ("learner", ["join", "LINK", "--folder", "/proc/nope", "--model.path", "x"], 6),
+        ("main", ["export", "/proc/nope", "/tmp/x"], 8),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_line(program: str, words: list[str], code: int) -> None:
+    link = "echo2://127.0.0.1:1/12D3KooWPonMYafxrz8bgmhv4GFZcVwJh5A5svfk3x2QL1j1uNuF?token=abc"
+    command = [sys.executable, "-m", f"echo2.cli.{program}", *(link if word == "LINK" else word for word in words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == code and len(errors) == 1 and "/proc/nope" in errors[0], done.stderr
+    assert "Traceback" not in done.stderr

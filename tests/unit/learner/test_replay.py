@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,17 @@ def test_rollouts_that_were_admitted_are_kept_and_no_batch_is_drawn_twice(model_
     assert other.shelf.ledger.trained == plain.shelf.ledger.trained
     held = {name: group.rollouts for name, group in plain.shelf.groups.items()}
     assert {name: group.rollouts for name, group in other.shelf.groups.items()} == held and held
+
+
+def test_each_step_has_its_row_though_a_kill_came_before_it_was_written(model_path: Path, tmp_path: Path) -> None:
+    crashed, _ = killed(model_path, tmp_path, 5, kappa=2)
+    rows = crashed.folder / "metrics.jsonl"
+    kept = rows.read_text().splitlines(keepends=True)[:-2]
+    rows.write_text("".join(kept))
+    go(new_run(crashed).finish())
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["step"] for row in found] == list(range(7))
+    assert all("reward/mean" in row for row in found[1:])
 
 
 def test_a_second_kill_after_a_replay_that_differed_is_survived(model_path: Path, tmp_path: Path) -> None:
