@@ -78,7 +78,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         tuple(one.lower() for one in own.provider), tuple(one.lower() for one in own.gpu), own.region, spot,
         own.usd_per_hour_max,
     )  # fmt: skip
-    in_cache = question_of(config, {}, gpus).tokens_in_cache
+    in_cache = question_of(config, {}, gpus)[0].tokens_in_cache
     ranked = Ranker(size, lengths_of(config), gpus, tokens_each=in_cache).ranked(found.offers, wish)
     if not ranked:
         raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")

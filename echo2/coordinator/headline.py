@@ -34,7 +34,7 @@ class Headline:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class HeadlineFacts:
     """What the sentence hangs on. `spare`: workers that stand by and cost money, `spare_usd_per_hour` together. `surplus`:
     active workers that the plan would send to stand by, to cost `plan_usd_per_hour`. `wishes`: machines to rent or release
     that wait for a word. `shortage`: what limits the plan in words; empty where its terms hold."""
@@ -61,7 +61,7 @@ class RunFacts:
     shortage: str = ""
 
 
-def headline(run: RunFacts) -> Headline:
+def headline(run: HeadlineFacts) -> Headline:
     """The most pressing thing first."""
     if run.finished:
         left = f"; {_count(run.open_machines, 'rented machine')} is still being given back" if run.open_machines else ""
@@ -85,7 +85,7 @@ def headline(run: RunFacts) -> Headline:
     return _of_a_running_fleet(run)
 
 
-def _of_a_running_fleet(run: RunFacts) -> Headline:
+def _of_a_running_fleet(run: HeadlineFacts) -> Headline:
     same = f"at the same utilisation ({run.predicted:.0%})"
     if run.surplus and not run.may_act:
         return Headline(

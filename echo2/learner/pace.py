@@ -12,7 +12,7 @@ STEPS_TIMED = 20
 
 
 @dataclass(slots=True)
-class Pace:
+class StepPace:
     """`made` is told of each step."""
 
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
@@ -29,7 +29,7 @@ class Pace:
         return (ended - began) / (last - first)
 
 
-def step_line(row: Mapping[str, object], steps: int, pace: Pace) -> str:
+def step_line(row: Mapping[str, object], steps: int, pace: StepPace) -> str:
     """`step 12/200  reward 0.413  8,200 tokens/s  2.1 s a step (10 % waiting)  6.6 min left`."""
     step, each = _number(row, "step"), pace.seconds_per_step
     busy, wait = _number(row, "step_s"), _number(row, "phase/wait_s")

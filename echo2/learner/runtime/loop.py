@@ -21,7 +21,7 @@ from torch import Tensor
 from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.learner.batch import Batch
-from echo2.learner.pace import Pace, step_line
+from echo2.learner.pace import StepPace, step_line
 from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.checkpoint import shelf_state
 from echo2.learner.runtime.exams import Exams
@@ -90,7 +90,7 @@ class TrainingLoop:
         self._checkpointed = prepared.checkpoint_step
         self._is_stopping = self._was_stopped = False
         self._is_warm = False
-        self.pace = Pace()
+        self.pace = StepPace()
 
     @property
     def step(self) -> int:

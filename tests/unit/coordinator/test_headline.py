@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from echo2.coordinator.headline import Act, RunFacts, headline
+from echo2.coordinator.headline import Act, HeadlineFacts, headline
 from echo2.coordinator.runtime.web.state import seconds_per_step
 from echo2.coordinator.saved import CurvePoint
 
 CSS = Path(__file__).parents[3] / "echo2" / "coordinator" / "runtime" / "web" / "static" / "page.css"
 CONTRAST_LEAST = 4.5  # WCAG AA
 
-LIVE = RunFacts(
+LIVE = HeadlineFacts(
     has_learner=True, is_learner_there=True, step=40, utilisation=0.97, predicted=0.98, alive=50, workers=50,
     usd_per_hour=52.05,
 )  # fmt: skip
@@ -24,7 +24,7 @@ LIVE = RunFacts(
 @pytest.mark.parametrize(
     ("run", "text", "act"),
     [
-        (RunFacts(), "Start the learner: no learner has joined yet.", Act.MAKE_LINK),
+        (HeadlineFacts(), "Start the learner: no learner has joined yet.", Act.MAKE_LINK),
         (
             replace(LIVE, is_learner_there=False),
             "Start the learner again with the same command: it is away.",
@@ -66,7 +66,7 @@ LIVE = RunFacts(
         ),
     ],
 )
-def test_the_first_sentence_says_what_to_do_now(run: RunFacts, text: str, act: Act) -> None:
+def test_the_first_sentence_says_what_to_do_now(run: HeadlineFacts, text: str, act: Act) -> None:
     told = headline(run)
     assert told.text.startswith(text) and told.act is act
     assert bool(told.label) is (act is not Act.NOTHING), "a button has a name, and only a button"

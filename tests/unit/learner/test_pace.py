@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo2.learner.pace import Pace, step_line
+from echo2.learner.pace import StepPace, step_line
 from echo2.learner.runtime.record import optimiser_fields
 from echo2.learner.runtime.trainer import StepResult
 
@@ -12,7 +12,7 @@ ROW = {"step": 12, "reward/mean": 0.4128, "tokens": 16_400, "step_s": 1.5, "phas
 
 
 def test_a_step_is_one_line_with_its_number_reward_rate_and_the_time_left() -> None:
-    pace = Pace()
+    pace = StepPace()
     pace.made(11, 100.0)
     assert step_line(ROW, 200, pace) == "step 12/200  reward 0.413  8,200 tokens/s  2 s a step (25% waiting)"
     pace.made(12, 104.0)
@@ -25,7 +25,7 @@ def test_a_step_is_one_line_with_its_number_reward_rate_and_the_time_left() -> N
 
 
 def test_the_pace_is_that_of_the_newest_steps() -> None:
-    pace = Pace()
+    pace = StepPace()
     assert pace.seconds_per_step is None
     for step in range(100):
         pace.made(step, 10.0 * step if step < 50 else 500 + 2.0 * (step - 50))

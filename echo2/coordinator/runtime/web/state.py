@@ -13,7 +13,7 @@ from typing import Any
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.board import VersionRow
-from echo2.coordinator.headline import RunFacts, headline
+from echo2.coordinator.headline import HeadlineFacts, headline
 from echo2.coordinator.lease_events import GroupPhase
 from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.options import PlannerMode
@@ -307,7 +307,7 @@ def seconds_per_step(points: Sequence[CurvePoint]) -> float | None:
     return (recent[-1].unix_s - recent[0].unix_s) / steps if steps > 0 else None
 
 
-def run_facts(commands: Commands) -> RunFacts:
+def run_facts(commands: Commands) -> HeadlineFacts:
     """What the page's first sentence hangs on, as it is now."""
     hub, money, report = commands.hub, commands.hub.money.sums(), commands.hub.board.report
     options, plan, advice = hub.options, hub.plan, commands.provisioner.advice
@@ -318,7 +318,7 @@ def run_facts(commands: Commands) -> RunFacts:
     surplus = active - set(plan.pool) if plan is not None and plan.is_feasible else set()
     wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in advice.rent]
     wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in advice.release]
-    return RunFacts(
+    return HeadlineFacts(
         finished=hub.ending.text, open_machines=sum(one.is_open for one in hub.money.machines.values()),
         has_learner=hub.board.hello is not None, is_learner_there=hub.board.is_connected, step=int(report.step),
         utilisation=report.utilisation, predicted=plan.predicted_utilisation if plan is not None else report.utilisation,
