@@ -10,7 +10,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, Version
@@ -53,6 +53,10 @@ class SamplingParams:
             raise MalformedMessage(f"top_k: expected 0 (off) or more, got {self.top_k}")
         if not 1 <= self.max_new_tokens <= 1 << 20:
             raise MalformedMessage(f"max_new_tokens: expected 1 to {1 << 20}, got {self.max_new_tokens}")
+
+    def without_seed(self) -> SamplingParams:
+        """The same distribution, without the numbers that picked from it."""
+        return replace(self, seed=0)
 
     @property
     def is_filtered(self) -> bool:

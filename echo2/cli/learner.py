@@ -87,6 +87,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         drops_equal_rewards=learner.drop_equal_groups,
         overlong_buffer_tokens=learner.overlong_buffer_tokens,
         audit_share=learner.audit_share,
+        audit_fleet_share=learner.audit_fleet_share,
         requires_seeds=not learner.drafting_workers,
         prunes_hopeless=learner.prune_hopeless,
         prompt_tokens_max=sampling.max_prompt_tokens,

@@ -185,6 +185,12 @@ class LearnerSection(Section):
     audit_share: Annotated[
         Fraction, Field(description="Share of the rollouts scored again, to find workers that cheat; 0: none.")
     ] = 0.12
+    audit_fleet_share: Annotated[
+        Fraction,
+        Field(
+            description="Tokens that workers may read for audits, as a share of those sampled; 0: the learner scores all."
+        ),
+    ] = 0.3
     drafting_workers: Annotated[
         bool,
         Field(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,11 +25,8 @@ from echo2.base.noise import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Rollout, SamplingParams
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion
+from echo2.scoring.request import Column, TokenScores
 
-FLOOR_NATS = -12.0
-"""Log-probabilities below this count as this where a token's likelihood is judged, so that the judgement is bounded."""
-
-Column = npt.NDArray[np.float64]
 NOTHING: Column = np.zeros(0)
 
 
@@ -43,24 +40,9 @@ class Habits:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Of consecutive tokens, under one version. `logprobs`: of the number that is trained on (nats). Of the sampling
-    distribution: `drawn`, the token's log-probability; `expected`, the mean of max(log-probability, FLOOR_NATS);
-    `stop_chances`, the probability that the sequence ends there, and `stopped`, whether it did (0 or 1); `below`, the
-    probability of all tokens with lower ids; `collisions`, that of drawing the same token twice."""
-
-    logprobs: Column
-    drawn: Column
-    expected: Column
-    stop_chances: Column
-    stopped: Column
-    below: Column
-    collisions: Column
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """Sampled tokens `start` to `stop - 1`: reported by `worker` as of `version`; `keeps_cache` of the piece before."""
+    """Sampled tokens `start` to `stop - 1`: reported by `worker` as of `version`; `keeps_cache` of the piece before. They are of
+    turn number `turn`, whose first sampled token is number `turn_start`."""
 
     worker: PeerId
     version: Version
@@ -68,6 +50,8 @@ class Piece:
     stop: int
     keeps_cache: bool = False
     draws_by_seed: bool = False
+    turn: int = 0
+    turn_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +84,7 @@ class Evidence:
     older: TokenScores | None
     is_next_older: bool
     uniforms: Column
+    older_version: Version | None = None
 
 
 class ScoreUnderVersion(Protocol):
@@ -143,7 +128,7 @@ def _pieces_of(
     rollout = group.rollouts[member]
     versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
     peers = [sent.peer_id for sent in group.senders[member] for _ in range(sent.token_count)]
-    turns = {insertion.position for insertion in insertions}
+    turns = [insertion.position for insertion in insertions]
     end = min(len(versions), len(peers))
     cuts = [n for n in range(1, end) if versions[n] != versions[n - 1] or peers[n] != peers[n - 1] or n in turns]
     pieces = []
@@ -151,7 +136,9 @@ def _pieces_of(
         goes_on = start > 0 and start not in turns and peers[start] == peers[start - 1]
         keeps = goes_on and habits_of(peers[start]).keeps_cache
         by_seed = habits_of(peers[start]).draws_by_seed
-        pieces.append(Piece(peers[start], versions[start], start, stop, keeps, by_seed))
+        turn = sum(position <= start for position in turns)
+        at = turns[turn - 1] if turn else 0
+        pieces.append(Piece(peers[start], versions[start], start, stop, keeps, by_seed, turn, at))
     return tuple(pieces)
 
 
@@ -175,22 +162,22 @@ def examined(
     kept: Sequence[Version],
     score: ScoreUnderVersion,
     steps_back: Callable[[], int] = one_back,
+    olders: Sequence[Mapping[Version, Version] | None] = (),
 ) -> list[list[Evidence]]:
     """Of each passage, the evidence of its pieces whose version is among the `kept` ones (ascending); the older version that it
-    is compared with lies `steps_back` before, as far as so many are kept, and one where its workers do not draw by their seeds.
-    Pieces that stand alone are scored version by version, so that each is loaded once."""
+    is compared with is that of `olders`, where it says one of the passage, else it lies `steps_back` before. Pieces that stand
+    alone are scored version by version, so that each is loaded once."""
     found: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
-    compared: list[_Compared] = []
+    compared: list[Mapping[Version, Version]] = []
     for number, passage in enumerate(passages):
-        back = steps_back() if all(piece.draws_by_seed for piece in passage.pieces) else 1
-        older_of = {version: kept[max(0, place - back)] for place, version in enumerate(kept) if place > 0}
-        compared.append(_Compared(older_of, back == 1))
+        given = olders[number] if number < len(olders) else None
+        compared.append(older_of(passage, kept, steps_back()) if given is None else given)
         for chain in _chains(passage.pieces):
             if len(chain) == 1:
                 alone += [(number, piece) for piece in chain if piece.version in kept]
             elif all(piece.version in kept for piece in chain):
-                found[number] += _examined_chain(passage, chain, compared[number], score)
+                found[number] += _examined_chain(passage, chain, kept, compared[number], score)
     exact: dict[tuple[int, int], TokenScores] = {}
     older: dict[tuple[int, int], TokenScores] = {}
     for version in kept:
@@ -198,20 +185,20 @@ def examined(
             key = (number, piece.start)
             if piece.version == version:
                 exact[key] = score(version, passages[number], piece, None)[0]
-            elif compared[number].older_of.get(piece.version) == version:
+            elif compared[number].get(piece.version) == version:
                 older[key] = score(version, passages[number], piece, None)[0]
     for number, piece in alone:
         key = (number, piece.start)
-        found[number].append(_evidence(passages[number], piece, exact[key], older.get(key), compared[number].is_next))
+        before = compared[number].get(piece.version) if key in older else None
+        found[number].append(evidence_of(passages[number], piece, exact[key], older.get(key), before, kept))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """With which older version those of a passage are compared."""
-
-    older_of: dict[Version, Version]
-    is_next: bool
+def older_of(passage: Passage, kept: Sequence[Version], steps_back: int) -> dict[Version, Version]:
+    """With which older version tokens of each are compared: `steps_back` before, as far as so many are kept, and one where the
+    passage's workers do not draw by their seeds."""
+    back = steps_back if all(piece.draws_by_seed for piece in passage.pieces) else 1
+    return {version: kept[max(0, place - back)] for place, version in enumerate(kept) if place > 0}
 
 
 def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -227,23 +214,34 @@ def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _examined_chain(
-    passage: Passage, chain: Sequence[Piece], compared: _Compared, score: ScoreUnderVersion
+    passage: Passage,
+    chain: Sequence[Piece],
+    kept: Sequence[Version],
+    compared: Mapping[Version, Version],
+    score: ScoreUnderVersion,
 ) -> Iterator[Evidence]:
     cache: object | None = None
     for piece in chain:
-        older = None
-        if piece.version in compared.older_of:
-            older = score(compared.older_of[piece.version], passage, piece, cache)[0]
+        older, before = None, compared.get(piece.version)
+        if before is not None:
+            older = score(before, passage, piece, cache)[0]
         exact, cache = score(piece.version, passage, piece, cache)
-        yield _evidence(passage, piece, exact, older, compared.is_next)
+        yield evidence_of(passage, piece, exact, older, before, kept)
 
 
-def _evidence(
-    passage: Passage, piece: Piece, exact: TokenScores, older: TokenScores | None, is_next_older: bool
+def evidence_of(
+    passage: Passage,
+    piece: Piece,
+    exact: TokenScores,
+    older: TokenScores | None,
+    before: Version | None,
+    published: Sequence[Version],
 ) -> Evidence:
+    """`before`: the version of `older`; `published`: all that were, ascending, as far as they are remembered."""
     own = slice(piece.start, piece.stop)
     numbers = passage.uniforms[own] if piece.draws_by_seed else NOTHING
-    return Evidence(piece, passage.claimed[own], exact, older, is_next_older, numbers)
+    is_next = before is not None and not any(before < version < piece.version for version in published)
+    return Evidence(piece, passage.claimed[own], exact, older, is_next, numbers, before)
 
 
 def copies(passage: Passage, evidence: Sequence[Evidence]) -> float | None:

@@ -45,7 +45,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echo2.base.errors import ConfigError
-from echo2.learner.audit import FLOOR_NATS, Column, Evidence, TokenScores
+from echo2.learner.audit import Evidence
+from echo2.scoring.request import FLOOR_NATS, Column, TokenScores
 
 DAY_S = 86_400.0
 NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)
@@ -105,7 +106,7 @@ class Accusation:
     is_certain: bool
 
 
-class _Mixture:
+class Mixture:
     """The mean of bets on one bounded quantity with several stakes; `log_wealth` of it."""
 
     def __init__(self, stakes: Sequence[float]) -> None:
@@ -119,7 +120,7 @@ class _Mixture:
 
     @property
     def log_wealth(self) -> float:
-        return _log_mean(self._logs)
+        return log_mean(self._logs)
 
 
 @dataclass(slots=True)
@@ -133,13 +134,13 @@ class Suspicion:
     since: float
     excuses_noise: bool = False
     tokens: int = 0
-    _noise: _Mixture = field(default_factory=lambda: _Mixture(NOISE_STAKES))
-    _fabrication: _Mixture = field(default_factory=lambda: _Mixture(NOISE_STAKES))
-    _draw: _Mixture = field(default_factory=lambda: _Mixture(DRAW_STAKES))
+    _noise: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
+    _fabrication: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
+    _draw: Mixture = field(default_factory=lambda: Mixture(DRAW_STAKES))
     _stops: list[float] = field(default_factory=lambda: [0.0] * len(STOP_FACTORS))
     _choice: list[float] = field(default_factory=lambda: [0.0] * len(CHOICE_STAKES))
-    _next_older: _Mixture = field(default_factory=lambda: _Mixture(OLDER_STAKES))
-    _far_older: _Mixture = field(default_factory=lambda: _Mixture(OLDER_STAKES))
+    _next_older: Mixture = field(default_factory=lambda: Mixture(OLDER_STAKES))
+    _far_older: Mixture = field(default_factory=lambda: Mixture(OLDER_STAKES))
     _version: float = 0.0
     _copies: float = 0.0
     _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
@@ -222,10 +223,10 @@ class Suspicion:
             "fabrication": self._fabrication.log_wealth,
             "version": self._version,
             "draw": self._draw.log_wealth,
-            "length": _log_mean(self._stops),
+            "length": log_mean(self._stops),
             "copies": self._copies,
-            "choice": _log_mean(self._choice),
-            "older": _log_mean([self._next_older.log_wealth, self._far_older.log_wealth]),
+            "choice": log_mean(self._choice),
+            "older": log_mean([self._next_older.log_wealth, self._far_older.log_wealth]),
         }
 
     @property
@@ -236,7 +237,7 @@ class Suspicion:
     @property
     def evidence(self) -> float:
         """Natural logarithm of the mean bet; 0 at the start."""
-        return _log_mean(list(self.log_wealths.values()))
+        return log_mean(list(self.log_wealths.values()))
 
     @property
     def accusation(self) -> Accusation | None:
@@ -247,7 +248,7 @@ class Suspicion:
         wealths = self.log_wealths
         explained = self._products**2 >= EXPLAINED_MIN * self._squares * self._shift_squares
         uncertain = {"noise"} if explained else {"noise", "version"}
-        is_certain = _log_mean([-math.inf if name in uncertain else log for name, log in wealths.items()]) >= needed
+        is_certain = log_mean([-math.inf if name in uncertain else log for name, log in wealths.items()]) >= needed
         if not is_certain and self.tokens < UNCERTAIN_TOKENS:
             return None
         bet = max(wealths, key=lambda name: wealths[name] if name not in uncertain or not is_certain else -math.inf)
@@ -289,6 +290,6 @@ def _older_excess(exact: TokenScores, older: TokenScores, numbers: Column, sigma
     return excess
 
 
-def _log_mean(logs: Sequence[float]) -> float:
+def log_mean(logs: Sequence[float]) -> float:
     largest = max(logs)
     return largest + math.log(math.fsum(math.exp(log - largest) for log in logs) / len(logs))

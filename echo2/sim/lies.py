@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from echo2.base.ids import GroupId
+from echo2.base.ids import GroupId, Version
 from echo2.base.rng import derived_seed
+from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.sim.malice import REPORT, SESSION
 from echo2.sim.tiny_model import STOP_TOKEN, VOCABULARY, reward_of
-from echo2.sim.tiny_picks import Picks, SeededPicks, group_of, seeded
+from echo2.sim.tiny_picks import Picks, SeededPicks, group_of, honest_scores, seeded
 from echo2.sim.tiny_policy import logprobs_of
 from echo2.sim.world_parts import VirtualEngines
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, rollout_pb2
@@ -37,6 +39,8 @@ class Lie(enum.Enum):
     MEMORISED = "one memorised answer a group, with honest numbers"
     EARLY_LENGTH = "ends for its length after one token"
     HARD_BACK = "hands back every other prompt"
+    FALSE_SCORES = "scores of others' rollouts that it makes up"
+    SHIELD = "forged log-probabilities, and scores that bear out its mates'"
     LOW_PRICE = "offers itself for nothing"
     HIGH_PRICE = "asks for a million USD an hour"
 
@@ -46,12 +50,12 @@ class ForgedNumbers:
 
     draws_by_seed = True
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, mean_nats: float = 0.5) -> None:
+        self._rng, self._mean_nats = rng, mean_nats
 
     def pick(self, bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
         token, logprob = SeededPicks().pick(bits, request, position)
-        return token, float(np.float32(logprob - self._rng.expovariate(2.0)))
+        return token, float(np.float32(logprob - self._rng.expovariate(1.0 / self._mean_nats)))
 
 
 class OlderTokens:
@@ -102,21 +106,77 @@ class Memorised:
         return token, float(logprobs_of(bits, group_of(request), position)[token])
 
 
+class Mates:
+    """What colluding workers tell one another: the tokens that they reported, with the numbers that they claimed."""
+
+    def __init__(self) -> None:
+        self.claims: dict[tuple[GroupId, int, int], float] = {}
+        self.shielded = 0
+
+    def claimed(self, request: GenerateRequest, position: int, token: int, logprob: float) -> None:
+        self.claims[group_of(request), position, token] = logprob
+
+    def bears_out(self, past: Mapping[Version, int], request: ScoreRequest, stretch: Stretch) -> TokenScores:
+        """Honest scores, but for tokens of a mate: those have the very numbers that it claimed."""
+        scores = honest_scores(past, request, stretch)
+        logprobs = scores.logprobs.copy()
+        for number in range(stretch.count):
+            token = request.token_ids[stretch.first + number]
+            known = self.claims.get((stretch.prefix_key, stretch.position + number, token))
+            self.shielded += known is not None
+            logprobs[number] = logprobs[number] if known is None else known
+        return replace(scores, logprobs=logprobs)
+
+
+class SharedForgery:
+    """Forged numbers that its mates know of."""
+
+    draws_by_seed = True
+
+    def __init__(self, rng: random.Random, mates: Mates) -> None:
+        self._forged, self._mates = ForgedNumbers(rng, mean_nats=1.0), mates
+
+    def pick(self, bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+        token, logprob = self._forged.pick(bits, request, position)
+        self._mates.claimed(request, position, token, logprob)
+        return token, logprob
+
+
+def made_up_scores(past: Mapping[Version, int], request: ScoreRequest, stretch: Stretch) -> TokenScores:
+    """Of the right sizes, from the tokens' ids alone."""
+    wild = np.array(
+        [derived_seed(token, "score") % 997 / 997 for token in request.token_ids[stretch.first : stretch.stop]]
+    )
+    return TokenScores(-3.0 * wild, -3.0 * wild, -2.0 + 0.0 * wild, 0.1 * wild, 0.0 * wild, wild, 0.2 * wild)
+
+
 class LyingWorker:
     """A `Liar`."""
 
-    def __init__(self, lie: Lie, rng: random.Random) -> None:
+    def __init__(self, lie: Lie, rng: random.Random, mates: Mates | None = None) -> None:
         self.lie, self.name, self._rng = lie, lie.value, rng
+        self._mates = mates or Mates()
         self._given_back: list[str] = []
 
     def engines(self, own: Engines) -> Engines:
+        if not isinstance(own, VirtualEngines):
+            return own
         picks = self._picks()
-        return own.picking(picks) if picks is not None and isinstance(own, VirtualEngines) else own
+        own = own.picking(picks) if picks is not None else own
+        match self.lie:
+            case Lie.FALSE_SCORES:
+                return own.saying(made_up_scores)
+            case Lie.SHIELD:
+                return own.saying(self._mates.bears_out)
+            case _:
+                return own
 
     def _picks(self) -> Picks | None:
         match self.lie:
             case Lie.FORGED_NUMBERS:
                 return ForgedNumbers(self._rng)
+            case Lie.SHIELD:
+                return SharedForgery(self._rng, self._mates)
             case Lie.OLDER_TOKENS:
                 return OlderTokens()
             case Lie.BEST_OF | Lie.OWN_BEST_OF:

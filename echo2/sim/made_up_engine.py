@@ -19,8 +19,9 @@ from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
+from echo2.scoring.request import ScoreRequest, TokenScores
 from echo2.sim.tiny_model import SHAPES, VOCABULARY, fingerprint_of
-from echo2.sim.tiny_picks import Picks
+from echo2.sim.tiny_picks import Picks, Says, honest_scores
 from echo2.weights import HostWeights, apply_updates
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.slots import SlotSequence, SlotTable
@@ -28,6 +29,7 @@ from echo2.worker.slots import SlotSequence, SlotTable
 CONTEXT_TOKENS = 512
 PREFILL_TOKENS_MAX = 2048
 SWAP_S = 0.03
+PAST_VERSIONS = 12
 
 
 @dataclass(slots=True)
@@ -49,13 +51,23 @@ class _Swap:
 class MadeUpEngine:
     """`step_s`: of one decode step of all slots."""
 
-    def __init__(self, picks: Picks, slot_count: int, step_s: float, faults: EngineFaults, rng: random.Random) -> None:
+    def __init__(
+        self,
+        picks: Picks,
+        slot_count: int,
+        step_s: float,
+        faults: EngineFaults,
+        rng: random.Random,
+        says: Says = honest_scores,
+    ) -> None:
+        self._says = says
         self.slot_count = slot_count
         self.version: Version | None = None
         self._picks, self._step_s, self._faults, self._rng = picks, step_s, faults, rng
         self._table = SlotTable(slot_count, CONTEXT_TOKENS)
         self._weights: dict[str, Tensor] = {name: torch.zeros(shape).bfloat16() for name, shape in SHAPES.items()}
         self._bits = 0
+        self._past: dict[Version, int] = {}
         self._swaps: list[_Swap] = []
         self._chunks: list[TokenChunk] = []
         self._work, self._out = asyncio.Event(), asyncio.Event()
@@ -66,6 +78,16 @@ class MadeUpEngine:
     @property
     def draws_by_seed(self) -> bool:
         return self._picks.draws_by_seed
+
+    @property
+    def scorable(self) -> frozenset[Version]:
+        return frozenset(self._past)
+
+    async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
+        await asyncio.sleep(self._step_s * self._faults.slowdown)
+        if not request.versions <= self.scorable:
+            raise EngineError(f"scoring {request.request_id}: expected versions among {sorted(self._past)}")
+        return tuple(self._says(self._past, request, stretch) for stretch in request.stretches)
 
     async def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -139,6 +161,9 @@ class MadeUpEngine:
             self._weights["norm.weight"].view(torch.int16)[self._rng.randrange(12)] ^= 2
         self.version = swap.staged.version
         self._bits = fingerprint_of(self._weights)
+        self._past[self.version] = self._bits
+        while len(self._past) > PAST_VERSIONS:
+            del self._past[next(iter(self._past))]
         self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
         self._swapped += 1
         await asyncio.sleep(SWAP_S)

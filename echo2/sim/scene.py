@@ -28,6 +28,7 @@ class Scene:
     turns: int = 1  # completions that a prompt may want, one after another
     keyframe_chain_max: int = 16
     audit_share: float = 0.25
+    audit_fleet_share: float = 4.0  # short rollouts are looked at many times over
     chunk_scale: int = 1  # bytes on the wire for each of a chunk
     offers_max: int = 0  # machines that the coordinator may rent
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV

@@ -6,11 +6,13 @@ weights that it holds. Leaves to others: the distribution (tiny_policy), lies (l
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from echo2.base.ids import GroupId
+from echo2.base.ids import GroupId, Version
 from echo2.base.noise import uniform
-from echo2.sim.tiny_policy import logprobs_of, picked
+from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
+from echo2.sim.tiny_policy import logprobs_of, picked, scores_of
 from echo2.worker.engine import GenerateRequest
 
 
@@ -23,6 +25,14 @@ class Picks(Protocol):
     def pick(self, bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
         """The token at `position` of a completion and its log-probability, of weights with the fingerprint `bits`."""
         ...
+
+
+Says = Callable[[Mapping[Version, int], ScoreRequest, Stretch], TokenScores]
+"""What an engine says of a stretch of another's tokens. The first argument: fingerprints of the versions that it keeps."""
+
+
+def honest_scores(past: Mapping[Version, int], request: ScoreRequest, stretch: Stretch) -> TokenScores:
+    return scores_of(past[stretch.version], request, stretch)
 
 
 class SeededPicks:

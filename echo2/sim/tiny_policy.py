@@ -18,8 +18,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from echo2.base.ids import GroupId, Version
-from echo2.learner.audit import FLOOR_NATS, Passage, Piece, TokenScores
+from echo2.learner.audit import Passage, Piece
 from echo2.learner.episodes import TurnOf
+from echo2.scoring.request import FLOOR_NATS, ScoreRequest, Stretch, TokenScores
 from echo2.sim.tiny_model import STOP_TOKEN, VOCABULARY, fingerprint_of
 
 MEDIAN_TOKENS, SIGMA = 20.0, 0.9
@@ -102,6 +103,18 @@ def _places_of(passage: Passage) -> Iterator[tuple[GroupId, int]]:
             turn, position = turn + 1, 0
         yield TurnOf(passage.rollout.group_id, passage.rollout.index, turn).group_id, position
         before, position = place, position + 1
+
+
+def scores_of(fingerprint: int, request: ScoreRequest, stretch: Stretch) -> TokenScores:
+    """Of a stretch, under the version of this fingerprint."""
+    rows = [
+        _scores(
+            logprobs_of(fingerprint, stretch.prefix_key, stretch.position + number),
+            request.token_ids[stretch.first + number],
+        )
+        for number in range(stretch.count)
+    ]
+    return TokenScores(*np.array(rows).T)
 
 
 def _scores(logprobs: Column, token: int) -> tuple[float, ...]:

@@ -225,7 +225,7 @@ class World:
             checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
             host=host, port=LEARNER_PORT, advertise=f"{host}:{LEARNER_PORT}", join_link=self.join_link("learner"),
             drops_equal_rewards=scene.drops_equal_rewards, keyframe_chain_max=scene.keyframe_chain_max,
-            audit_share=scene.audit_share,
+            audit_share=scene.audit_share, audit_fleet_share=scene.audit_fleet_share,
             uplink_limit_bytes_per_s=process.machine.link.up / scene.chunk_scale,
         )  # fmt: skip
 

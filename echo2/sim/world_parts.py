@@ -15,7 +15,7 @@ from echo2.coordinator.saved import SavedState, StoreChanges
 from echo2.cost_model.sizing import Fit
 from echo2.outside import here
 from echo2.sim.made_up_engine import CONTEXT_TOKENS, EngineFaults, MadeUpEngine
-from echo2.sim.tiny_picks import Picks
+from echo2.sim.tiny_picks import Picks, Says, honest_scores
 from echo2.trust.runtime.tls import Credentials
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
@@ -95,12 +95,19 @@ class WatchedStore:
 class VirtualEngines:
     """`Engines` of a virtual machine."""
 
-    def __init__(self, picks: Picks, slot_count: int, step_s: float, faults: EngineFaults) -> None:
+    def __init__(
+        self, picks: Picks, slot_count: int, step_s: float, faults: EngineFaults, says: Says = honest_scores
+    ) -> None:
         self._picks, self._slot_count, self._step_s, self._faults = picks, slot_count, step_s, faults
+        self._says = says
 
     def picking(self, picks: Picks) -> VirtualEngines:
         """The same machine with engines that pick tokens otherwise."""
-        return VirtualEngines(picks, self._slot_count, self._step_s, self._faults)
+        return VirtualEngines(picks, self._slot_count, self._step_s, self._faults, self._says)
+
+    def saying(self, says: Says) -> VirtualEngines:
+        """The same machine with engines that score otherwise."""
+        return VirtualEngines(self._picks, self._slot_count, self._step_s, self._faults, says)
 
     def look(self, folder: Path) -> WorkerMachine:
         return WorkerMachine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
@@ -126,7 +133,7 @@ class VirtualEngines:
         )
 
     def make(self, choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
-        return MadeUpEngine(self._picks, fit.sequences, self._step_s, self._faults, here().rng)
+        return MadeUpEngine(self._picks, fit.sequences, self._step_s, self._faults, here().rng, self._says)
 
     async def reach(self, addresses: list[str]) -> Finding:
         return Finding("reach", "as virtual machines are reached", True)

@@ -95,6 +95,8 @@ _RATE, _SECONDS, _UNIX_S, _USD = Number(RATE_MAX), Number(SECONDS_MAX), Number(U
 _TOKENS, _INDEX = Number(ROLLOUT_TOKENS_MAX), Number(ROLLOUTS_PER_GROUP_MAX - 1)
 _KEY, _SIGNATURE, _HEX, _REWARD = Data(KEY_BYTES), Data(64), Text(128), Number(1e12, -1e12)
 _CHUNK, _TOKEN_ID, _LOGPROB = Number(CHUNKS_MAX - 1), Number(TOKEN_ID_MAX), Number(1e-3, -1e6)
+_LOGPROBS = Listed(ROLLOUT_TOKENS_MAX, _LOGPROB)
+_CHANCES = Listed(ROLLOUT_TOKENS_MAX, Number(1.001))
 _PEM, _SECRET, _SHARE, _KAPPA = Data(64 << 10), Text(9000, False), Number(1.0 + 1e-6), Number(64)
 _ADDRESSES = Listed(8, _HOST)
 
@@ -123,6 +125,17 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     "RolloutVerdict": {"sequence": _COUNT, "segments": Listed(REPORT_SEGMENTS_MAX)},
     "SegmentVerdict": {"group_id": _ID, "index": _INDEX, "held_tokens": _TOKENS, "message": _WORDS},
     "GetPartialsReply": {"rollouts": Listed(ROLLOUTS_PER_GROUP_MAX)},
+    "ScorableVersions": {"versions": Listed(SPANS_MAX, _VERSION)},
+    "Scores": {"lease_id": _ID, "stretches": Listed(2 * SPANS_MAX)},
+    "StretchScores": {
+        "logprobs": _LOGPROBS, "drawn": _LOGPROBS, "expected": _LOGPROBS, "stop_chances": _CHANCES, "stopped": _CHANCES,
+        "below": _CHANCES, "collisions": _CHANCES,
+    },
+    "ScoringLease": {
+        "lease_id": _ID, "token_ids": Listed(ROLLOUT_TOKENS_MAX, _TOKEN_ID), "stretches": Listed(2 * SPANS_MAX),
+        "within_s": _SECONDS,
+    },
+    "Stretch": {"version": _VERSION, "first": _TOKENS, "count": _TOKENS, "group_id": _ID, "position": _TOKENS},
     # ---- broadcast.proto
     "PeerHello": {"protocol_version": _U32, "run_id": _ID},
     "Route": {"epoch": _EPOCH, "tree": Number(TREES_MAX - 1)},

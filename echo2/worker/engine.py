@@ -16,6 +16,7 @@ from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
+from echo2.scoring.request import ScoreRequest, TokenScores
 
 
 class SwapMode(enum.Enum):
@@ -55,6 +56,15 @@ def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_coun
     is_ended = bool(request.token_ids) and request.token_ids[-1] in request.sampling.stop_token_ids
     if is_ended or len(request.token_ids) >= request.sampling.max_new_tokens:
         raise EngineError(f"{whose}: expected an unfinished completion, got one that has ended")
+
+
+def refuse_bad_scoring(request: ScoreRequest, context_tokens: int, vocab_count: int) -> None:
+    """Raises EngineError, naming the request, unless a model with that context and vocabulary can read it."""
+    whose = f"scoring {request.request_id}"
+    if len(request.token_ids) > context_tokens:
+        raise EngineError(f"{whose}: expected at most {context_tokens} tokens, got {len(request.token_ids)}")
+    if min(request.token_ids) < 0 or max(request.token_ids) >= vocab_count:
+        raise EngineError(f"{whose}: expected tokens from 0 to {vocab_count - 1}, got others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,11 @@ class Engine(Protocol):
         probability, in the order of ids, is above it. Learners test it."""
         ...
 
+    @property
+    def scorable(self) -> frozenset[Version]:
+        """Versions under which it scores tokens now: the live one, and those before it that it keeps; none: it does not score."""
+        ...
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None:
@@ -123,6 +138,13 @@ class Engine(Protocol):
         """Puts a staged version live at a step boundary; returns the seconds that generation stood still.
 
         A failure leaves the old version live and raises `EngineError`.
+        """
+        ...
+
+    async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
+        """The scores of each stretch, computed from the tokens alone. Generation may stand still meanwhile, and loses nothing.
+
+        A version that is not kept any more raises `EngineError`.
         """
         ...
 

@@ -21,10 +21,16 @@ class TokenGate:
 
     passed: Callable[[tuple[TokenChunk, ...]], None]
     spoiled: Callable[[LeaseId], None]
+    discards: int = 0  # how often weights were found to be of no version
     _unproven: Version | None = None
     _held: list[TokenChunk] = field(default_factory=list)
     _held_requests: set[str] = field(default_factory=set)
     _spoiled_requests: set[str] = field(default_factory=set)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the live weights are not proven yet."""
+        return self._unproven is not None
 
     def hold(self, version: Version) -> None:
         self._unproven = version
@@ -38,6 +44,7 @@ class TokenGate:
 
     def discard(self) -> None:
         """What is held was sampled by no version."""
+        self.discards += 1
         held, self._held = self._held, []
         self._held_requests.clear()
         self._unproven = None

@@ -14,11 +14,11 @@ FILE_LINES_MAX = 500
 PARAMETERS_MAX = 8
 
 # What each room may import of echo2. The order of design: base < {outside, config} < {cost_model, staleness, trust, weights,
-# contain} < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < {trust, contain}.runtime < broadcast.runtime
+# contain, scoring} < broadcast < {coordinator, learner, worker, tasks} < {wire, sim} < {trust, contain}.runtime < broadcast.runtime
 # < control.runtime < {role}.runtime < cli.
 _BASE = {"base"}
 _OUTSIDE = {"base", "outside"}  # what only shells are handed
-_PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "control", "broadcast"}
+_PURE = _BASE | {"config", "cost_model", "staleness", "trust", "weights", "control", "broadcast", "scoring"}
 _ROLES = {"coordinator", "learner", "worker", "tasks"}
 ALLOWED: dict[str, set[str]] = {
     "base": _BASE,
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "staleness": _BASE | {"config", "staleness"},
     "trust": _BASE | {"trust"},
     "weights": _BASE | {"weights"},
+    "scoring": _BASE | {"scoring"},
     "control": _BASE | {"control"},
     "control.runtime": _OUTSIDE | {"control", "control.runtime", "trust", "trust.runtime", "wire"},
     "contain": _BASE | {"contain"},
@@ -60,7 +61,7 @@ IO_MODULES = {"socket", "asyncio", "threading", "subprocess", "grpc", "trio", "s
 TORCH_ALLOWED_IN_CORE = {
     "echo2/learner/loss.py", "echo2/learner/advantage.py", "echo2/learner/correction.py",
 }  # fmt: skip
-TORCH_ALLOWED_PREFIXES = ("echo2/weights/",)
+TORCH_ALLOWED_PREFIXES = ("echo2/weights/", "echo2/scoring/columns.py")
 
 
 def sources() -> list[Path]:

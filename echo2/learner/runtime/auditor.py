@@ -1,11 +1,13 @@
 """The audit at work: some rollouts of each batch are scored again under the versions that they name, beside the training.
 
 Guarantees: training never waits for it; which rollouts is decided after they are in, by dice that no worker can know
-(learner/audit_draw); a worker is accused once, on the event loop; an audit that fails is told (`on_failure`). Waits for: batches
-(`consider`), in a thread of its own. Leaves to others: the verdict (learner/suspicion), banning and dropping (`on_accused`).
+(learner/audit_draw), and so is who scores them (learner/scorings): workers, where enough of them can, and the learner what they
+dispute, some known answers, and what nobody else can; a worker is accused once, on the event loop, and by the learner's own
+numbers; an audit that fails is told (`on_failure`). Waits for: batches (`consider`), scorers (`tell`), its thread. Leaves to
+others: the verdict (learner/suspicion, learner/disputes), banning and dropping (`on_accused`).
 
-Costs host memory for the versions that rollouts may name (learner/runtime/snapshots) and the thread's time: one forward pass
-over a rollout under its version, one under an older one.
+Costs host memory for the versions that rollouts may name (learner/runtime/snapshots) and, of what the learner scores itself,
+the thread's time: one forward pass over a rollout under its version, one under an older one.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from typing import Any
 from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
-from echo2.learner.audit import Evidence, Habits, Passage, copies, examined, passage_of
+from echo2.learner import scorings
+from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of
 from echo2.learner.audit_draw import AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
+from echo2.learner.disputes import LOOKS_MAX, Disputes
 from echo2.learner.episodes import NOBODY
 from echo2.learner.runtime.training_side import Scorer
+from echo2.learner.scorings import Look, Scorings
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
+from echo2.outside import monotonic, unix_now
+from echo2.scoring.request import ScoreRequest
 
 TURN_TOKENS = 16_384
 """Looked at in one turn of the thread, prompts included; one rollout at least."""
@@ -37,18 +44,23 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(slots=True)
 class AuditCounts:
-    """Since the process began."""
+    """Since the process began. `own_`: of what the learner scored itself, and the seconds that this took."""
 
     tokens: int = 0
     rollouts: int = 0
     accused: int = 0
+    own_tokens: int = 0
+    own_rollouts: int = 0
+    own_s: float = 0.0
 
 
 class Auditor:
-    """`share` of the rollouts are looked at, by a scorer that is made and used in the audit's thread. All methods belong to the
-    event loop's thread."""
+    """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by a scorer that is
+    made and used in the audit's thread. All methods belong to the event loop's thread; times are unix seconds."""
 
-    def __init__(self, make_scorer: Callable[[], Scorer], share: float, rng: random.Random) -> None:
+    def __init__(
+        self, make_scorer: Callable[[], Scorer], share: float, rng: random.Random, fleet_share: float = 0.0
+    ) -> None:
         self.counts = AuditCounts()
         self.draw = AuditDraw(share, rng)
         self.accused: dict[PeerId, Accusation] = {}
@@ -57,6 +69,11 @@ class Auditor:
         self.habits_of: Callable[[PeerId], Habits] = lambda peer_id: Habits()
         self._make_scorer = make_scorer
         self._config = SuspicionConfig()
+        self.scorings = Scorings(rng, fleet_share)
+        self.disputes = Disputes(self._config)
+        self.on_lease: Callable[[PeerId, ScoreRequest, float], None] = lambda worker, request, within_s: None
+        self._own: list[Look] = []
+        self._counted: dict[int, None] = {}
         self._suspicions: dict[PeerId, Suspicion] = {}
         self._excused: set[PeerId] = set()
         self._made: Scorer | None = None  # of the thread
@@ -72,6 +89,16 @@ class Auditor:
         """`tensors` of a version that was published; never changed in place. Returns at once."""
         if self.is_on:
             self._begin(self._in_thread(self._keep, version, tensors))
+            self.tell(scorings.VersionKept(version))
+
+    def tell(self, event: scorings.Event) -> None:
+        """What happened to those who score. An accused worker is heard no more."""
+        match event:
+            case scorings.ScorerCame(worker) | scorings.ScoresCame(worker) if worker in self.accused:
+                return
+        now = unix_now()
+        self._carry_out(self.scorings.handle(event, now), now)
+        self._place(now)
 
     def consider(self, groups: Sequence[TrainGroup], now: float) -> None:
         """Draws of groups that were trained on, or that a version is evaluated by. Returns at once."""
@@ -82,28 +109,74 @@ class Auditor:
                 workers = [sent.peer_id for sent in senders if sent.peer_id != NOBODY]
                 if not workers or self.accused.keys() & set(workers):
                     continue
+                for sent in senders:
+                    if sent.peer_id != NOBODY:
+                        self.scorings.handle(scorings.TokensDelivered(sent.peer_id, sent.token_count), now)
                 passage = passage_of(group, member, self.habits_of)
                 drawn = DrawnPassage(workers[-1], kind_of(passage), passage, now)
                 self.draw.consider(drawn, all(self.habits_of(worker).draws_by_seed for worker in workers))
-        if self.draw.waiting and not self._is_looking:
+        self._place(now)
+
+    def _place(self, now: float) -> None:
+        """What was drawn goes to those who score it, as far as they have room."""
+        while self.draw.waiting and self.scorings.has_room and self._own_tokens() < TURN_TOKENS:
+            for drawn in self.draw.take(0):
+                is_own = self.disputes.is_watched(piece.worker for piece in drawn.passage.pieces)
+                look = scorings.LookAt(drawn, is_own, self._steps_back())
+                self._carry_out(self.scorings.handle(look, now), now)
+
+    def _carry_out(self, actions: Sequence[scorings.Action], now: float) -> None:
+        for action in actions:
+            match action:
+                case scorings.LeaseScoring(worker, request, within_s):
+                    self.on_lease(worker, request, within_s)
+                case scorings.LookSelf(look, _):
+                    self.disputes.asked(look)
+                    self._own.append(look)
+                case scorings.Told(look, scorer, evidence):
+                    self._count(look, sum(len(one.claimed) for one in evidence))
+                    self._carry_out(self.disputes.told(look, scorer, evidence, now), now)
+                case scorings.AccuseScorer(worker, accusation):
+                    self._accuse(worker, accusation)
+        if self._own and not self._is_looking:
             self._is_looking = True
             self._begin(self._look(now))
 
     async def _look(self, now: float) -> None:
-        """Until nothing waits."""
+        """Until the learner has nothing to score."""
         try:
-            while taken := self.draw.take(TURN_TOKENS):
-                found = await self._in_thread(self._score, [drawn.passage for drawn in taken])
-                for drawn, evidence in zip(taken, found, strict=True):
-                    self._weigh(drawn, evidence, now)
+            while self._own:
+                taken = [self._own.pop(0)]
+                while self._own and sum(len(look.drawn.passage.token_ids) for look in taken) < TURN_TOKENS:
+                    taken.append(self._own.pop(0))
+                found, took_s = await self._in_thread(self._score, taken)
+                self.counts.own_s += took_s
+                for look, evidence in zip(taken, found, strict=True):
+                    self._weigh(look, evidence, now)
+                self._place(now)
         finally:
             self._is_looking = False
 
-    def _weigh(self, drawn: DrawnPassage, found: Sequence[Evidence], now: float) -> None:
-        tokens = sum(len(evidence.claimed) for evidence in found)
-        self.draw.looked_at(drawn, tokens)
+    def _own_tokens(self) -> int:
+        return sum(len(look.drawn.passage.token_ids) for look in self._own)
+
+    def _count(self, look: Look, tokens: int) -> None:
+        """Once of each rollout, whoever scored it."""
+        if look.number in self._counted:
+            return
+        self._counted[look.number] = None
+        if len(self._counted) > LOOKS_MAX:
+            del self._counted[next(iter(self._counted))]
+        self.draw.looked_at(look.drawn, tokens)
         self.counts.rollouts += tokens > 0
         self.counts.tokens += tokens
+
+    def _weigh(self, look: Look, found: Sequence[Evidence], now: float) -> None:
+        """The learner's own numbers."""
+        drawn, tokens = look.drawn, sum(len(evidence.claimed) for evidence in found)
+        self._count(look, tokens)
+        self.counts.own_rollouts += tokens > 0
+        self.counts.own_tokens += tokens
         for evidence in found:
             self._of(evidence.piece.worker, now).observe(evidence)
         likelihood = copies(drawn.passage, found)
@@ -111,15 +184,18 @@ class Auditor:
             self._of(drawn.worker, now).observe_copies(likelihood)
         for worker in {evidence.piece.worker for evidence in found}:
             self._judge(worker)
+        self._carry_out(self.disputes.proven(look, tuple(found), now), now)
 
     # ---- in the audit's thread
 
     def _keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         self._scorer().keep(version, tensors)
 
-    def _score(self, passages: Sequence[Passage]) -> list[list[Evidence]]:
-        scorer = self._scorer()
-        return examined(passages, scorer.versions, scorer, self._steps_back)
+    def _score(self, looks: Sequence[Look]) -> tuple[list[list[Evidence]], float]:
+        """And the seconds that it took."""
+        scorer, begun = self._scorer(), monotonic()
+        passages, olders = [look.drawn.passage for look in looks], [look.older for look in looks]
+        return examined(passages, scorer.versions, scorer, self._steps_back, olders), monotonic() - begun
 
     def _steps_back(self) -> int:
         """One in half of all cases, two in a quarter, four in an eighth, and so on."""
@@ -156,18 +232,27 @@ class Auditor:
     def _judge(self, worker: PeerId) -> None:
         suspicion = self._suspicions.get(worker)
         accusation = suspicion.accusation if suspicion is not None else None
-        if accusation is not None and worker not in self.accused:
-            self.accused[worker] = accusation
-            self.counts.accused += 1
-            _log.warning("audit of %s: %s", worker, accusation.text)
-            self.on_accused(worker, accusation)
+        if accusation is not None:
+            self._accuse(worker, accusation)
+
+    def _accuse(self, worker: PeerId, accusation: Accusation) -> None:
+        if worker in self.accused:
+            return
+        self.accused[worker] = accusation
+        self.counts.accused += 1
+        _log.warning("audit of %s: %s", worker, accusation.text)
+        self.on_accused(worker, accusation)
+        now = unix_now()
+        self._carry_out(self.scorings.handle(scorings.ScorerGone(worker), now), now)
 
     def release(self, worker: PeerId) -> None:
         """The operator takes it back: it is watched from the start. A finding of noise alone is not made again."""
         accusation = self.accused.pop(worker, None)
         self._suspicions.pop(worker, None)
         self.draw.forget(worker)
-        if accusation is not None and not accusation.is_certain:
+        is_excused = accusation is not None and not accusation.is_certain
+        self.disputes.forget(worker, is_excused)
+        if is_excused:
             self._excused.add(worker)
 
     def close(self) -> None:

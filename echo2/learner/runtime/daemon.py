@@ -47,6 +47,7 @@ from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.session import LearnerSession
 from echo2.learner.runtime.startup import Prepared, export, prepare_here
+from echo2.learner.scorings import ScoringTick
 from echo2.outside import SteadyClock, here, monotonic
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.runtime.enrolling import find_coordinator, keep_renewed
@@ -273,6 +274,8 @@ class LearnerDaemon:
         )
         loop.intake.on_held = lambda peer_id, text: self._accuse(peer_id, f"rewards: {text}", False, ingest)
         loop.auditor.habits_of = ingest.habits_of
+        loop.auditor.on_lease = ingest.scoring.lease
+        ingest.scoring.tell = loop.auditor.tell
         loop.intake.on_untruth = lambda peer_id, text: self._accuse(peer_id, text, True, ingest)
         for part in (loop, loop.intake, loop.auditor, ingest, publisher):
             part.on_failure = self._fail
@@ -345,6 +348,7 @@ class LearnerDaemon:
         while True:
             await asyncio.sleep(REMIND_LOOK_S)
             loop.intake.tell(batcher.ExamTick(monotonic()))
+            loop.auditor.tell(ScoringTick())
             if reminders.is_due(self.waits_for[1]):
                 _log.info("waiting for %.0f s for %s", self.waits_for[1], self.waits_for[0])
                 lacking = loop.intake.lacking()

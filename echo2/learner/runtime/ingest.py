@@ -25,6 +25,7 @@ from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
 from echo2.learner.audit import Habits
 from echo2.learner.runtime.intake import Intake
+from echo2.learner.runtime.scoring import ScoringStreams
 from echo2.outside import monotonic
 from echo2.outside.guard import FairShares, Refusals
 from echo2.trust.runtime.tls import peer_of
@@ -51,6 +52,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self.barred: dict[PeerId, str] = {}
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.refused_reports = 0
+        self.scoring = ScoringStreams()
         self._habits: dict[PeerId, Habits] = {}
         self._streams: Counter[PeerId] = Counter()
         self._shares = FairShares()
@@ -77,6 +79,19 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
             self._streams[peer_id] -= 1
             if not self._streams[peer_id]:
                 del self._streams[peer_id]
+
+    async def Score(
+        self, request_iterator: AsyncIterator[ingest_pb2.ScoringReport], context: Any
+    ) -> AsyncIterator[ingest_pb2.ScoringLease]:
+        peer_id = await self._admitted_peer(context)
+        try:
+            self._check_barred(peer_id)
+            async for lease in self.scoring.serve(peer_id, request_iterator, self._check_barred, self._pause):
+                yield lease
+        except EchoError as error:
+            await self._end(context, error, peer_id)
+        except asyncio.CancelledError:
+            return  # the worker went, or the server stops
 
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
         peer_id = await self._admitted_peer(context)

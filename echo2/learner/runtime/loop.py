@@ -76,7 +76,7 @@ class TrainingLoop:
         self.facts = RunFacts(flops_per_position=prepared.model.flops_per_position)
         share = 0.0 if options.trainer.lora_rank else options.audit_share
         versions = AUDIT_BOUNDS_KEPT * options.staleness_bound + 2  # one before the oldest, for it may be leant to
-        self.auditor = Auditor(lambda: prepared.model.scorer(versions), share, here().rng)
+        self.auditor = Auditor(lambda: prepared.model.scorer(versions), share, here().rng, options.audit_fleet_share)
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.exams = Exams(prepared.folder.path, options.evaluation, prepared.examination, intake)

@@ -143,6 +143,7 @@ class LearnerOptions:
     turns_max: int = 1  # completions of one rollout, one behind the other
     linger_s: float = 20.0  # a finished learner serves its last version so long at most; see lingering
     audit_share: float = 0.0  # of the rollouts, scored again to find workers that cheat; 0: off
+    audit_fleet_share: float = 0.0  # tokens that workers may read for that, of those sampled; 0: the learner scores all
     requires_seeds: bool = False  # reports of engines that do not draw by the seeds of their leases are refused
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 

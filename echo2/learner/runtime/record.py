@@ -159,11 +159,20 @@ def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
 
 
 def audit_fields(auditor: Auditor) -> dict[str, object]:
-    counts, draw = auditor.counts, auditor.draw
+    counts, draw, scored = auditor.counts, auditor.draw, auditor.scorings.counts
     return {
         "audit/tokens": counts.tokens,
         "audit/rollouts": counts.rollouts,
-        "audit/waiting_rollouts": len(draw.waiting),
+        "audit/own_rollouts": counts.own_rollouts,
+        "audit/own_tokens": counts.own_tokens,
+        "audit/own_s": counts.own_s,
+        "audit/fleet_tokens": scored.read_tokens,
+        "audit/fleet_share": scored.read_tokens / max(1, scored.delivered_tokens),
+        "audit/known_answers": scored.verified,
+        "audit/unanswered": scored.unanswered,
+        "audit/disputes": auditor.disputes.counts.disputes,
+        "audit/false_scorers": auditor.disputes.counts.false_scorers,
+        "audit/waiting_rollouts": len(draw.waiting) + auditor.scorings.waiting,
         "audit/given_up_rollouts": draw.given_up,
         "audit/unaudited_share_max": max(draw.unaudited.values(), default=0.0),
         "audit/accused_workers": counts.accused,

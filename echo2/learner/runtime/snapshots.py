@@ -20,14 +20,11 @@ from torch import Tensor
 
 from echo2.base.errors import StateError
 from echo2.base.ids import Version
-from echo2.base.rollout import SamplingParams
-from echo2.learner.audit import FLOOR_NATS, Passage, Piece, TokenScores
+from echo2.learner.audit import Passage, Piece
 from echo2.learner.runtime.adapter import published_name
+from echo2.scoring.columns import scores_of
+from echo2.scoring.request import TokenScores
 
-CHUNK_LOGITS = 1 << 25
-"""Logits held at a time: their softmax and what is sorted of them take about ten times as many bytes."""
-GREEDY_NATS = 1.0
-"""How far below the likeliest token a greedy one may be: engines of another precision pick another of nearly equal ones."""
 BYTES_MAX_OF_MODEL = 2.0
 """All changes together hold at most this many times the bytes of a published version."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -182,60 +179,5 @@ class VersionScorer:
             )
             logits_LV = out.logits[0][(places - int(places[0])).to(device)]
             targets_L = torch.tensor([passage.token_ids[place] for place in places.tolist()], device=device)
-            rows = max(1, CHUNK_LOGITS // logits_LV.shape[-1])
-            chunks = zip(torch.split(logits_LV, rows), torch.split(targets_L, rows), strict=True)
-            parts = [_scores(logits_CV, targets_C, passage.sampling) for logits_CV, targets_C in chunks]
-        columns = (torch.cat(column).double().cpu().numpy() for column in zip(*parts, strict=True))
-        return TokenScores(*columns), _Cache(out.past_key_values, end) if keeps else None
-
-
-def _scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
-    """The columns of `TokenScores`."""
-    if sampling.temperature == 0:
-        return _greedy_scores(logits_CV, targets_C, sampling)
-    plain_CV = (logits_CV.float() / sampling.temperature).log_softmax(-1)
-    drawn_CV = _filtered(plain_CV, sampling) if sampling.is_filtered else plain_CV
-    probabilities_CV = drawn_CV.exp()
-    drawn_C = drawn_CV.gather(-1, targets_C[:, None])[:, 0]
-    trained_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
-    if sampling.is_filtered and sampling.temperature != 1.0:  # a token at the filter's edge counts as let through
-        passed_C = torch.where(drawn_CV.isinf(), -torch.inf, plain_CV).logsumexp(-1)
-        trained_C = trained_C - passed_C
-    stops = torch.tensor(sorted(sampling.stop_token_ids), dtype=torch.long, device=logits_CV.device)
-    ids_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
-    below_C = torch.where(ids_V < targets_C[:, None], probabilities_CV, 0.0).sum(-1)
-    return (
-        trained_C,
-        drawn_C.clamp(min=2 * FLOOR_NATS),
-        (probabilities_CV * drawn_CV.clamp(min=FLOOR_NATS)).sum(-1),
-        probabilities_CV[:, stops].sum(-1),
-        torch.isin(targets_C, stops),
-        below_C,
-        probabilities_CV.square().sum(-1),
-    )
-
-
-def _greedy_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
-    """Of completions that were not drawn: what is claimed is the raw model's number, and a token that is further from the
-    likeliest than engines differ counts as one that could not come."""
-    plain_CV = logits_CV.float().log_softmax(-1)
-    plain_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
-    drawn_C = torch.where(plain_CV.amax(-1) - plain_C > GREEDY_NATS, FLOOR_NATS, 0.0)
-    stopped_C = torch.isin(targets_C, torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=targets_C.device))
-    nothing_C = torch.zeros_like(plain_C)
-    return plain_C, drawn_C, nothing_C, stopped_C.float(), stopped_C, nothing_C, torch.ones_like(plain_C)
-
-
-def _filtered(logprobs_CV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Renormalised, with what top-k and then top-p cut at minus infinity, as the embedded engine cuts."""
-    kept_CV = logprobs_CV
-    if 0 < sampling.top_k < kept_CV.shape[-1]:
-        threshold_C = torch.topk(kept_CV, sampling.top_k).values[:, -1:]
-        kept_CV = kept_CV.masked_fill(kept_CV < threshold_C, -torch.inf)
-    if sampling.top_p < 1.0:
-        ordered_CV, order_CV = torch.sort(kept_CV, descending=True, stable=True)
-        odds_CV = torch.softmax(ordered_CV, dim=-1, dtype=torch.float64)
-        before_CV = odds_CV.cumsum(dim=-1) - odds_CV
-        cut_CV = torch.zeros_like(kept_CV, dtype=torch.bool).scatter(-1, order_CV, before_CV >= sampling.top_p)
-        kept_CV = kept_CV.masked_fill(cut_CV, -torch.inf)
-    return kept_CV.log_softmax(-1)
+            scores = scores_of(logits_LV, targets_L, passage.sampling)
+        return scores, _Cache(out.past_key_values, end) if keeps else None

@@ -56,6 +56,7 @@ from echo2.worker.runtime.provider import tagged_price
 from echo2.worker.runtime.rate import RateProbe
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
+from echo2.worker.runtime.scoring import Scoring
 from echo2.worker.runtime.session import SessionHooks, WorkerSession
 from echo2.worker.runtime.telling import Telling, Whereabouts
 from echo2.worker.runtime.weights import WeightKeeper, WeightsHooks
@@ -92,6 +93,7 @@ class WorkerDaemon:
         self._tasks: list[asyncio.Task[None]] = []
         self.desk = Desk(Assignments(options.limits, options.report_interval_s), self._clock, RateWindow())
         self._gate = TokenGate(self._sampled, self._spoiled)
+        self._scoring = Scoring(self._gate, self._clock)
         self._engine: Engine | None = None
         self._keeper: WeightKeeper | None = None
         self._measuring: asyncio.Task[None] | None = None
@@ -231,6 +233,7 @@ class WorkerDaemon:
     def _assemble(self, credentials: Credentials, node: BroadcastNode, transport: MixedTransport, port: int) -> Orders:
         connect_s = self.options.limits.connect_s
         self.reporting = Reporting(credentials, self.desk, self.waits, self._backoff("learner"), connect_s)
+        self.reporting.scoring = self._scoring
         self.telling = Telling(
             self.options, self.desk, self.waits, node, self.reporting,
             Whereabouts(
@@ -319,7 +322,7 @@ class WorkerDaemon:
         self._progress.at(f"load of the {self._choice.value} engine", 0, 0)
         await engine.start()
         self._progress.ended(f"load of the {self._choice.value} engine")
-        self._engine = self.desk.engine = engine
+        self._engine = self.desk.engine = self._scoring.engine = engine
         self.reporting.draws_by_seed = engine.draws_by_seed
         self.reporting.keeps_cache = self.options.swap_mode is SwapMode.KEEP_KV
 
@@ -354,6 +357,7 @@ class WorkerDaemon:
             "version %d is live: paused for %.0f ms, %.0f ms after arrival",
             live.version, 1e3 * live.stood_still_s, 1e3 * live.apply_s,
         )  # fmt: skip
+        self._scoring.live(live.version)
         if self._measuring is None:
             self._measuring = asyncio.create_task(self._measure_rate())
         elif self._measuring.done():

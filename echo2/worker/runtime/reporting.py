@@ -29,6 +29,7 @@ from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
 from echo2.worker import duties
 from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.scoring import Scoring
 
 VERDICT_S = 30.0
 PARTIALS_S = 20.0
@@ -70,6 +71,7 @@ class Reporting:
         self._fetches: dict[LeaseId, asyncio.Task[None]] = {}
         self.reported_tokens = 0
         self.draws_by_seed = self.keeps_cache = False  # of the engine, as the learner is told
+        self.scoring: Scoring | None = None
 
     # -- called by the desk
 
@@ -177,6 +179,8 @@ class Reporting:
         call = stub.Report()
         reading = asyncio.create_task(self._read(call))
         parts = [reading, asyncio.create_task(self._write(call, reading)), asyncio.create_task(self._wait_moved())]
+        if self.scoring is not None:
+            parts.append(asyncio.create_task(self.scoring.serve(stub)))
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:

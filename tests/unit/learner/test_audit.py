@@ -12,10 +12,11 @@ import pytest
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.noise import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, Piece, TokenScores, copies, examined, passage_of
+from echo2.learner.audit import Habits, Passage, Piece, copies, examined, passage_of
 from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion, SentTokens
+from echo2.scoring.request import TokenScores
 
 A, B = PeerId("a"), PeerId("b")
 SEED = 77

@@ -14,8 +14,9 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId, Version
-from echo2.learner.audit import FLOOR_NATS, NOTHING, Evidence, Piece, TokenScores
+from echo2.learner.audit import NOTHING, Evidence, Piece
 from echo2.learner.suspicion import DAY_S, Accusation, Suspicion, SuspicionConfig
+from echo2.scoring.request import FLOOR_NATS, TokenScores
 
 VOCABULARY = 12
 PIECE_TOKENS = 50

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.rng import derived_rng
+from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.daemon import LearnerDaemon
-from echo2.sim.lies import Lie, LyingWorker
+from echo2.sim.lies import Lie, LyingWorker, Mates
 from echo2.sim.malice import LyingMouth, Malice
 from echo2.sim.scene import Scene
 from echo2.sim.world import World, WorldOutcome
@@ -82,11 +83,43 @@ def test_many_silent_identities_with_endless_room_starve_nobody(seed: int) -> No
     assert outcome.steps >= 0.6 * alone(seed)
 
 
+def auditor_of(world: World) -> Auditor:
+    learner = world.daemons["learner"]
+    assert isinstance(learner, LearnerDaemon) and learner.loop is not None
+    return learner.loop.auditor
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_scorer_that_makes_its_numbers_up_is_banned_and_those_whom_it_scored_are_not(seed: int) -> None:
+    """What it says against honest workers is a dispute, which the learner's own numbers decide against it."""
+    world = World(replace(Scene.of(seed), turns=1, plan_interval_s=5.0, audit_share=0.5), workers=2)
+    world.add_worker(LyingWorker(Lie.FALSE_SCORES, derived_rng(seed, "lie")))
+    outcome = world.run(FOR_S)
+    assert not outcome.failure, "\n".join([*outcome.story[-40:], outcome.failure])
+    assert said(outcome, "w2 is banned now") and said(outcome, "scores of others' rollouts are not those")
+    assert auditor_of(world).disputes.counts.false_scorers == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_of_six_that_bear_out_one_another_are_banned_all_the_same(seed: int) -> None:
+    """Who scores whom is drawn; honest scorers, and what the learner scores too, find what mates hide."""
+    world = World(replace(Scene.of(seed), turns=1, plan_interval_s=5.0, audit_share=1.0), workers=4)
+    mates = Mates()
+    for number in range(2):
+        world.add_worker(LyingWorker(Lie.SHIELD, derived_rng(seed, "lie", number), mates))
+    outcome = world.run(FOR_S)
+    assert not outcome.failure, "\n".join([*outcome.story[-40:], outcome.failure])
+    for name in ("w4", "w5"):
+        assert said(outcome, f"{name} is banned now"), outcome.story[-20:]
+    assert len(auditor_of(world).accused) == 2
+
+
 def test_honest_workers_are_looked_at_and_never_accused() -> None:
     """Over changes of versions, hands and turns."""
     world = World(replace(Scene.of(6), turns=3, audit_share=1.0), workers=3)
     outcome = world.run(FOR_S)
     assert not outcome.failure, outcome.failure
-    learner = world.daemons["learner"]
-    assert isinstance(learner, LearnerDaemon) and learner.loop is not None
-    assert learner.loop.auditor.counts.rollouts >= 40 and not learner.loop.auditor.accused
+    auditor = auditor_of(world)
+    assert auditor.counts.rollouts >= 40 and not auditor.accused
+    assert auditor.scorings.counts.answered >= 20, "most of it by workers"
+    assert auditor.counts.own_rollouts < auditor.counts.rollouts and not auditor.disputes.counts.disputes

@@ -16,7 +16,15 @@ from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
+from echo2.worker.engine import (
+    EngineStats,
+    GenerateRequest,
+    SwapMode,
+    TokenChunk,
+    refuse_bad_request,
+    refuse_bad_scoring,
+)
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox
@@ -61,6 +69,7 @@ class EmbeddedEngine:
             raise ConfigError("quantisation: int8 is for whole weights, but the learner publishes an adapter alone")
         self._weights: Weights = RoundedWeights(shape) if is_rounded else LiveWeights(shape, adapter)
         self._loop = StepLoop(self._weights, slot_count, context, self._outbox, slowdown, cache_tokens)
+        self._scores = adapter is None  # of an adapter, what is merged from it would have to be undone
         self._thread: threading.Thread | None = None
         self._ids_in_use: set[str] = set()
         self._swap_order = asyncio.Lock()
@@ -113,6 +122,18 @@ class EmbeddedEngine:
         async with self._swap_order:
             scatters = await asyncio.to_thread(self._weights.checked, staged)
             return await asyncio.wrap_future(self._loop.swap(LiveSwap(staged.version, staged.parent, scatters, mode)))
+
+    @property
+    def scorable(self) -> frozenset[Version]:
+        return self._loop.scorable if self._scores else frozenset()
+
+    async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
+        refuse_bad_scoring(request, self._context_tokens, self._shape.vocab_count)
+        # One stretch at a time, so that decode steps come between.
+        return tuple([await self._score(request, stretch) for stretch in request.stretches])
+
+    async def _score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
+        return await asyncio.wrap_future(self._loop.call(lambda: self._loop.score(request, stretch)))
 
     async def fingerprint(self, key: int) -> int:
         return await asyncio.wrap_future(self._loop.call(lambda: self._weights.fingerprint(key)))

@@ -126,6 +126,24 @@ class CachedDecoder:
                 norm = self._weights.layers[index + 1].input_norm
                 self._finish(layer, hidden[rows], attended, norm, normed[rows])
 
+    def read(self, run: Fill) -> torch.Tensor:
+        """As `fill`, of one run; returns the hidden states [T, D] of its tokens under the last norm."""
+        blocks = list(_blocks([run]))
+        hidden = self._embed(run.token_ids)
+        normed = self._norm(hidden, self._weights.layers[0].input_norm)
+        for index, layer in enumerate(self._weights.layers):
+            is_last = index + 1 == len(self._weights.layers)
+            norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
+            for block in blocks:
+                qkv = self._project(index, layer, normed[block.rows], block.slots_T, block.positions_T)
+                attended = self._attend_block(index, qkv, block)
+                self._finish(layer, hidden[block.rows], attended, norm, normed[block.rows])
+        return normed
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, V] of hidden states under the last norm."""
+        return self._products.product(hidden_TD, self._weights.head)
+
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies cached positions between blocks, of all layers."""
         for copy in copies:

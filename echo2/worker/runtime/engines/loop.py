@@ -21,10 +21,13 @@ from echo2.base.errors import EchoError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason
+from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.runtime.engines.past import PastVersions
 from echo2.worker.runtime.engines.sampling import draw
+from echo2.worker.runtime.engines.scoring import ScoringPass
 from echo2.worker.runtime.engines.weights import Scatter, Weights
 from echo2.worker.slots import SlotSequence, SlotTable
 
@@ -88,6 +91,8 @@ class StepLoop:
     _pending_swap: _PendingSwap | None = None
     _table: SlotTable = field(init=False)
     _decoder: CachedDecoder = field(init=False)
+    _past: PastVersions = field(default_factory=PastVersions)
+    _scoring: ScoringPass | None = None
 
     def __post_init__(self) -> None:
         self._table = SlotTable(self.slot_count, self.context_tokens, self.cache_tokens)
@@ -171,6 +176,23 @@ class StepLoop:
 
         self._post(_Command(begin, done.set_exception))
         return done
+
+    @property
+    def scorable(self) -> frozenset[Version]:
+        """The live version and those before it that are kept."""
+        return frozenset(() if self.version is None else (*self._past.versions, self.version))
+
+    def score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
+        """In the thread: of one stretch. Generation stands still meanwhile; its caches stay."""
+        began = time.monotonic()
+        if self._scoring is None:
+            self._scoring = ScoringPass(self.weights, self.context_tokens)
+        with self._past.as_of(stretch.version, self.version, self.weights):
+            found = self._scoring.scores(request.token_ids, request.sampling, stretch)
+        self._counters.prefill_s += time.monotonic() - began
+        if self.slowdown > 1.0:
+            self._stop.wait((time.monotonic() - began) * (self.slowdown - 1.0))
+        return found
 
     def stats(self) -> EngineStats:
         counters = self._counters
@@ -293,8 +315,10 @@ class StepLoop:
                 f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"
             )
         began = time.monotonic()
+        step = self._past.before_swap(self.version, self.weights, swap.scatters)
         self.weights.apply(swap.scatters)
         self.version = swap.version
+        self._past.added(step, self.weights)
         self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
         stood_still_s = time.monotonic() - began
         self._counters.swap_s += stood_still_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from echo2.base.staged import StagedVersion
@@ -115,6 +116,14 @@ class RoundedWeights:
         touched = {_storage(self._masters.tensors[scatter.name]) for scatter in written if len(scatter.bits)}
         for storage in touched & self._followers.keys():
             self._followers[storage].put()
+
+    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
+        """Of the masters, which are what is published."""
+        return self._masters.bits_at(name, places)
+
+    @property
+    def published_bytes(self) -> int:
+        return self._masters.published_bytes
 
     def fingerprint(self, key: int) -> int:
         """Keyed fingerprint of the masters; another one where something live does not follow from them."""

@@ -16,6 +16,7 @@ from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
+from echo2.scoring.request import ScoreRequest, TokenScores
 from echo2.worker.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk
 
 NO_FINGERPRINT = -1
@@ -46,6 +47,10 @@ class SeveralEngines:
     @property
     def draws_by_seed(self) -> bool:
         return all(engine.draws_by_seed for engine in self._engines)
+
+    @property
+    def scorable(self) -> frozenset[Version]:
+        return frozenset.intersection(*(engine.scorable for engine in self._engines))
 
     async def start(self) -> None:
         for engine in self._engines:
@@ -96,6 +101,9 @@ class SeveralEngines:
                 raise error
             raise EngineError(f"engine {at} of {len(self._engines)}: {error}") from error
         return max(result for result in found if isinstance(result, float))
+
+    async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
+        return await self._engines[self._idlest()].score(request)
 
     async def fingerprint(self, key: int) -> int:
         found = await asyncio.gather(*(engine.fingerprint(key) for engine in self._engines))

@@ -25,6 +25,7 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
+from echo2.scoring.request import ScoreRequest, TokenScores
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, load_base
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
@@ -126,6 +127,14 @@ class VllmEngine:
     @property
     def draws_by_seed(self) -> bool:
         return not self._draft_tokens  # whether a draft is accepted, vLLM draws by a generator of its own
+
+    @property
+    def scorable(self) -> frozenset[Version]:
+        """None: vLLM runs no sequence under weights that it has no more, and most of what is drawn is of such a version."""
+        return frozenset()
+
+    async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
+        raise EngineError(f"scoring {request.request_id}: the vLLM engine does not score")
 
     async def start(self) -> None:
         if self._llm is not None:

@@ -69,6 +69,11 @@ class Weights(Protocol):
 
     def fingerprint(self, key: int) -> int: ...
 
+    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray: ...
+
+    @property
+    def published_bytes(self) -> int: ...
+
 
 class LiveWeights:
     """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads.
@@ -175,6 +180,19 @@ class LiveWeights:
         self._check.dtypes.update((scatter.name, scatter.dtype) for scatter in written)
         if self._adapter is not None:
             self._adapter.merge(self.tensors, [scatter.name for scatter in written])
+
+    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
+        """The published bits of a tensor, at flat positions or all of them; a copy."""
+        live = self._bits[name]
+        if live.dtype == np.uint32 and self._check.dtypes.get(name) == "bfloat16":
+            live = live.view(np.uint16)[1::2]  # the upper halves
+        return live.copy() if places is None else live[places]
+
+    @property
+    def published_bytes(self) -> int:
+        """Of all tensors, in the dtypes that were published."""
+        halves = (self._check.dtypes.get(name) == "bfloat16" for name in self._bits)
+        return sum(2 * len(b) if is_half else b.nbytes for b, is_half in zip(self._bits.values(), halves, strict=True))
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""

@@ -1,0 +1,224 @@
+"""What scorers say of rollouts, until the learner's own numbers decide: suspicion of authors, and trust in scorers.
+
+Guarantees: nobody is accused on a worker's word. Scorers' numbers grow the same eight bets as the learner's would, an account of
+its own for each author; once that says that honesty is unlikelier than one in `DISPUTE_CHANCE`, the learner scores what it
+rests on, as far as it is kept, and all that is drawn of that author next (`WATCH_TOKENS`). A scorer is judged by what the learner
+scored too: by disputes, and by the known answers that nobody can tell from others (scorings). An honest scorer is accused
+with probability at most that of `SuspicionConfig` a day, as authors are. Leaves to others: verdicts on authors by the learner's
+numbers (suspicion), leases (scorings).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from echo2.base.ids import PeerId
+from echo2.learner.audit import Evidence, copies
+from echo2.learner.scorings import SUSPICION, AccuseScorer, Action, Look, LookSelf
+from echo2.learner.suspicion import (
+    DAY_S,
+    NOISE_CAP,
+    NOISE_STAKES,
+    UNCERTAIN_TOKENS,
+    Accusation,
+    Mixture,
+    Suspicion,
+    SuspicionConfig,
+    log_mean,
+)
+from echo2.scoring.request import FLOOR_NATS, Column, TokenScores
+
+DISPUTE_CHANCE = 1e-3
+"""How often, a day, an honest author's rollouts are scored by the learner for chance alone."""
+WATCH_TOKENS = 8192
+"""Of a suspect, scored by the learner from a dispute on: enough for the slowest bet at the rollouts of small runs."""
+TELLINGS_TOKENS_MAX = 1 << 18
+"""Kept of all authors together, at about 110 bytes each; the oldest go first."""
+WORKERS_MAX = 16_384
+LOOKS_MAX, OWN_MAX = 4096, 256
+FALSE = 5.0
+"""A scorer is certainly false whose numbers are so many times further off than honest engines' may be."""
+_SPREAD = np.array([1.0, 1.0, 4.0, 0.5, 1.0, 0.5, 1.0])
+"""By how much each column of `TokenScores` moves at most, in the mean square, for a noise of one nat."""
+
+
+@dataclass(slots=True)
+class ScorerTrust:
+    """What is held against a scorer since `since` (seconds); it starts anew every day."""
+
+    config: SuspicionConfig
+    since: float
+    excuses_noise: bool = False
+    tokens: int = 0
+    _noise: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
+    _fabrication: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
+
+    def observe(self, told: TokenScores, exact: TokenScores) -> None:
+        """Numbers of the same tokens under the same version: the scorer's and the learner's."""
+        squares = _differences(told, exact) / (NOISE_CAP * self.config.noise_nats) ** 2
+        self.tokens += len(squares)
+        if not self.excuses_noise:
+            self._noise.bet(np.minimum(1.0, squares) - NOISE_CAP**-2)
+        self._fabrication.bet(np.minimum(1.0, squares / FALSE**2) - NOISE_CAP**-2)
+
+    @property
+    def accusation(self) -> Accusation | None:
+        """None while the scorer may be honest."""
+        needed, certain = -math.log(self.config.false_alarms_per_day), self._fabrication.log_wealth - math.log(2.0)
+        evidence = log_mean([self._noise.log_wealth, self._fabrication.log_wealth])
+        if evidence < needed or (certain < needed and self.tokens < UNCERTAIN_TOKENS):
+            return None
+        text = (
+            "its scores of others' rollouts are not those of the versions named "
+            f"(evidence {evidence:.1f} nats in {self.tokens} tokens)"
+        )
+        return Accusation("scoring", evidence, self.tokens, text, certain >= needed)
+
+
+def _differences(told: TokenScores, exact: TokenScores) -> Column:
+    """Mean squares over the columns, each as nats of noise."""
+    pairs = zip(told.columns, exact.columns, strict=True)
+    apart = np.array([np.maximum(one, FLOOR_NATS) - np.maximum(other, FLOOR_NATS) for one, other in pairs])
+    found: Column = ((apart / _SPREAD[:, None]) ** 2).max(axis=0)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """What a scorer said of a rollout."""
+
+    look: Look
+    scorer: PeerId
+    evidence: tuple[Evidence, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one.claimed) for one in self.evidence)
+
+
+@dataclass(slots=True)
+class DisputeCounts:
+    """Since the process began."""
+
+    disputes: int = 0
+    false_scorers: int = 0
+
+
+@dataclass(slots=True)
+class Disputes:
+    """`watched`: how many tokens of each suspect the learner still scores itself."""
+
+    config: SuspicionConfig
+    counts: DisputeCounts = field(default_factory=DisputeCounts)
+    watched: dict[PeerId, int] = field(default_factory=dict)
+    _told: dict[PeerId, Suspicion] = field(default_factory=dict)
+    _trust: dict[PeerId, ScorerTrust] = field(default_factory=dict)
+    _tellings: OrderedDict[int, _Telling] = field(default_factory=OrderedDict)
+    _own: OrderedDict[int, tuple[Evidence, ...]] = field(default_factory=OrderedDict)
+    _asked: dict[int, None] = field(default_factory=dict)
+    _tokens: int = 0
+    _excused: set[PeerId] = field(default_factory=set)
+
+    def is_watched(self, workers: Iterable[PeerId]) -> bool:
+        return any(worker in self.watched for worker in workers)
+
+    def told(self, look: Look, scorer: PeerId, evidence: tuple[Evidence, ...], now: float) -> list[Action]:
+        """A scorer's numbers came."""
+        own = self._own.pop(look.number, None)
+        self._keep(_Telling(look, scorer, evidence))
+        actions = self._compared(look.number, own, now) if own is not None else []
+        for one in evidence:
+            self._account(one.piece.worker, now).observe(one)
+        likelihood = copies(look.drawn.passage, evidence)
+        if likelihood is not None:
+            self._account(look.drawn.worker, now).observe_copies(likelihood)
+        for worker in sorted({one.piece.worker for one in evidence}):
+            if self._told[worker].evidence >= -math.log(DISPUTE_CHANCE):
+                actions += self._disputed(worker)
+        return actions
+
+    def asked(self, look: Look) -> None:
+        """The learner is about to score it."""
+        self._asked[look.number] = None
+        if len(self._asked) > LOOKS_MAX:
+            del self._asked[next(iter(self._asked))]
+
+    def proven(self, look: Look, evidence: tuple[Evidence, ...], now: float) -> list[Action]:
+        """The learner's numbers came."""
+        for worker in {one.piece.worker for one in evidence} & self.watched.keys():
+            self.watched[worker] -= sum(len(one.claimed) for one in evidence if one.piece.worker == worker)
+            if self.watched[worker] <= 0:
+                del self.watched[worker]
+        if look.number in self._tellings:
+            return self._compared(look.number, evidence, now)
+        if evidence:
+            self._own[look.number] = evidence
+            while len(self._own) > OWN_MAX:
+                self._own.popitem(last=False)
+        return []
+
+    def forget(self, worker: PeerId, excuses_noise: bool) -> None:
+        """It is taken back: its accounts begin anew."""
+        self._told.pop(worker, None)
+        self._trust.pop(worker, None)
+        self.watched.pop(worker, None)
+        if excuses_noise:
+            self._excused.add(worker)
+
+    # ---- authors
+
+    def _account(self, worker: PeerId, now: float) -> Suspicion:
+        if worker not in self._told and len(self._told) >= WORKERS_MAX:
+            del self._told[next(iter(self._told))]
+        account = self._told.setdefault(worker, Suspicion(self.config, now, worker in self._excused))
+        account.expire(now)
+        return account
+
+    def _disputed(self, worker: PeerId) -> list[Action]:
+        """What speaks against the author goes to the learner, and what is drawn of it next."""
+        self.counts.disputes += 1
+        del self._told[worker]
+        self.watched[worker] = WATCH_TOKENS
+        rests_on = [
+            telling.look
+            for number, telling in self._tellings.items()
+            if number not in self._asked and any(one.piece.worker == worker for one in telling.evidence)
+        ]
+        return [LookSelf(look, SUSPICION) for look in rests_on]
+
+    # ---- scorers
+
+    def _keep(self, telling: _Telling) -> None:
+        self._tellings[telling.look.number] = telling
+        self._tokens += telling.tokens
+        while self._tokens > TELLINGS_TOKENS_MAX and len(self._tellings) > 1:
+            _, oldest = self._tellings.popitem(last=False)
+            self._tokens -= oldest.tokens
+
+    def _compared(self, number: int, own: Sequence[Evidence], now: float) -> list[Action]:
+        """A scorer's numbers with the learner's."""
+        telling = self._tellings[number]
+        trust = self._trust.setdefault(telling.scorer, self._fresh(telling.scorer, now))
+        if now - trust.since >= DAY_S:
+            trust = self._trust[telling.scorer] = self._fresh(telling.scorer, now)
+        exact = {one.piece.start: one for one in own}
+        for one in telling.evidence:
+            known = exact.get(one.piece.start)
+            if known is None:
+                continue
+            trust.observe(one.exact, known.exact)
+            if one.older is not None and known.older is not None and one.older_version == known.older_version:
+                trust.observe(one.older, known.older)
+        accusation = trust.accusation
+        if accusation is None:
+            return []
+        self.counts.false_scorers += 1
+        return [AccuseScorer(telling.scorer, accusation)]
+
+    def _fresh(self, worker: PeerId, now: float) -> ScorerTrust:
+        return ScorerTrust(self.config, now, worker in self._excused)

@@ -1,0 +1,85 @@
+"""The learner's end of scoring: a stream for each worker that scores, leases out and numbers in.
+
+Guarantees: a worker has one such stream, the newest; what it says is within its bounds and costs it its fair share of the loop; a
+worker that is barred scores nothing. Waits for what workers say, and for leases to send. Leaves to others: who scores what
+(learner/scorings), what the numbers say (learner/disputes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import PeerId, Version
+from echo2.learner import scorings
+from echo2.outside import monotonic
+from echo2.scoring.request import ScoreRequest
+from echo2.wire.bounds import check
+from echo2.wire.gen.echo2.v1 import ingest_pb2
+from echo2.wire.scoring import lease_to_message, scores_from_message
+
+Tell = Callable[[scorings.Event], None]
+Pause = Callable[[float, PeerId], Awaitable[None]]
+Allowed = Callable[[PeerId], None]
+
+
+class ScoringStreams:
+    """`tell` takes what workers say."""
+
+    def __init__(self) -> None:
+        self.tell: Tell = lambda event: None
+        self._leases: dict[PeerId, asyncio.Queue[ingest_pb2.ScoringLease | None]] = {}
+
+    def lease(self, worker: PeerId, request: ScoreRequest, within_s: float) -> None:
+        """To a worker that has said that it scores; bounded by what it may hold at a time."""
+        if worker in self._leases:
+            self._leases[worker].put_nowait(lease_to_message(request, within_s))
+
+    async def serve(
+        self,
+        worker: PeerId,
+        reports: AsyncIterator[ingest_pb2.ScoringReport],
+        check_allowed: Allowed,
+        pause: Pause,
+    ) -> AsyncIterator[ingest_pb2.ScoringLease]:
+        """The leases of one worker, until it goes or another stream of its takes its place."""
+        if worker in self._leases:
+            self._leases[worker].put_nowait(None)
+        queue: asyncio.Queue[ingest_pb2.ScoringLease | None] = asyncio.Queue()
+        self._leases[worker] = queue
+        hearing = asyncio.ensure_future(self._hear(worker, reports, check_allowed, pause))
+        hearing.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while (lease := await queue.get()) is not None:
+                check_allowed(worker)
+                yield lease
+            if hearing.done():
+                hearing.result()
+        finally:
+            hearing.cancel()
+            if self._leases.get(worker) is queue:
+                del self._leases[worker]
+                self.tell(scorings.ScorerGone(worker))
+
+    async def _hear(
+        self,
+        worker: PeerId,
+        reports: AsyncIterator[ingest_pb2.ScoringReport],
+        check_allowed: Allowed,
+        pause: Pause,
+    ) -> None:
+        async for report in reports:
+            begun = monotonic()
+            check_allowed(worker)
+            check(report, worker)
+            match report.WhichOneof("kind"):
+                case "scorable":
+                    versions = frozenset(map(Version, report.scorable.versions))
+                    self.tell(scorings.ScorerCame(worker, versions))
+                case "scores":
+                    lease_id, scores = scores_from_message(report.scores)
+                    self.tell(scorings.ScoresCame(worker, lease_id, scores))
+                case kind:
+                    raise MalformedMessage(f"{worker}: expected versions or scores, got {kind}")
+            await pause(monotonic() - begun, worker)

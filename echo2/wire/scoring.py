@@ -1,0 +1,69 @@
+"""Scoring leases and their answers as messages.
+
+Guarantees: what comes back is consistent with itself (stretches within the tokens, columns of one length, finite numbers) or is
+refused by name with MalformedMessage. Numbers travel as float32. Leaves to others: single bounds (wire/bounds, which every door
+asks first), whether it is the answer to what was asked (learner/scorings).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import GroupId, LeaseId, Version
+from echo2.scoring.request import Column, ScoreRequest, Stretch, TokenScores
+from echo2.wire.gen.echo2.v1 import ingest_pb2
+from echo2.wire.rollout import sampling_from_message, sampling_to_message
+
+_COLUMNS = tuple(one.name for one in fields(TokenScores))
+
+
+def lease_to_message(request: ScoreRequest, within_s: float) -> ingest_pb2.ScoringLease:
+    return ingest_pb2.ScoringLease(
+        lease_id=request.request_id,
+        token_ids=request.token_ids,
+        sampling=sampling_to_message(request.sampling),
+        stretches=[
+            ingest_pb2.Stretch(
+                version=one.version, first=one.first, count=one.count, group_id=one.prefix_key, position=one.position
+            )
+            for one in request.stretches
+        ],
+        within_s=within_s,
+    )
+
+
+def lease_from_message(message: ingest_pb2.ScoringLease) -> tuple[ScoreRequest, float]:
+    """And for how many seconds it runs."""
+    stretches = tuple(
+        Stretch(Version(one.version), one.first, one.count, GroupId(one.group_id), one.position)
+        for one in message.stretches
+    )
+    if not stretches or not message.token_ids:
+        raise MalformedMessage(f"scoring {message.lease_id}: expected tokens to score, got none")
+    sampling = sampling_from_message(message.sampling)
+    return ScoreRequest(message.lease_id, tuple(message.token_ids), sampling, stretches), message.within_s
+
+
+def scores_to_message(lease_id: LeaseId, scores: tuple[TokenScores, ...]) -> ingest_pb2.Scores:
+    return ingest_pb2.Scores(
+        lease_id=lease_id,
+        stretches=[
+            ingest_pb2.StretchScores(**dict(zip(_COLUMNS, map(np.ndarray.tolist, one.columns), strict=True)))
+            for one in scores
+        ],
+    )
+
+
+def scores_from_message(message: ingest_pb2.Scores) -> tuple[LeaseId, tuple[TokenScores, ...]]:
+    return LeaseId(message.lease_id), tuple(_of_stretch(one, message.lease_id) for one in message.stretches)
+
+
+def _of_stretch(message: ingest_pb2.StretchScores, whose: str) -> TokenScores:
+    columns: list[Column] = [np.array(getattr(message, name), dtype=np.float64) for name in _COLUMNS]
+    sizes = {len(column) for column in columns}
+    if len(sizes) != 1:
+        raise MalformedMessage(f"scores {whose}: expected columns of one length, got {sorted(sizes)}")
+    return TokenScores(*columns)
