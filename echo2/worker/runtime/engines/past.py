@@ -52,7 +52,7 @@ class _BitChange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepBack:
     """From `version` to the one that was live behind it."""
 
     version: Version
@@ -67,20 +67,20 @@ class _Step:
 class PastVersions:
     """Of one engine, oldest first."""
 
-    _steps: deque[_Step] = field(default_factory=deque)
+    _steps: deque[_StepBack] = field(default_factory=deque)
 
     @property
     def versions(self) -> list[Version]:
         return [step.version for step in self._steps]
 
-    def before_swap(self, live: Version | None, weights: LiveBits, scatters: Sequence[Scatter]) -> _Step | None:
+    def before_swap(self, live: Version | None, weights: LiveBits, scatters: Sequence[Scatter]) -> _StepBack | None:
         """What a swap is about to change; to be `added` once it has. None where there is nothing to go back to."""
         if live is None:
             return None
         changes = (_change_of(weights, scatter) for scatter in scatters)
-        return _Step(live, tuple(change for change in changes if len(change.places)))
+        return _StepBack(live, tuple(change for change in changes if len(change.places)))
 
-    def added(self, step: _Step | None, weights: LiveBits) -> None:
+    def added(self, step: _StepBack | None, weights: LiveBits) -> None:
         """The swap has taken place."""
         if step is None:
             return
@@ -98,7 +98,7 @@ class PastVersions:
         # Of a version that was put on twice, the last time: before it some bits may have been wrong.
         back = 0 if version == live else 1 + versions[::-1].index(version)
         steps = list(self._steps)[len(versions) - back :]
-        turned: list[_Step] = []
+        turned: list[_StepBack] = []
         try:
             for step in reversed(steps):
                 weights.apply([change.turned(weights) for change in step.changes])
