@@ -225,6 +225,7 @@ class _Stage:
                 self._foresee(self.now + late_s, act, index, version, stalled_s + late_s)
             else:
                 act(index, version)
+        self.events.clear()  # they hold this stage, which would be garbage that only the collector finds
         return self._outcome()
 
     def _foresee(

@@ -92,6 +92,6 @@ def test_no_message_ends_a_daemon_nor_holds_it_up_nor_stays_in_its_memory(tmp_pa
 
 @pytest.mark.soak
 def test_a_hundred_thousand_messages_end_nobody(tmp_path: Path) -> None:
-    costs = costs_of(tmp_path, GRAMMARS, 60.0)
+    costs = costs_of(tmp_path, GRAMMARS, 80.0)
     check(costs)
     assert sum(cost.messages for cost in costs.values()) >= 100_000

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 
 import numpy as np
@@ -73,6 +74,16 @@ def test_stalled_downloads_cost_the_rate_that_stands_still() -> None:
     told = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)))
     assert rehearse(told).utilisation == pytest.approx(0.95, abs=0.02)
     assert rehearse(dataclasses.replace(told, is_stalled=True)).utilisation == pytest.approx(0.6, abs=0.08)
+
+
+def test_nothing_is_left_for_the_collector() -> None:
+    """It comes seldom where pauses must be short, and each rehearsal is some MB."""
+    gc.disable()
+    try:
+        rehearse(run(4, 2, 0.5))
+        assert not [one for one in gc.get_objects() if type(one).__name__ == "_Stage"]
+    finally:
+        gc.enable()
 
 
 def test_nothing_comes_of_nobody() -> None:
