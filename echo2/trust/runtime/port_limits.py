@@ -29,7 +29,7 @@ KEEPALIVE: Mapping[str, int] = {
 @dataclass(frozen=True, slots=True)
 class PortLimits:
     """`share`: of the process's descriptors. A stranger is a connection on which no caller has proven who it is; it has
-    `stranger_s` for that. `window_bytes`: of a stream, beyond the message that it is in the middle of. `in_flight_bytes`: of
+    `stranger_s` for that. A connection without a call ends after `idle_s`: each keeps some 60 kB. `window_bytes`: of a stream, beyond the message that it is in the middle of. `in_flight_bytes`: of
     unfinished messages of one peer, unless it is the learner or an operator, whom all trust.
     """
 
@@ -44,7 +44,7 @@ class PortLimits:
     in_flight_bytes: int = 48 << 20
     handshake_s: float = 8.0
     stranger_s: float = 12.0
-    idle_s: float = 300.0
+    idle_s: float = 60.0
     age_s: float = 0.0
 
     @property
@@ -95,12 +95,12 @@ SERVICES = PortLimits(
 of 2."""
 LEARNER = PortLimits(
     message_bytes=8 << 20, reply_bytes=256 << 20, streams=16, window_bytes=STREAM_WINDOW_BYTES, share=0.5,
-    connections_cap=24_000,
+    connections_cap=24_000, idle_s=30.0,
 )  # fmt: skip
 """Reports of rollouts, and the learner's part of the broadcast."""
 PEERS = PortLimits(
     message_bytes=8 << 20, reply_bytes=8 << 20, streams=8, window_bytes=STREAM_WINDOW_BYTES, share=0.5,
-    connections_cap=4_096,
+    connections_cap=4_096, idle_s=30.0,
 )  # fmt: skip
 """A worker's part of the broadcast."""
 
