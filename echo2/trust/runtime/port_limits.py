@@ -29,8 +29,9 @@ KEEPALIVE: Mapping[str, int] = {
 @dataclass(frozen=True, slots=True)
 class PortLimits:
     """`share`: of the process's descriptors. A stranger is a connection on which no caller has proven who it is; it has
-    `stranger_s` for that. A connection without a call ends after `idle_s`: each keeps some 60 kB. `window_bytes`: of a stream, beyond the message that it is in the middle of. `in_flight_bytes`: of
-    unfinished messages of one peer, unless it is the learner or an operator, whom all trust.
+    `stranger_s` for that. A connection without a call ends after `idle_s`: each keeps some 60 kB. `window_bytes`: of a
+    stream, beyond the message that it is in the middle of. `in_flight_bytes`: of unfinished messages of one peer, unless it is
+    the learner or an operator, whom all trust.
     """
 
     message_bytes: int
