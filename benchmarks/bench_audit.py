@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import audit_cost
 from benchmarks.audit_workers import (
     OLDEST,
     PREVIOUS,
@@ -234,6 +235,21 @@ def write_page(kept: dict[str, Any], page: Path = PAGE) -> None:
     page.write_text(f"{head}{BEGIN}\n\n{table_of(kept)}\n\n{END}{tail}")
 
 
+def measure_workers(kept: dict[str, Any], only: str | None, seconds: float, times: int) -> None:
+    """Cheats, and honest workers for the rest of the time."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = make_bench(Path(folder))
+        if only in (None, "cheats"):
+            findings = []
+            for worker, make in cheats(bench).items():
+                findings.append(asdict(finding_of(bench, worker, make, times)))
+                print(f"{time.monotonic() - began:6.1f} s  {findings[-1]}", flush=True)
+            kept["findings"] = findings
+        if only in (None, "honest"):
+            kept["honest"], kept["honest_accused"], kept["honest_noise_nats"] = watch_honest(bench, began + seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=150.0)
@@ -241,24 +257,15 @@ def main() -> None:
         "--times", type=int, default=TIMES, help="how often each lie is watched, with other random numbers"
     )
     parser.add_argument(
-        "--only", choices=("cheats", "honest"), help="measure one half, keep what is known of the other"
+        "--only", choices=("cheats", "honest", "cost"), help="measure one part, keep what is known of the others"
     )
     given = parser.parse_args()
-    began = time.monotonic()
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if given.only else {}
-    with tempfile.TemporaryDirectory() as folder:
-        bench = make_bench(Path(folder))
-        if given.only != "honest":
-            findings = []
-            for worker, make in cheats(bench).items():
-                findings.append(asdict(finding_of(bench, worker, make, given.times)))
-                print(f"{time.monotonic() - began:6.1f} s  {findings[-1]}", flush=True)
-            kept["findings"] = findings
-        if given.only != "cheats":
-            kept["honest"], kept["honest_accused"], kept["honest_noise_nats"] = watch_honest(
-                bench, began + given.seconds
-            )
-    kept["rows"] = rows_of(kept)
+    if given.only != "cost":
+        measure_workers(kept, given.only, given.seconds, given.times)
+    if given.only in (None, "cost"):
+        kept["cost"] = audit_cost.measured()
+    kept["rows"] = rows_of(kept) + audit_cost.rows_of(kept["cost"])
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     write_page(kept)
     print(table_of(kept))
