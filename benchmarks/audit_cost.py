@@ -1,7 +1,7 @@
 """What an audited rollout costs the learner and the fleet: forward passes measured on a small model, carried over by arithmetic.
 
-Measured: tokens a second of the learner's audit (float32, one CPU thread) and of the embedded engine's scoring, each under two
-versions of a small model. Computed: the same work at 8 billion weights, by floating-point operations alone (2 a weight
+Measured: tokens a second of the learner's audit (float32, one CPU thread) and of the embedded engine's scoring, each under
+two versions of a small model. Computed: the same work at 8 billion weights, by floating-point operations alone (2 a weight
 and token; attention and memory left out). An honest fleet disputes nothing, so the learner scores `VERIFIED_SHARE` of it.
 """
 
