@@ -29,10 +29,10 @@ class ExpectedLength:
     _overall: float = 0.0
 
     def learn(self, spec: GroupSpec, tokens: int, rollouts: int) -> None:
-        """Notes that `rollouts` finished completions of the prompt took `tokens` together."""
+        """Notes that `rollouts` finished completions of the prompt took `tokens` together: a worker's word, within the limit."""
         if rollouts <= 0:
             return
-        each = tokens / rollouts
+        each = min(tokens / rollouts, float(spec.sampling.max_new_tokens))
         key = prompt_key(spec)
         before = self._by_prompt.pop(key, each)
         self._by_prompt[key] = before + BLEND * (each - before)

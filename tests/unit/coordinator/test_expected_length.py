@@ -27,6 +27,14 @@ def test_guess_comes_from_the_prompt_else_from_all_and_never_beyond_the_limit() 
     assert lengths.guess(spec("d", 1)) == 400
 
 
+def test_what_a_worker_claims_beyond_the_limit_is_soon_forgotten() -> None:
+    lengths = ExpectedLength()
+    lengths.learn(spec("a", 1, limit=1000), 1 << 60, 1)
+    for number in range(12):
+        lengths.learn(spec(f"b{number}", 1, limit=1000), 10, 1)
+    assert lengths.guess(spec("c", 2, limit=1000)) < 4 * 30
+
+
 def test_what_is_left_counts_unfinished_siblings_and_goes_on_past_the_expectation() -> None:
     lengths = ExpectedLength()
     lengths.learn(spec("a", 1), 400, 4)
