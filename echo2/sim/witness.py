@@ -56,6 +56,7 @@ class Witness:
         self.shelf: Shelf | None = None
         self.holds_leases = holds_leases
         self._methods: dict[tuple[int, int], str] = {}
+        self._silent: Counter[str] = Counter()  # beats in a row in which a worker did nothing and said nothing
 
     def _judge(self, check: Callable[[], None]) -> None:
         try:
@@ -114,6 +115,8 @@ class Witness:
         if who in self.truth.liars:
             return
         is_idle = not (beat.running_sequences or beat.waiting_sequences or self.holds_leases(who))
+        self._silent[who] = self._silent[who] + 1 if is_idle and not beat.waits_for else 0
+        is_idle = self._silent[who] > 1  # a lease may have ended between the making of a beat and its leaving
         self._judge(lambda: self.truth.waits(who, is_idle, beat.waits_for))
         if beat.has_version:
             expected = self.run_fingerprints.get(Version(beat.version))

@@ -1,8 +1,8 @@
 """`python -m tests.mutants.run`: plants each defect in a copy of the product and says what was caught and what was missed.
 
-Writes benchmarks/results/mutants.json. `--only TEXT` runs those whose name has it; `--missing` those that are not on record as
-caught; `--seeds N` is how many seeds of the virtual world are run where no test is aimed at a defect, or none finds it. The
-exit code is 1 when one was missed.
+Writes benchmarks/results/mutants.json and the table of docs/reliability.md. `--only TEXT` runs those whose name has it;
+`--missing` those that are not on record as caught; `--seeds N` is how many seeds of the virtual world are run where no test is
+aimed at a defect, or none finds it. The exit code is 1 when one was missed.
 
 Each defect has a process of its own, forked from this one: it has imported the libraries, and nothing of the product.
 """
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.mutants.fields import dropped_fields
+from tests.mutants.page import write_page
 from tests.mutants.planted import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +161,7 @@ def write(known: list[dict[str, object]]) -> None:
         {"name": "defects caught", "value": caught, "unit": "defects", "target": len(known), "better": "higher"},
     ]
     RESULTS.write_text(json.dumps({"rows": sums, "mutants": known}, indent=1) + "\n")
+    write_page(known)
 
 
 if __name__ == "__main__":

@@ -85,3 +85,29 @@ def test_a_coordinator_that_moved_is_looked_for() -> None:
             await coordinator.stop()
 
     asyncio.run(scene())
+
+
+def test_a_step_is_reported_at_once_and_not_with_the_next_beat() -> None:
+    async def scene() -> None:
+        authority = new_authority()
+        coordinator = Coordinator(authority)
+        await coordinator.start()
+
+        def hello() -> coordinator_pb2.LearnerHello:
+            return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
+
+        session = session_of(issue(authority, Identity.generate(), Role.LEARNER, coordinator.address))
+        task = asyncio.create_task(session.run(hello, coordinator_pb2.LearnerReport, lambda order: None))
+        try:
+            async with asyncio.timeout(30):
+                while not session.is_connected:
+                    await asyncio.sleep(0.02)
+                session.report(coordinator_pb2.LearnerReport(step=7))
+                while 7 not in [report.step for report in coordinator.reports]:
+                    await asyncio.sleep(0.02)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await coordinator.stop()
+
+    asyncio.run(scene())
