@@ -179,7 +179,12 @@ class Storm:
 
     def bit_rot(self, whom: str, seconds: float) -> bool:
         pattern = "worker/chunks/*.artifact" if self._is_worker(whom) else CHUNKS.get(whom, "")
-        return bool(pattern) and self.world.machines[whom].disk.rot(self.rng, pattern) is not None
+        if not pattern or self.world.machines[whom].disk.rot(self.rng, pattern) is None:
+            return False
+        node = self.world.node_of(whom)
+        for key in node.library.entries if node is not None else ():
+            node.library.recent.drop(key)  # other chunks have come since: what is passed on is read back
+        return True
 
     def slow(self, whom: str, seconds: float) -> bool:
         return self._engine_fault(whom, seconds, "slowdown", self.rng.choice((3.0, 20.0)), 1.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import random
 import shutil
@@ -25,6 +24,7 @@ from echo2.base.errors import EchoError
 from echo2.base.ids import RunId, Version
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import SamplingParams
+from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.coordinator.runtime.providers.offers import make_provider
@@ -32,6 +32,7 @@ from echo2.learner.history import Record
 from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TrainerOptions
 from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
@@ -50,11 +51,14 @@ from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.sim.witness import Witness
-from echo2.sim.world_parts import NoPage, NoPauses, VirtualEngines, WatchedStore
+from echo2.sim.world_parts import NoPage, NoPauses, VirtualEngines, WatchedStore, as_running, uncollected
+from echo2.trust.runtime.gate import GatedServer
+from echo2.trust.runtime.tls import Credentials
 from echo2.weights.fingerprint import fingerprint, key_of_run
 from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.daemon import WorkerDaemon
 from echo2.worker.runtime.make_engine import Engines
+from echo2.worker.runtime.telling import Telling
 
 RUN = RunId("simulated")
 STEPS_MAX = 100_000
@@ -116,6 +120,7 @@ class World:
         self.traits: dict[str, WorkerTraits] = {}
         self.daemons: dict[str, Daemon] = {}
         self.looking = Looking(self.truth, self.machines, self.wires, self.faults)
+        self.seed: BroadcastNode | None = None
         self.gone: set[str] = set()
         self.join_links: dict[str, str] = {}
         self.cloud = VirtualCloud(
@@ -198,7 +203,8 @@ class World:
             provider = self.cloud.provider if self.cloud is not None else make_provider
             return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, NoPauses, provider)
         if name == "learner":
-            return LearnerDaemon(self._learner_options(process), make_prepared=self._preparer(process))
+            options, prepared = self._learner_options(process), self._preparer(process)
+            return LearnerDaemon(options, make_broadcaster=self._seed_node, make_prepared=prepared)
         traits = self.traits[name]
         engines: Engines = VirtualEngines(SeededPicks(), traits.slot_count, traits.step_s, traits.faults)
         if traits.liar is not None:
@@ -237,6 +243,19 @@ class World:
             advertised_addresses=(f"{host}:{WORKER_PORT}",), swap_mode=self.scene.swap_mode, seed=self.scene.seed,
             uplink_limit_bytes_per_s=process.machine.link.up / self.scene.chunk_scale,
         )  # fmt: skip
+
+    def _seed_node(self, server: GatedServer, credentials: Credentials, options: LearnerOptions) -> SeedNode:
+        made = SeedNode(server, credentials, options)
+        self.seed = made.node
+        return made
+
+    def node_of(self, name: str) -> BroadcastNode | None:
+        """Of a daemon that has one by now."""
+        daemon = self.daemons.get(name)
+        if isinstance(daemon, LearnerDaemon):
+            return self.seed
+        telling: Telling | None = getattr(daemon, "telling", None)
+        return telling._node if telling is not None else None
 
     def join_link(self, role: str) -> str:
         """As its operator passes it on."""
@@ -306,7 +325,7 @@ class World:
 
     def run(self, faults_until_s: float = 0.0) -> WorldOutcome:
         """Starts everything, lets faults happen, lets them stop, waits for progress and for the newest version."""
-        with _heard(self), _as_running(self.loop), _uncollected():
+        with _heard(self), as_running(self.loop), uncollected():
             try:
                 self.loop.run_until_complete(self._play(faults_until_s))
                 error = next(iter(self.loop.errors), "")
@@ -462,30 +481,6 @@ def _heard(world: World) -> Iterator[None]:
     finally:
         root.setLevel(before[0])
         root.propagate, root.handlers[:] = before[1], before[2]
-
-
-@contextlib.contextmanager
-def _as_running(loop: VirtualLoop) -> Iterator[None]:
-    asyncio.set_event_loop(loop)
-    try:
-        yield
-    finally:
-        asyncio.set_event_loop(None)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """A run is short: its cycles are collected at its end, and nothing else is walked for them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 async def _all_ended(loop: VirtualLoop) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +18,7 @@ from echo2.cost_model.sizing import Fit
 from echo2.outside import here
 from echo2.sim.made_up_engine import CONTEXT_TOKENS, EngineFaults, MadeUpEngine
 from echo2.sim.tiny_picks import Picks, Says, honest_scores
+from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust.runtime.tls import Credentials
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
@@ -137,3 +140,27 @@ class VirtualEngines:
 
     async def reach(self, addresses: list[str]) -> Finding:
         return Finding("reach", "as virtual machines are reached", True)
+
+
+@contextlib.contextmanager
+def as_running(loop: VirtualLoop) -> Iterator[None]:
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A run is short: its cycles are collected at its end, and nothing else is walked for them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
