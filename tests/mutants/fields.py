@@ -65,7 +65,7 @@ def _of_file(name: str, text: str) -> Iterator[tuple[str, Mutant]]:
                  for one in node.keywords if one is not dropped]  # fmt: skip
         tests = next(tests for start, tests in TESTS.items() if name.startswith(start))
         if f"{kind}.{dropped.arg}" in SAID and not name.startswith("wire/"):
-            tests = (*tests, *WORLD)
+            tests = (*WORLD, *tests)
         yield (
             kind,
             Mutant(f"{kind} loses {dropped.arg}", name, call, f"{ast.unparse(node.func)}({', '.join(kept)})", tests),
