@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 KEEPALIVE_S = 18.0
 FRAME_BYTES = 60
+PACKET_BYTES = 1_500
+"""Connections share a link: what fits a packet does not wait for what others have queued, only for what its own has."""
 KNOCK_AGAIN_S = 1.0
 
 
@@ -46,7 +48,7 @@ class End:
         self.is_open = True
         self.on_frame: Callable[[Any], None] = lambda frame: None
         self.on_closed: Callable[[str], None] = lambda reason: None
-        self.arrives_after = 0.0
+        self.left_at = self.arrives_after = 0.0
         self.stalled: list[tuple[object, int]] = []
 
     @property
@@ -180,20 +182,24 @@ class Wires:
         for tap in self.taps:
             tap(end, frame)
         now, mine, theirs = self.loop.time(), sender.machine.link, receiver.machine.link
-        mine.up_free_at = max(now, mine.up_free_at) + size / (mine.up * mine.clog)
-        arrives_at = mine.up_free_at + self._one_way_s(sender, receiver) + self.jitter_s * self._rng.random()
+        free_at = end.left_at if size <= PACKET_BYTES else mine.up_free_at
+        end.left_at = max(now, free_at) + size / (mine.up * mine.clog)
+        mine.up_free_at = max(mine.up_free_at, end.left_at)
+        arrives_at = end.left_at + self._one_way_s(sender, receiver) + self.jitter_s * self._rng.random()
         if self.loss and self._rng.random() < self.loss:
             self.counts["packets lost"] += 1
             arrives_at += max(0.2, mine.rtt_s) * self._rng.uniform(1.0, 4.0)
-        theirs.down_free_at = max(arrives_at, theirs.down_free_at + size / (theirs.down * theirs.clog))
-        end.arrives_after = max(theirs.down_free_at, end.arrives_after + 1e-7)
+        if size > PACKET_BYTES:
+            theirs.down_free_at = max(arrives_at, theirs.down_free_at + size / (theirs.down * theirs.clog))
+            arrives_at = theirs.down_free_at
+        end.arrives_after = max(arrives_at, end.arrives_after + 1e-7)
         self.counts["messages"] += 1
         peer = end.peer
         self.loop.call_at(end.arrives_after, self._arrive, peer, frame, context=receiver.context)
 
     def backlog_s(self, end: End) -> float:
-        """How long what was sent already takes to leave this machine."""
-        return max(0.0, end.process.machine.link.up_free_at - self.loop.time())
+        """How long what was sent on it already takes to leave this machine."""
+        return max(0.0, end.left_at - self.loop.time())
 
     def _arrive(self, end: End, frame: object) -> None:
         if end.is_open and not end.process.has_ended:

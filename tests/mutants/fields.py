@@ -23,7 +23,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "learner/runtime/ingest.py": ("tests/unit/learner/test_ingest.py",),
     "learner/runtime/": ("tests/unit/learner/test_session.py",),
     "coordinator/runtime/barring.py": ("tests/redteam/test_bans.py", "tests/unit/coordinator/test_barring.py"),
-    "coordinator/runtime/session.py": ("tests/unit/coordinator/test_services.py",),
+    "coordinator/runtime/session.py": ("tests/unit/coordinator/test_daemon.py",),
     "coordinator/runtime/probe.py": ("tests/unit/coordinator/test_probe.py",),
     "coordinator/runtime/enrolment.py": (
         "tests/unit/coordinator/test_enrolment.py",
