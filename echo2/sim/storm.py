@@ -182,8 +182,9 @@ class Storm:
         if not pattern or self.world.machines[whom].disk.rot(self.rng, pattern) is None:
             return False
         node = self.world.node_of(whom)
-        for key in node.library.entries if node is not None else ():
-            node.library.recent.drop(key)  # other chunks have come since: what is passed on is read back
+        if node is not None:
+            for key in node.library.entries:
+                node.library.recent.drop(key)  # other chunks have come since: what is passed on is read back
         return True
 
     def slow(self, whom: str, seconds: float) -> bool:
