@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+.DEFAULT_GOAL := help
 SEED ?= 0
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and need a C compiler, the headers of" \
@@ -10,7 +11,17 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-llm test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
+.PHONY: help demo demo-llm test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
+
+help:
+	@echo "make demo        train a small model over three emulated rented machines: one to three minutes, no GPU"
+	@echo "make demo-llm    the same with a pretrained model of 135 M parameters: a quarter of an hour"
+	@echo "make test        all tests: eleven minutes on two cores"
+	@echo "make check       ruff, mypy and house rules"
+	@echo "make sim SEED=7  the real daemons in a simulated network with faults"
+	@echo "make docs        the pages as HTML, in build/docs"
+	@echo "make bench       benchmarks; make mutants, make redteam, make soak, make audit: longer checks"
+	@echo "echo2 --help     commands; docs/quickstart.md begins"
 
 # A virtual environment without pip is what an installation that was broken off left: venv then brings pip.
 $(STAMP): pyproject.toml

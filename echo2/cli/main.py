@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_config(commands)
     _add_demo(commands)
+    _add_run(commands)
     _add_doctor(commands)
     _add_export(commands)
     _add_status(commands)
@@ -130,6 +131,21 @@ def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
     from echo2.cli.demo.run import run_demo  # only the demo pays for its imports
 
     return run_demo(own, parse_overrides(rest))
+
+
+def _add_run(commands: Commands) -> None:
+    run = add_command(commands, "run", _run, "run a config on this machine: coordinator, learner and workers", True)
+    run.add_argument("file", type=Path, metavar="RUN.toml")
+    run.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (default: 1)")
+    run.add_argument("--preset", default=None, help="local, lan or wan")
+    run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
+
+
+def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    require_extra("learner", "echo2 run")
+    from echo2.cli.local_run import run_here  # pays for the screen
+
+    return run_here(own, rest)
 
 
 def _add_export(commands: Commands) -> None:

@@ -11,10 +11,11 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from echo2.base.errors import EchoError, StateError, Unreachable
-from echo2.cli.demo.plan import DemoOptions, commands, executable
+from echo2.cli.demo.plan import executable
 
 LINKS_WITHIN_S = 20.0
 STOP_WITHIN_S = 10.0
@@ -26,22 +27,22 @@ class ChildFailed(EchoError):
 
 
 class Children:
-    """The demo's processes by name, each with its log file."""
+    """A run's processes by name, each with its log file. `environment`: beside this process's own."""
 
-    def __init__(self, run_folder: Path, options: DemoOptions) -> None:
-        self.run_folder = run_folder
-        self.commands = commands(run_folder, options.workers)
-        self.worker_python = options.worker_python
+    def __init__(
+        self, run_folder: Path, commands: Mapping[str, list[str]], worker_python: str, environment: Mapping[str, str]
+    ) -> None:
+        self.run_folder, self.commands, self.worker_python = run_folder, commands, worker_python
+        self.environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **environment}
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
 
     async def start(self, name: str) -> None:
         """Starts one; its output goes to logs/NAME.log."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         with self.log_path(name).open("ab") as log:
             self.processes[name] = await asyncio.create_subprocess_exec(
                 *executable(self.commands[name], self.worker_python), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
-                env=environment, start_new_session=True,
+                env=self.environment, start_new_session=True,
             )  # fmt: skip
 
     def log_path(self, name: str) -> Path:

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 
-from echo2.base.errors import EchoError, IntegrityError, Unreachable
+from echo2.base.errors import EchoError, IntegrityError
 from echo2.cli.demo import llm
 from echo2.cli.demo.launch import ChildFailed, Children, prepare_run_folder
+from echo2.cli.demo.live import LiveRun
 from echo2.cli.demo.model import ModelRecipe, cached_model_folder
 from echo2.cli.demo.plan import PORTS, DemoOptions, commands, demo_config, shown
 from echo2.cli.demo.ports import choose_ports
-from echo2.cli.demo.screen import ScreenState, draw
 from echo2.cli.demo.warm import is_warm, warm_once
-from echo2.cli.link_text import link_text
-from echo2.cli.operator import OperatorClient
 from echo2.config.load import to_toml
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
@@ -77,17 +73,19 @@ class _Demo:
         model_folder = cache / llm.FOLDER if options.is_llm else cached_model_folder(cache, self.recipe)
         self.config = demo_config(options, model_folder, self.recipe, choose_ports(PORTS))
         self.run_folder = Path(self.config.run.folder) / self.config.run.name
-        self.state = ScreenState(title=f"echo2 demo {self.config.run.name}")
-        self.began = time.monotonic()
-        self.offsets: dict[str, int] = {}
-        self.printed_at = 0.0
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        lines = commands(self.run_folder, options.workers)
+        within_s = LLM_RUN_WITHIN_S if options.is_llm else RUN_WITHIN_S
+        children = Children(self.run_folder, lines, options.worker_python, environment)
+        self.live = LiveRun(children, console, self.is_plain, self._is_over, within_s)
+        self.finished_at: float | None = None
 
     async def run(self) -> int:
         prepare_run_folder(self.run_folder)
         await self._make_base_model()
         await self._compile_codec()
         (self.run_folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
-        children = Children(self.run_folder, self.options)
+        children = self.live.children
         self._print_commands()
         task = asyncio.current_task()
         assert task is not None
@@ -95,7 +93,7 @@ class _Demo:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, task, children)
         try:
-            await self._run_processes(children)
+            await self.live.run(["learner", *(worker.name for worker in self.options.workers)])
         except asyncio.CancelledError:
             raise Interrupted(f"stopped by the user; the run is in {self.run_folder}") from None
         finally:
@@ -149,122 +147,31 @@ class _Demo:
         page = f"http://{self.config.coordinator.host}:{self.config.coordinator.dashboard_port}"
         self.console.print(f"\nthe operator's page is at {page} while it runs\n", highlight=False)
 
-    async def _run_processes(self, children: Children) -> None:
-        try:
-            await children.start("coordinator")
-            await children.wait_for_links()
-            for name in ("learner", *(worker.name for worker in self.options.workers)):
-                await children.start(name)
-            link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
-            async with OperatorClient(link, self.run_folder / "operator") as operator:
-                with self._live() as live:
-                    await self._watch(children, operator, live)
-        finally:
-            await asyncio.shield(asyncio.create_task(children.stop_all()))
-
-    @contextlib.contextmanager
-    def _live(self) -> Iterator[Live | None]:
-        if self.is_plain:
-            yield None
-            return
-        with Live(draw(self.state), console=self.console, refresh_per_second=4, transient=False) as live:
-            yield live
-
-    async def _watch(self, children: Children, operator: OperatorClient, live: Live | None) -> None:
-        """Until the run is finished and every worker holds the final version."""
-        within_s = LLM_RUN_WITHIN_S if self.options.is_llm else RUN_WITHIN_S
-        deadline = time.monotonic() + within_s
-        finished_at: float | None = None
-        while True:
-            children.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise Unreachable(
-                    f"learner: expected the end of the run within {within_s:.0f} s, but it stands at step "
-                    f"{self.state.status.learner.step if self.state.status else '?'}; logs in {self.run_folder / 'logs'}"
-                )
-            with contextlib.suppress(Unreachable):  # the coordinator may be away for a while: that must not end a run
-                self.state.status = await operator.status()
-            self._read_metrics()
-            self._show(live)
-            if self.state.status is not None and self.state.status.learner.is_finished:
-                finished_at = finished_at or time.monotonic()
-                if self._final_version_is_everywhere() or time.monotonic() - finished_at > FINAL_VERSION_WITHIN_S:
-                    return
-            elif not children.is_running("learner") and self._learner_is_done():
-                return
-            await asyncio.sleep(LOOK_EVERY_S)
+    def _is_over(self, status: coordinator_pb2.RunStatus | None) -> bool:
+        """The run is finished and every worker holds the final version."""
+        if status is not None and status.learner.is_finished:
+            self.finished_at = self.finished_at or time.monotonic()
+            waited_s = time.monotonic() - self.finished_at
+            return self._final_version_is_everywhere(status) or waited_s > FINAL_VERSION_WITHIN_S
+        return not self.live.children.is_running("learner") and self._learner_is_done()
 
     def _learner_is_done(self) -> bool:
         return (self.run_folder / "learner" / "model" / "config.json").exists()
 
-    def _final_version_is_everywhere(self) -> bool:
-        status = self.state.status
-        assert status is not None
+    def _final_version_is_everywhere(self, status: coordinator_pb2.RunStatus) -> bool:
         return all(
             worker.heartbeat.fingerprint == status.learner.fingerprint
             for worker in status.workers
             if worker.state == "alive"
         )
 
-    def _read_metrics(self) -> None:
-        """New whole lines of metrics.jsonl and evaluations.jsonl."""
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            path = self.run_folder / "learner" / name
-            if not path.exists():
-                continue
-            with path.open("rb") as file:
-                file.seek(self.offsets.get(name, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self.offsets[name] = self.offsets.get(name, 0) + len(whole)
-            for line in whole.splitlines():
-                self._take(json.loads(line))
-
-    def _take(self, row: Mapping[str, Any]) -> None:
-        if "reward/mean" in row:
-            self.state.rewards.append(float(row["reward/mean"]))
-        if "eval/reward" in row:
-            self.state.evaluations.append((int(row["step"]), float(row["eval/reward"])))
-
-    def _show(self, live: Live | None) -> None:
-        now = time.monotonic()
-        self.state.elapsed_s = now - self.began
-        self.state.phase = _phase(self.state.status)
-        if live is not None:
-            live.update(draw(self.state))
-        elif now - self.printed_at >= PLAIN_LINE_EVERY_S:
-            self.printed_at = now
-            self.console.print(_plain_line(self.state), highlight=False, soft_wrap=True)
-
     def _summarise(self) -> int:
         from echo2.cli.demo.summary import write_summary  # pays for matplotlib at the end only
 
-        assert self.state.status is not None
-        summary = write_summary(self.run_folder, self.config, self.state.status, time.monotonic() - self.began)
+        status = self.live.state.status
+        assert status is not None
+        summary = write_summary(self.run_folder, self.config, status, time.monotonic() - self.live.began)
         self.console.print(summary.text, highlight=False, soft_wrap=True)
         if summary.problems:
             raise IntegrityError("; ".join(summary.problems))
         return 0
-
-
-def _phase(status: coordinator_pb2.RunStatus | None) -> str:
-    if status is None or not status.learner_is_connected:
-        return "starting"
-    if status.learner.is_finished:
-        return "finishing"
-    return "training" if status.learner.step else "first rollouts"
-
-
-def _plain_line(state: ScreenState) -> str:
-    status = state.status
-    if status is None:
-        return f"{state.elapsed_s:4.0f} s  starting"
-    learner = status.learner
-    reward = f"{sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}" if state.rewards else "-"
-    versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)
-    return (
-        f"{state.elapsed_s:4.0f} s  step {learner.step}/{status.learner_hello.step_limit}  reward {reward}  "
-        f"version {learner.newest_version}  workers {versions or '-'}  utilisation {learner.utilisation:.0%} "
-        f"(predicted {status.plan.predicted_utilisation:.0%})  buffered {learner.buffered_rollouts}  "
-        f"USD {status.usd_spent:.4f}{'  waits for ' + learner.waits_for if learner.waits_for else ''}"
-    )

@@ -1,0 +1,150 @@
+"""The processes of a run on this machine, from their start to their end, with the live screen: `echo2 demo` and `echo2 run`.
+
+Waits for: the end that the caller names, bounded by `within_s`; woken twice a second. Guarantees: every process is asked to end
+when `run` returns or is cancelled. Leaves to others: which processes (commands), signals, what is said at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from echo2.base.errors import Unreachable
+from echo2.cli.demo.launch import Children
+from echo2.cli.demo.screen import ScreenState, draw
+from echo2.cli.link_text import link_text
+from echo2.cli.operator import OperatorClient
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+
+LOOK_EVERY_S = 0.5
+PLAIN_LINE_EVERY_S = 10.0
+
+
+class LiveRun:
+    """`is_over` is asked after each look."""
+
+    def __init__(
+        self,
+        children: Children,
+        console: Console,
+        is_plain: bool,
+        is_over: Callable[[coordinator_pb2.RunStatus | None], bool],
+        within_s: float = math.inf,
+    ) -> None:
+        self.children, self.console, self.is_plain, self._is_over = children, console, is_plain, is_over
+        self.within_s = within_s
+        self.run_folder = children.run_folder
+        self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
+        self.began = time.monotonic()
+        self.offsets: dict[str, int] = {}
+        self.printed_at = 0.0
+
+    async def run(self, names: Sequence[str]) -> None:
+        """The coordinator first, then `names`, until the end."""
+        try:
+            await self.children.start("coordinator")
+            await self.children.wait_for_links()
+            for name in names:
+                await self.children.start(name)
+            link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
+            async with OperatorClient(link, self.run_folder / "operator") as operator:
+                with self._live() as live:
+                    await self._watch(operator, live)
+        finally:
+            await asyncio.shield(asyncio.create_task(self.children.stop_all()))
+
+    @contextlib.contextmanager
+    def _live(self) -> Iterator[Live | None]:
+        if self.is_plain:
+            yield None
+            return
+        with Live(draw(self.state), console=self.console, refresh_per_second=4, transient=False) as live:
+            yield live
+
+    async def _watch(self, operator: OperatorClient, live: Live | None) -> None:
+        while True:
+            self.children.raise_if_failed()
+            if time.monotonic() - self.began > self.within_s:
+                raise Unreachable(
+                    f"learner: expected the end of the run within {self.within_s:.0f} s, but it stands at step "
+                    f"{self.state.status.learner.step if self.state.status else '?'}; logs in {self.run_folder / 'logs'}"
+                )
+            with contextlib.suppress(Unreachable):  # the coordinator may be away for a while: that must not end a run
+                self.state.status = await operator.status()
+            self._read_metrics()
+            self._show(live)
+            if self._is_over(self.state.status):
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _read_metrics(self) -> None:
+        """New whole lines of metrics.jsonl and evaluations.jsonl."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            path = self.run_folder / "learner" / name
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self.offsets.get(name, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self.offsets[name] = self.offsets.get(name, 0) + len(whole)
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        if "reward/mean" in row:
+            self.state.rewards.append(float(row["reward/mean"]))
+        if "eval/reward" in row:
+            self.state.evaluations.append((int(row["step"]), float(row["eval/reward"])))
+
+    def _show(self, live: Live | None) -> None:
+        now = time.monotonic()
+        self.state.elapsed_s = now - self.began
+        self.state.phase = phase_of(self.state.status)
+        if live is not None:
+            live.update(draw(self.state))
+        elif now - self.printed_at >= PLAIN_LINE_EVERY_S:
+            self.printed_at = now
+            self.console.print(plain_line(self.state), highlight=False, soft_wrap=True)
+
+
+def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
+    """In a word."""
+    if status is not None and status.finished:
+        return "finished"
+    if status is None or not status.learner_is_connected:
+        return "starting"
+    if status.learner.is_finished:
+        return "finishing"
+    return "training" if status.learner.step else "first rollouts"
+
+
+def plain_line(state: ScreenState) -> str:
+    """Where no screen is drawn."""
+    status = state.status
+    if status is None:
+        return f"{state.elapsed_s:4.0f} s  starting"
+    learner = status.learner
+    reward = f"{sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}" if state.rewards else "-"
+    versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)
+    return (
+        f"{state.elapsed_s:4.0f} s  step {learner.step}/{status.learner_hello.step_limit}  reward {reward}  "
+        f"version {learner.newest_version}  workers {versions or '-'}  utilisation {learner.utilisation:.0%} "
+        f"(predicted {status.plan.predicted_utilisation:.0%})  buffered {learner.buffered_rollouts}  "
+        f"USD {status.usd_spent:.4f}{'  waits for ' + learner.waits_for if learner.waits_for else ''}"
+    )
+
+
+def results_of(run_folder: Path) -> str:
+    """Where the model lies."""
+    learner = run_folder / "learner"
+    return f"the trained model is in {learner / 'model'}, one row a step in {learner / 'metrics.jsonl'}"
