@@ -58,7 +58,9 @@ class Late(Ends):
     """Then a worker comes that was never there, the coordinator is killed, and it comes again."""
 
     async def epilogue(self) -> None:
-        is_free = await self._until(lambda: self.hub_of().money.sums().usd_per_hour == 0, 30.0)  # machines are given back
+        is_free = await self._until(
+            lambda: self.hub_of().money.sums().usd_per_hour == 0, 30.0
+        )  # machines are given back
         bill = self.hub_of().money.sums()
         self.check(is_free, f"the fleet of a finished run costs {bill.usd_per_hour} USD/h")
         late = self.add_worker()
