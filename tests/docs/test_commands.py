@@ -83,7 +83,6 @@ UNDER_SOAK = {
 AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_operator_commands.py
 
 ONLY_READ = (
-    (r"make help", "it prints the targets"),
     (r"python -m pytest.*|pytest .*|ruff .*|python -m mypy", "they are what runs the tests and checks"),
     (
         r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.broadcast_scenarios( .*)?",
