@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from functools import partial
 
 import torch
 from transformers import GenerationConfig
@@ -32,6 +33,7 @@ from echo2.base.rollout import FinishReason
 from echo2.worker.engine import SwapMode
 from echo2.worker.runtime.daemon import PUMP_PAUSE_S
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
@@ -74,7 +76,7 @@ def by_continuous_batching(model: torch.nn.Module, asked: list[Ask], batch: int)
 def by_bare_loop(base: Staged, asked: list[Ask], batch: int, weights: Weights | None = None) -> float:
     """Tokens per CPU second of the step loop in this thread, with nobody to stream to; start-up not counted."""
     weights = weights or LiveWeights(read_shape(CONFIG))
-    loop = StepLoop(weights, batch, CONTEXT_TOKENS, Nowhere())
+    loop = StepLoop(weights, partial(CachedDecoder, weights), batch, CONTEXT_TOKENS, Nowhere())
     with torch.inference_mode():
         loop.warm_up()
         loop.swap(LiveSwap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))

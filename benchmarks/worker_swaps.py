@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from benchmarks.worker_scene import (
 )
 from echo2.base.rollout import SamplingParams
 from echo2.worker.engine import GenerateRequest, SwapMode
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.loop import HOLD_STEPS, LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox
 from echo2.worker.runtime.engines.shape import read_shape
@@ -65,7 +67,7 @@ def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float, grou
     empty before a swap, and recomputing caches together.
     """
     weights = LiveWeights(read_shape(CONFIG))
-    loop = StepLoop(weights, 32, CONTEXT_TOKENS, Nowhere())
+    loop = StepLoop(weights, partial(CachedDecoder, weights), 32, CONTEXT_TOKENS, Nowhere())
     load = Load(loop, group_size)
     extra_s = 0.0
     with torch.inference_mode():
@@ -118,7 +120,9 @@ class Witness:
         self._base, self._said, self._kept = base, said, kept
         self._weights = LiveWeights(read_shape(CONFIG))
         self._box = Outbox()
-        self._loop = StepLoop(self._weights, SEQUENCES, CONTEXT_TOKENS, self._box)
+        self._loop = StepLoop(
+            self._weights, partial(CachedDecoder, self._weights), SEQUENCES, CONTEXT_TOKENS, self._box
+        )
         self._loop.warm_up()
         self.swap(base, SwapMode.KEEP_KV)
         for number, one in enumerate(said):

@@ -25,10 +25,24 @@ TIMEOUT_S = 240.0
 _T = TypeVar("_T")
 
 
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+OTHERS: dict[str, dict[str, object]] = {
+    "gemma3_text": {
+        "sliding_window": 40, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_moe": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1,
+        "mlp_only_layers": [1], "norm_topk_prob": True,
+    },
+}  # fmt: skip
+"""What architectures have that the fused path of the embedded engine does not know."""
+
+
 def tiny_config(model_type: str, **more: object) -> dict[str, object]:
     config: dict[str, object] = {
         "model_type": model_type,
-        "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}.get(model_type, "")],
+        "architectures": [ARCHITECTURES.get(model_type, "")],
         "vocab_size": VOCAB_COUNT,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -41,7 +55,7 @@ def tiny_config(model_type: str, **more: object) -> dict[str, object]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return config | more
+    return config | OTHERS.get(model_type, {}) | more
 
 
 def make_versions(config: dict[str, object]) -> list[torch.nn.Module]:
@@ -132,6 +146,8 @@ class Rig:
         self.config = config
         self.models = make_versions(config)
         self._judges = [as_run(copy.deepcopy(model)).double() for model in self.models]
+        for judge in self._judges:
+            judge.set_experts_implementation("eager")  # the faster ways know no float64
         self._runner = asyncio.Runner()
         self._collected: dict[str, Collected] = {}
         self._news = asyncio.Event()

@@ -41,6 +41,8 @@ KINDS = [
     pytest.param(("embedded", "llama"), id="embedded-llama"),
     pytest.param(("several", "qwen3"), id="several-qwen3"),
     pytest.param(("embedded-int8", "qwen3"), id="embedded-int8-qwen3"),
+    pytest.param(("embedded-general", "gemma3_text"), id="embedded-general-gemma3"),
+    pytest.param(("embedded-general", "qwen3_moe"), id="embedded-general-qwen3-moe"),
     pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
     pytest.param(("vllm-2-ranks", "qwen3"), id="vllm-2-ranks-qwen3", marks=pytest.mark.vllm),
@@ -49,7 +51,7 @@ KINDS = [
 
 
 def make_engine(kind: str, config: dict[str, object]) -> Engine:
-    if kind in ("embedded", "embedded-int8", "several"):
+    if kind.startswith(("embedded", "several")):
         from echo2.worker.runtime.engines.embedded import EmbeddedEngine
         from echo2.worker.runtime.engines.several import SeveralEngines
 

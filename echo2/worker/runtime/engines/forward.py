@@ -83,6 +83,10 @@ class CachedDecoder:
         self._products = Products()
 
     @property
+    def vocab_count(self) -> int:
+        return self._shape.vocab_count
+
+    @property
     def block_bytes(self) -> int:
         """Memory of one block of the cache."""
         return int(self._cache[:1].nbytes)

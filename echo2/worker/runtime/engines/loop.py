@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from echo2.base.errors import EchoError, EngineError, LimitExceeded
@@ -22,13 +23,14 @@ from echo2.base.ids import Version
 from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
+from echo2.worker.blocks import BlockPool
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
-from echo2.worker.runtime.engines.forward import CachedDecoder
+from echo2.worker.runtime.engines.forwarding import Forward
+from echo2.worker.runtime.engines.live import Scatter
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.past import PastVersions
 from echo2.worker.runtime.engines.sampling import draw
 from echo2.worker.runtime.engines.scoring import ScoringPass
-from echo2.worker.runtime.engines.weights import Scatter, Weights
 from echo2.worker.slots import SlotSequence, SlotTable
 
 COMMANDS_MAX = 65_536
@@ -37,6 +39,19 @@ HOLD_STEPS = 6
 """A swap that recomputes caches waits so many steps for sequences that end meanwhile: those need no recomputing, and their
 successors' prompts are computed once instead of twice. That is worth more than the slots that stand empty until then."""
 _T = TypeVar("_T")
+
+
+class ChangeableWeights(Protocol):
+    """The live weights of a model."""
+
+    def apply(self, scatters: Iterable[Scatter]) -> None: ...
+
+    def fingerprint(self, key: int) -> int: ...
+
+    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray: ...
+
+    @property
+    def published_bytes(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -77,7 +92,8 @@ class _PendingSwap:
 class StepLoop:
     """`run` is the thread. Everything else may be called from any thread."""
 
-    weights: Weights
+    weights: ChangeableWeights
+    make_forward: Callable[[BlockPool], Forward]
     slot_count: int
     context_tokens: int
     outbox: Outbox
@@ -90,13 +106,13 @@ class StepLoop:
     _stop: threading.Event = field(default_factory=threading.Event)
     _pending_swap: _PendingSwap | None = None
     _table: SlotTable = field(init=False)
-    _decoder: CachedDecoder = field(init=False)
+    _forward: Forward = field(init=False)
     _past: PastVersions = field(default_factory=PastVersions)
     _scoring: ScoringPass | None = None
 
     def __post_init__(self) -> None:
         self._table = SlotTable(self.slot_count, self.context_tokens, self.cache_tokens)
-        self._decoder = CachedDecoder(self.weights, self._table.blocks)
+        self._forward = self.make_forward(self._table.blocks)
 
     def run(self) -> None:
         """Steps until stopped. A failure closes the outbox with it."""
@@ -186,7 +202,7 @@ class StepLoop:
         """In the thread: of one stretch. Generation stands still meanwhile; its caches stay."""
         began = time.monotonic()
         if self._scoring is None:
-            self._scoring = ScoringPass(self.weights, self.context_tokens)
+            self._scoring = ScoringPass(self.make_forward, self.context_tokens)
         with self._past.as_of(stretch.version, self.version, self.weights):
             found = self._scoring.scores(request.token_ids, request.sampling, stretch)
         self._counters.prefill_s += time.monotonic() - began
@@ -247,12 +263,12 @@ class StepLoop:
 
     def _prefill(self) -> None:
         began = time.monotonic()
-        self._decoder.copy(self._table.next_copies())
+        self._forward.copy(self._table.next_copies())
         fills = self._table.next_fills(PREFILL_TOKENS_MAX)
         if fills:
-            self._decoder.fill(fills)
+            self._forward.fill(fills)
             self._table.filled(fills)
-            self._decoder.copy(self._table.next_copies())
+            self._forward.copy(self._table.next_copies())
         self._counters.prefill_s += time.monotonic() - began
 
     def _decode(self) -> None:
@@ -261,7 +277,7 @@ class StepLoop:
             return
         assert self.version is not None, "nothing is decoded before the first version is live"
         began = time.monotonic()
-        logits = self._decoder.decode(
+        logits = self._forward.decode(
             [sequence.tokens[-1] for sequence in batch],
             [sequence.slot for sequence in batch],
             [sequence.cached for sequence in batch],
@@ -327,7 +343,7 @@ class StepLoop:
 
     def warm_up(self) -> None:
         """In the thread, before anything else: what would make the first tokens wait."""
-        self._decoder.warm_up()
+        self._forward.warm_up()
 
     def _refuse_what_waits(self, failure: EchoError) -> None:
         with self._wake:

@@ -18,7 +18,7 @@ import numpy as np
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
-from echo2.worker.runtime.engines.weights import Scatter
+from echo2.worker.runtime.engines.live import Scatter
 
 VERSIONS_MAX = 16
 """As far back as audits compare."""

@@ -18,9 +18,10 @@ import torch
 
 from echo2.base.staged import StagedVersion
 from echo2.weights.fingerprint import MODULUS
+from echo2.worker.runtime.engines.live import Scatter
 from echo2.worker.runtime.engines.rounded import Matrix, Rounded, rounded_rows, row_blocks
 from echo2.worker.runtime.engines.shape import ModelShape
-from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights, Scatter
+from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,15 @@ sequence and of `rows_at_once` logits. Leaves to others: which weights are live 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from echo2.base.rollout import SamplingParams
 from echo2.scoring.columns import chunk_scores, joined, rows_at_once
 from echo2.scoring.request import Stretch, TokenScores
 from echo2.worker.blocks import BlockPool
-from echo2.worker.runtime.engines.forward import CachedDecoder
-from echo2.worker.runtime.engines.weights import Weights
+from echo2.worker.runtime.engines.forwarding import Forward
 from echo2.worker.slots import Fill
 
 READ_TOKENS = 1_024
@@ -24,10 +25,10 @@ READ_TOKENS = 1_024
 class ScoringPass:
     """Made when the first scoring is asked for; its cache's pages are those of the longest sequence so far."""
 
-    def __init__(self, weights: Weights, context_tokens: int) -> None:
+    def __init__(self, make_forward: Callable[[BlockPool], Forward], context_tokens: int) -> None:
         self._blocks = BlockPool(1, context_tokens)
-        self._decoder = CachedDecoder(weights, self._blocks)
-        self._vocab_count = weights.shape.vocab_count
+        self._decoder = make_forward(self._blocks)
+        self._vocab_count = self._decoder.vocab_count
 
     def scores(self, token_ids: tuple[int, ...], sampling: SamplingParams, stretch: Stretch) -> TokenScores:
         """Under the live weights. The last token is scored and not read."""

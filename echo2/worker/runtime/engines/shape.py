@@ -1,7 +1,7 @@
 """The shape of a decoder-only transformer, read from a Hugging Face config.
 
-Guarantees: a shape is complete and supported by the embedded engine, or reading it fails and names what is not.
-Leaves to others: the weights.
+Guarantees: a shape is complete and known to the fused path of the embedded engine, or reading it fails and names what is
+not. Leaves to others: the weights, all other architectures (module).
 """
 
 from __future__ import annotations
@@ -58,21 +58,31 @@ def load_config(source: str | Path | Mapping[str, object]) -> dict[str, object]:
     return loaded
 
 
-def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
-    """Parses a transformers config. Raises ConfigError, naming the field, for what the engine cannot run."""
+def why_not_fused(source: str | Path | Mapping[str, object]) -> str:
+    """What of a transformers config the fused path does not know; empty where it knows all of it."""
     given = load_config(source)
     model_type = given.get("model_type")
     if model_type not in SUPPORTED:
-        raise ConfigError(f"model_type: the embedded engine runs {', '.join(SUPPORTED)}, got {model_type!r}")
+        return f"model_type: the fused path knows {', '.join(SUPPORTED)}, got {model_type!r}"
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**given)
-    _refuse_what_differs(config)
+    return _difference(AutoConfig.for_model(**given))
+
+
+def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
+    """Parses a transformers config. Raises ConfigError, naming the field, for what the fused path cannot run."""
+    given = load_config(source)
+    reason = why_not_fused(given)
+    if reason:
+        raise ConfigError(reason)
+    from transformers import AutoConfig
+
+    model_type, config = given["model_type"], AutoConfig.for_model(**given)
     frequencies, scale = _rope(config)
     heads = config.num_attention_heads
     biased = model_type in ("llama", "qwen3") and bool(config.attention_bias)
     return ModelShape(
-        model_type=model_type,
+        model_type=str(model_type),
         vocab_count=config.vocab_size,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -92,16 +102,17 @@ def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
     )
 
 
-def _refuse_what_differs(config: Any) -> None:
+def _difference(config: Any) -> str:
     if config.hidden_act != "silu":
-        raise ConfigError(f"hidden_act: expected silu, got {config.hidden_act!r}")
+        return f"hidden_act: expected silu, got {config.hidden_act!r}"
     layer_types = getattr(config, "layer_types", None) or []
     is_windowed = config.model_type == "mistral" and config.sliding_window is not None
     if is_windowed or any(kind != "full_attention" for kind in layer_types):
-        raise ConfigError("sliding_window: the embedded engine attends to the whole context; expected null")
+        return "sliding_window: the fused path attends to the whole context; expected null"
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
-        raise ConfigError(f"rope_type: expected one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
+        return f"rope_type: expected one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}"
+    return ""
 
 
 def _rope(config: Any) -> tuple[np.ndarray, float]:

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -17,6 +18,7 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.worker.engine import GenerateRequest, SwapMode
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import read_shape
@@ -196,7 +198,7 @@ def test_growing_sequences_linger_in_the_outbox_and_an_end_leaves_alone() -> Non
 def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_meanwhile() -> None:
     weights = LiveWeights(read_shape(CONFIG))
     box = Outbox()
-    loop = StepLoop(weights, 2, 64, box)
+    loop = StepLoop(weights, partial(CachedDecoder, weights), 2, 64, box)
 
     def swap(version: int, mode: SwapMode = SwapMode.RECOMPUTE_KV) -> None:
         staged = dataclasses.replace(BASE, version=Version(version))

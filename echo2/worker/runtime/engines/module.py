@@ -1,0 +1,129 @@
+"""A model of any decoder-only architecture as transformers' own modules, for what the fused path does not know.
+
+Guarantees: the modules' parameters are the live weights, published, checked and proven as those of the fused path; what
+attends in another way than over keys and values of a causal window (state spaces, chunks, encoders) is refused by name before
+a weight is fetched. Leaves to others: the cache and attention over it (general).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from echo2.base.errors import ConfigError
+from echo2.base.staged import StagedVersion
+from echo2.worker.runtime.engines.adapter import Adapter
+from echo2.worker.runtime.engines.live import LiveTensors, Scatter
+from echo2.worker.runtime.engines.shape import load_config
+
+ATTENTION = "echo2_blocks"
+"""The name under which transformers finds the attention over a cache in blocks."""
+_WINDOWS = ("full_attention", "sliding_attention")
+
+
+class ModuleWeights:
+    """`model` is a causal LM in float32 on the CPU; its parameters hold zeros until the first version comes."""
+
+    def __init__(self, source: str | Path | Mapping[str, object], adapter: Adapter | None = None) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        given = load_config(source)
+        try:
+            config = AutoConfig.for_model(**given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"model_type: expected one that transformers knows, got {given.get('model_type')!r}"
+            ) from error
+        self.model_type = str(config.model_type)
+        self._text = config.get_text_config(decoder=True)
+        _refuse_other_attention(self.model_type, self._text)
+        try:
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"model_type {self.model_type}: transformers cannot make a causal LM of it: {error}"
+            ) from error
+        model.tie_weights()  # left out with the random weights
+        self.model: Any = model.eval().requires_grad_(False)
+        for parameter in self.model.parameters():
+            parameter.zero_()
+        self.tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self._live = LiveTensors(self.model_type, self.tensors, adapter)
+
+    @property
+    def vocab_count(self) -> int:
+        return int(self._text.vocab_size)
+
+    @property
+    def logit_softcap(self) -> float:
+        """What bounds the head's logits; 0: nothing does."""
+        return float(getattr(self._text, "final_logit_softcapping", None) or 0.0)
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the model; where its rotation changes for longer sequences, up to there."""
+        most = int(self._text.max_position_embeddings)
+        ropes = _ropes(self._text)
+        unchanged = [
+            int(rope["original_max_position_embeddings"]) for rope in ropes if rope.get("rope_type") == "longrope"
+        ]
+        return min([most, *unchanged])
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of the weights."""
+        return self._live.nbytes
+
+    def checked(self, staged: StagedVersion) -> list[Scatter]:
+        """The staged updates, checked against the model. Touches no weight."""
+        return self._live.checked(staged)
+
+    def apply(self, scatters: Iterable[Scatter]) -> None:
+        """Writes checked updates in place, or undoes all of them."""
+        self._live.apply(scatters)
+
+    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
+        """The published bits of a tensor, at flat positions or all of them; a copy."""
+        return self._live.bits_at(name, places)
+
+    @property
+    def published_bytes(self) -> int:
+        """Of all tensors, in the dtypes that were published."""
+        return self._live.published_bytes
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of every tensor in the dtype that was published."""
+        return self._live.published()
+
+    def fingerprint(self, key: int) -> int:
+        """Keyed fingerprint of the weights as published."""
+        return self._live.fingerprint(key)
+
+
+def _refuse_other_attention(model_type: str, config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or []) - set(_WINDOWS)
+    if kinds:
+        raise ConfigError(
+            f"model_type {model_type}: the embedded engine attends over the whole context or a window, got layers of "
+            f"{', '.join(sorted(kinds))}"
+        )
+    for name in ("num_attention_heads", "max_position_embeddings", "vocab_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ConfigError(f"model_type {model_type}: expected a decoder with attention, its config has no {name}")
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
+        raise ConfigError(
+            f"model_type {model_type}, rope_type: dynamic rotates cached keys again, which no engine here does"
+        )
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The rotations of a config: one, or one by kind of layer."""
+    said = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in said.values() if isinstance(value, Mapping)]
+    return nested or [said]
