@@ -11,12 +11,12 @@ and replicated ones, are whole on every rank; each rank codes its rows of them. 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from echo2.base.errors import DeltaFormatError
 from echo2.weights.block import EncodedBlock
@@ -26,11 +26,20 @@ from echo2.weights.encode import Encoding, WeightSource, delta_coder, in_order, 
 from echo2.weights.fingerprint import MODULUS, fingerprint_part, header_term
 from echo2.weights.layout import Block, blocks_of, shard_range, sorted_specs
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
 CodedBlock: TypeAlias = tuple[Block, EncodedBlock]
 
 
+def _is_split(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """A process that never loaded the module, whose imports take 45 MiB, has no tensor of it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_split(tensor) else tensor
 
 
 def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
@@ -41,7 +50,8 @@ def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tu
     placed = _split(tensor)
     if not placed and local.numel() == spec.element_count:
         return local[start:stop], start
-    if placed != [(Shard(0), shard, shard_count)] or local.numel() != stop - start:
+    is_by_rows = len(placed) == 1 and placed[0][0].is_shard(0) and placed[0][1:] == (shard, shard_count)
+    if not is_by_rows or local.numel() != stop - start:
         raise DeltaFormatError(
             f"tensor {name}: expected elements {start} to {stop} of it, part {shard} of {shard_count} of dimension 0; "
             f"got {local.numel()} elements, split as {placed}"
@@ -51,7 +61,7 @@ def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tu
 
 def _split(tensor: torch.Tensor) -> list[tuple[Placement, int, int]]:
     """How a tensor is split over its mesh, which part this rank holds and of how many; empty where it is whole."""
-    if not isinstance(tensor, DTensor):
+    if not _is_split(tensor):
         return []
     mesh = tensor.device_mesh
     here = mesh.get_coordinate() or ()

@@ -52,7 +52,6 @@ def warm_up(choice: EngineChoice) -> None:
     threading.Thread(target=delta.warm_up, args=(torch.bfloat16,), name="codec", daemon=True).start()
     if choice is EngineChoice.EMBEDDED:
         importlib.import_module("echo2.worker.runtime.engines.embedded")
-        importlib.import_module("transformers").AutoConfig  # noqa: B018  (lazily loaded: this is what takes seconds)
 
 
 def fit_engine(

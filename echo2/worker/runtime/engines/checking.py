@@ -8,7 +8,7 @@ Leaves to others: writing it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +27,9 @@ class UpdateCheck:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: dict[str, str] = field(default_factory=dict)
 
-    def checked(self, staged: StagedVersion) -> list[TensorUpdate]:
-        """All updates of a version, or EngineError that names the first wrong one."""
-        updates: list[TensorUpdate] = []
+    def checked(self, staged: StagedVersion) -> Iterator[TensorUpdate]:
+        """The updates of a version, each once it is checked; EngineError names the first wrong one, or at the end what is
+        missing."""
         reached: dict[str, int] = {}  # the last position of each tensor so far
         for update in staged.updates():
             self._check(update, staged)
@@ -37,14 +37,13 @@ class UpdateCheck:
             if first <= reached.get(update.name, -1):
                 raise EngineError(f"version {staged.version}: tensor {update.name} comes twice")
             reached[update.name] = last
-            updates.append(update)
+            yield update
         missing = self.shapes.keys() - reached.keys()
         if staged.parent is None and missing:
             raise EngineError(
                 f"version {staged.version}: a keyframe holds every tensor, got none for {min(missing)} "
                 f"({len(missing)} missing of {len(self.shapes)})"
             )
-        return updates
 
     def applied(self, updates: Iterable[TensorUpdate]) -> None:
         """These are live now."""

@@ -31,6 +31,7 @@ from echo2.worker.engine import (
     refuse_bad_request,
     refuse_bad_scoring,
 )
+from echo2.worker.runtime.allocator import give_back
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.forwarding import Forward
@@ -146,6 +147,7 @@ class EmbeddedEngine:
         self._thread = threading.Thread(target=self._loop.run, name="echo2-engine", daemon=True)
         self._thread.start()
         await asyncio.wrap_future(self._loop.call(lambda: None))
+        await asyncio.to_thread(give_back)  # what choosing the products took
 
     async def stop(self) -> None:
         self._loop.stop()
@@ -174,7 +176,11 @@ class EmbeddedEngine:
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         async with self._swap_order:
             scatters = await asyncio.to_thread(self._weights.checked, staged)
-            return await asyncio.wrap_future(self._loop.swap(LiveSwap(staged.version, staged.parent, scatters, mode)))
+            swap = LiveSwap(staged.version, staged.parent, scatters, mode)
+            stood_still_s = await asyncio.wrap_future(self._loop.swap(swap))
+            swap.scatters.clear()
+            await asyncio.to_thread(give_back)
+            return stood_still_s
 
     @property
     def scorable(self) -> frozenset[Version]:

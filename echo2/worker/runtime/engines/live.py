@@ -17,16 +17,21 @@ import torch
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.staged import StagedVersion, TensorUpdate
-from echo2.weights.fingerprint import MODULUS, fingerprint_tensor
+from echo2.weights.elements import TensorSpec, element_type_of
+from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term, sum_bits
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.checking import UpdateCheck
 
 PIECE_ELEMENTS = 1 << 16
+_BF16 = element_type_of("", torch.zeros(0, dtype=torch.bfloat16))
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A checked update: `bits` (patterns of `dtype`) go to `positions` of the tensor, or all over it when None."""
+    """A checked update: `bits` (patterns of `dtype`) go to `positions` of the tensor, or all over it when None.
+
+    Positions take 4 bytes each where the tensor is not too large for that: all of a version's wait together.
+    """
 
     name: str
     dtype: str
@@ -58,7 +63,7 @@ class LiveTensors:
         return sum(storage.nbytes() for storage in shared.values())
 
     def checked(self, staged: StagedVersion) -> list[Scatter]:
-        """The staged updates, checked against the model, in the arrays that they came in. Touches no weight."""
+        """The staged updates, checked against the model. Touches no weight."""
         return [self._scatter(update, staged.version) for update in self._check.checked(staged)]
 
     def _scatter(self, update: TensorUpdate, version: Version) -> Scatter:
@@ -66,7 +71,10 @@ class LiveTensors:
             raise EngineError(
                 f"version {version}, tensor {update.name}: the masters of a rounding engine hold bfloat16, got {update.dtype}"
             )
-        return Scatter(update.name, update.dtype, update.indices, update.bits)
+        places = update.indices
+        if places is not None and len(places) and places[-1] <= np.iinfo(np.uint32).max:
+            places = places.astype(np.uint32)
+        return Scatter(update.name, update.dtype, places, update.bits)
 
     def apply(self, scatters: Iterable[Scatter]) -> None:
         """Writes checked updates in place. On any failure every change is undone.
@@ -81,12 +89,12 @@ class LiveTensors:
                 if scatter.positions is None:
                     _put_whole(live, scatter)
                 else:
-                    undo.append((scatter, live[scatter.positions].copy()))
-                    live[scatter.positions] = _widened(scatter, live.dtype)
+                    undo.append((scatter, _narrowed(scatter, live[scatter.positions])))
+                    live[scatter.positions] = _widened(scatter.bits, live.dtype)
                 written.append(scatter)
         except (IndexError, ValueError, MemoryError) as error:
             for changed, old in reversed(undo):
-                self._bits[changed.name][changed.positions] = old
+                self._bits[changed.name][changed.positions] = _widened(old, self._bits[changed.name].dtype)
             raise EngineError(
                 f"tensor {scatter.name}: the update did not apply, old weights are back: {error}"
             ) from error
@@ -110,15 +118,29 @@ class LiveTensors:
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""
         for name, tensor in self._published.items():
-            if tensor.dtype == torch.float32 and self._check.dtypes.get(name) == "bfloat16":
-                narrow = self._bits[name].view(np.uint16)[1::2].copy().view(np.int16)  # the upper halves
+            if self._is_widened(name):
+                narrow = _upper_halves(self._bits[name]).view(np.int16)
                 yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
             else:
                 yield name, tensor
 
     def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the weights as published, one tensor at a time."""
-        return int(sum(fingerprint_tensor(name, value, key) for name, value in self.published()) % MODULUS)
+        """Keyed fingerprint of the weights as published, narrowed piece by piece."""
+        return int(sum(self._fingerprint_of(name, tensor, key) for name, tensor in self._published.items()) % MODULUS)
+
+    def _fingerprint_of(self, name: str, tensor: torch.Tensor, key: int) -> int:
+        if not self._is_widened(name):
+            return fingerprint_tensor(name, tensor, key)
+        bits = self._bits[name]
+        pieces = (
+            sum_bits(name, _upper_halves(bits[begin : begin + PIECE_ELEMENTS]), key, begin)
+            for begin in range(0, len(bits), PIECE_ELEMENTS)
+        )
+        return header_term(key, TensorSpec(name, _BF16, tuple(tensor.shape))) + sum(pieces)
+
+    def _is_widened(self, name: str) -> bool:
+        """Whether a tensor holds in float32 what was published in bf16."""
+        return self._published[name].dtype == torch.float32 and self._check.dtypes.get(name) == "bfloat16"
 
 
 def _bits_of(tensor: torch.Tensor) -> np.ndarray:
@@ -128,11 +150,19 @@ def _bits_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().reshape(-1).view(np.uint16)
 
 
-def _widened(scatter: Scatter, live_dtype: np.dtype[np.unsignedinteger]) -> np.ndarray:
-    """The update's patterns as those of the live dtype."""
-    if scatter.bits.dtype == live_dtype:
-        return scatter.bits
-    return scatter.bits.astype(live_dtype) << 16
+def _upper_halves(bits: np.ndarray) -> np.ndarray:
+    """bf16 patterns of float32 ones that are bf16 widened."""
+    return bits.view(np.uint16)[1::2].copy()
+
+
+def _widened(bits: np.ndarray, live_dtype: np.dtype[np.unsignedinteger]) -> np.ndarray:
+    """Patterns as those of the live dtype."""
+    return bits if bits.dtype == live_dtype else bits.astype(live_dtype) << 16
+
+
+def _narrowed(scatter: Scatter, old: np.ndarray) -> np.ndarray:
+    """Live patterns as those of the update's dtype."""
+    return old if scatter.bits.dtype == old.dtype else _upper_halves(old)
 
 
 def _put_whole(live: np.ndarray, scatter: Scatter) -> None:

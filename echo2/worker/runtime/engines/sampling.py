@@ -16,6 +16,9 @@ import torch
 
 from echo2.base.rollout import SamplingParams
 
+ELEMENTS_MAX = 1 << 19
+"""Of logits, at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
@@ -27,7 +30,18 @@ class SampledTokens:
 
 
 def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
-    """One token per row."""
+    """One token per row, so many rows at a time that what lies between takes little memory."""
+    drawn, step = SampledTokens([], [], []), max(1, ELEMENTS_MAX // logits_TV.shape[1])
+    for begin in range(0, len(logits_TV), step):
+        rows = slice(begin, begin + step)
+        part = _drawn(logits_TV[rows], params[rows], uniforms[rows])
+        drawn.token_ids.extend(part.token_ids)
+        drawn.logprobs.extend(part.logprobs)
+        drawn.raw_logprobs.extend(part.raw_logprobs)
+    return drawn
+
+
+def _drawn(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
     raw_TV = torch.log_softmax(logits_TV, dim=-1)
     sampling_TV = _sampling_logprobs(logits_TV, raw_TV, params)
     cumulative_TV = sampling_TV.exp().cumsum(dim=-1, dtype=torch.float64)

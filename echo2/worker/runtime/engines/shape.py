@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,17 @@ from echo2.base.errors import ConfigError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
+_MORE_FIELDS = {
+    "llama": ("head_dim", "attention_bias", "mlp_bias"),
+    "mistral": ("head_dim", "sliding_window"),
+    "qwen2": ("layer_types",),
+    "qwen3": ("head_dim", "attention_bias", "layer_types"),
+}
+"""What is read of a config, beyond _FIELDS. One that transformers wrote, as a learner's, names all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +76,7 @@ def why_not_fused(source: str | Path | Mapping[str, object]) -> str:
     model_type = given.get("model_type")
     if model_type not in SUPPORTED:
         return f"model_type: the fused path knows {', '.join(SUPPORTED)}, got {model_type!r}"
-    from transformers import AutoConfig
-
-    return _difference(AutoConfig.for_model(**given))
+    return _difference(_whole(given))
 
 
 def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
@@ -75,9 +85,7 @@ def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
     reason = why_not_fused(given)
     if reason:
         raise ConfigError(reason)
-    from transformers import AutoConfig
-
-    model_type, config = given["model_type"], AutoConfig.for_model(**given)
+    model_type, config = given["model_type"], _whole(given)
     frequencies, scale = _rope(config)
     heads = config.num_attention_heads
     biased = model_type in ("llama", "qwen3") and bool(config.attention_bias)
@@ -100,6 +108,15 @@ def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
         rope_frequencies=frequencies,
         rope_scale=scale,
     )
+
+
+def _whole(given: Mapping[str, object]) -> Any:
+    """The config with its defaults. transformers knows them, for 60 MiB of imports: asked only where some are missing."""
+    if all(name in given for name in (*_FIELDS, *_MORE_FIELDS[str(given["model_type"])])):
+        return SimpleNamespace(**given)
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**given)
 
 
 def _difference(config: Any) -> str:

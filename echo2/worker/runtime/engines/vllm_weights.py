@@ -77,7 +77,7 @@ class VllmWeights:
         check = self._check
         if check is None:
             check = UpdateCheck(self._model_type, await self._mapped(staged))
-        self._updates = await asyncio.to_thread(check.checked, staged)
+        self._updates = await asyncio.to_thread(lambda: list(check.checked(staged)))
         self._check = check
         self._is_written = sum(map(_bytes_of, self._updates)) <= ROUND_BYTES
         if self._is_written:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,20 @@ def test_config_is_read_from_a_folder_and_a_missing_one_is_named(tmp_path: Path)
     assert read_shape(tmp_path).model_type == "llama"
     with pytest.raises(ConfigError, match="nowhere"):
         read_shape(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_config_that_transformers_wrote_is_read_without_it(model_type: str) -> None:
+    """Its imports would take 60 MiB of each worker."""
+    given = tiny_config(model_type) | ({"sliding_window": None} if model_type == "mistral" else {})
+    whole = AutoConfig.for_model(**given).to_dict()
+    script = (
+        "import json, sys\n"
+        "from echo2.worker.runtime.engines.shape import read_shape\n"
+        "shape = read_shape(json.loads(sys.stdin.read()))\n"
+        "assert 'transformers' not in sys.modules\n"
+        "print(repr(shape))\n"
+    )
+    command, text = [sys.executable, "-c", script], json.dumps(whole, default=str)
+    told = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == repr(read_shape(given))
