@@ -10,6 +10,7 @@ Writes benchmarks/results/scale.json after each part; each runs in processes of 
     keyframe   what the engine takes beside the weights while a keyframe goes in
     pull       what fetching 165,000 chunks costs the session core (the figures of bench_pull)
     newcomer   bytes from peers for a worker that has the base, at version 200 (scale_newcomer)
+    processes  a learner and two workers, two steps on random weights (scale_processes); skipped where memory is short
     spread     a keyframe and a delta of Qwen3-4B's shape to three node processes, and a restart on the store (scale_spread)
 
 GB are 10^9 bytes; a row of seconds tells the machine's load beside it. Another part is a function that returns rows and an
@@ -37,7 +38,8 @@ ENGINE_BYTES_MAX = 1.5e9
 Row = dict[str, object]
 
 
-SPREAD_WITHIN_S, NEWCOMER_WITHIN_S = 900, 1200
+SPREAD_WITHIN_S, NEWCOMER_WITHIN_S, PROCESSES_WITHIN_S = 900, 1200, 1800
+LEARNER_OFF_MAX = 0.1
 
 
 def _row(part: str, name: str, value: float, unit: str, target: float | None = None, better: str = "lower") -> Row:
@@ -169,6 +171,44 @@ def newcomer_rows(found: dict[str, Any]) -> list[Row]:
     return [_row("newcomer", name, round(100 * fetched / whole, 2), "%", 3.0)]
 
 
+def processes() -> list[Row]:
+    return [
+        row
+        for model in ("smollm2-135m", "qwen3-0.6b")
+        for row in process_rows(model, told_by("scale_processes", PROCESSES_WITHIN_S, model))
+    ]
+
+
+def process_rows(model: str, found: dict[str, Any]) -> list[Row]:
+    needed = found["needed"]
+    if "missing" in found:
+        told = (
+            f"{model}: two steps with two workers need, by the sizing rule (not run: {found['free'] / 1e9:.1f} GB free)"
+        )
+        return [_row("processes", told, round((needed["learner"] + 2 * needed["worker"]) / 1e9, 1), "GB")]
+    peaks = found["peaks"]
+    where = f"{model}, {found['steps']} steps with two workers, real processes"
+    target = ENGINE_BYTES_MAX / 1e9 if model == "smollm2-135m" else None
+    worker = max(peak for name, peak in peaks.items() if name.startswith("w"))
+    rows = [
+        _row(
+            "processes",
+            f"{where}: peak of a worker, {SEQUENCES} sequences of {TOKENS} tokens",
+            round(worker / 1e9, 3),
+            "GB",
+            target,
+        )
+    ]
+    rows.append(_row("processes", f"{where}: peak of the learner", round(peaks["learner"] / 1e9, 2), "GB"))
+    off = abs(peaks["learner"] / needed["learner"] - 1)
+    told = f"{where}: how far the learner's peak is from the {needed['learner'] / 1e9:.2f} GB told by echo2 plan"
+    rows.append(_row("processes", told, round(100 * off, 1), "%", 100 * LEARNER_OFF_MAX))
+    return [
+        *rows,
+        _row("processes", f"{where}: wall clock, at a load of {found['load']:.0f}", round(found["wall_s"]), "s"),
+    ]
+
+
 def spread() -> list[Row]:
     return spread_rows("qwen3-4b", told_by("scale_spread", SPREAD_WITHIN_S, "qwen3-4b"))
 
@@ -190,7 +230,8 @@ def spread_rows(model: str, found: list[dict[str, Any]]) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
-    "sizing": sizing, "engine": engine, "keyframe": keyframe, "pull": pull, "newcomer": newcomer, "spread": spread,
+    "sizing": sizing, "engine": engine, "keyframe": keyframe, "pull": pull, "newcomer": newcomer,
+    "processes": processes, "spread": spread,
 }  # fmt: skip
 
 
