@@ -16,8 +16,9 @@ from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
-from echo2.cli.resolved import available_cores, gradient_checkpointing, threads
+from echo2.cli.resolved import gradient_checkpointing, threads
 from echo2.config.run import RunConfig
+from echo2.tasks.runtime.rewards import available_cores
 
 if TYPE_CHECKING:
     from echo2.learner.runtime.options import EvaluationOptions, LearnerOptions, TaskOptions, TrainerOptions

@@ -6,14 +6,16 @@ kept. Leaves to others: the rules (cost_model).
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from echo2.base.units import format_bytes
+from echo2.broadcast.topology import CHUNKS_AIM, chunk_bytes_for
 from echo2.cli.run_shape import guessed_model_of, lengths_of
 from echo2.config.run import RunConfig
 from echo2.cost_model.memory import CHECKPOINTING_FROM_BYTES, activation_bytes, wants_checkpointing
+from echo2.cost_model.sizing import ModelSize
+from echo2.tasks.runtime.rewards import available_cores, reward_processes
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -29,6 +31,8 @@ class Resolved(Generic[_T_co]):
 def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
     """By option; those that the user gave are not among them. `cores` 0: of this machine."""
     found: dict[str, Resolved[object]] = {}
+    if config.task.name:
+        found["task.name"] = scorers(cores or available_cores())
     if not config.learner.threads:
         found["learner.threads"] = threads(cores or available_cores())
     if config.learner.gradient_checkpointing == "auto":
@@ -36,6 +40,8 @@ def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
     if config.model.path:
         size, origin = guessed_model_of(config.model.path)
         longest = lengths_of(config).of(size)
+        if (chunks := chunk_bytes(config, size)) is not None:
+            found["broadcast.chunk_bytes"] = chunks
         if not config.worker.context_tokens:
             found["worker.context_tokens"] = Resolved(
                 longest, f"max_prompt_tokens + max_new_tokens of each turn, within the model's context ({origin})"
@@ -50,6 +56,22 @@ def threads(cores: int) -> Resolved[int]:
     if cores <= 1:
         return Resolved(1, "there is one core")
     return Resolved(cores - 1, f"{cores} cores, one of them for sockets, rewards and the codec")
+
+
+def scorers(cores: int) -> Resolved[str]:
+    """Processes that compute contained rewards."""
+    return Resolved(f"{reward_processes(cores)} reward processes", f"a quarter of {cores} cores, two at least")
+
+
+def chunk_bytes(config: RunConfig, size: ModelSize) -> Resolved[str] | None:
+    """Of a keyframe, where that takes larger chunks than others on links that bear them."""
+    keyframe_bytes = size.gpu_weight_bytes
+    most = config.broadcast.chunk_bytes
+    taken = chunk_bytes_for(None, most, keyframe_bytes)
+    if taken == most:
+        return None
+    why = f"for a keyframe of up to {format_bytes(keyframe_bytes)}, at most {CHUNKS_AIM} chunks; slow uplinks take smaller ones"
+    return Resolved(format_bytes(taken), why)
 
 
 def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
@@ -67,8 +89,3 @@ def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
         f"{format_bytes(kept)} of activations for {budget} tokens without it, {than} than "
         f"{format_bytes(CHECKPOINTING_FROM_BYTES)}",
     )
-
-
-def available_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

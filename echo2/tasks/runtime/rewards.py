@@ -16,6 +16,8 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -83,6 +85,7 @@ class Stepped:
 
 
 Result = TypeVar("Result", Scored, Stepped)
+PROCESSES_MIN, PROCESSES_MAX = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,23 @@ class RewardLimits:
     start_timeout_s: float = 120.0
 
 
+def available_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def reward_processes(cores: int) -> int:
+    """How many score at once: a quarter of the cores, since the trainer has the others, and two at least, so that one slow
+    completion holds up no other."""
+    return max(PROCESSES_MIN, min(PROCESSES_MAX, cores // 4))
+
+
 def limits_of(spec: TaskSpec) -> RewardLimits:
     """Scorers that echo2 brings need milliseconds; a user's own may run tests."""
-    return RewardLimits(cpu_s=10, timeout_s=30.0) if is_users_own(spec) else RewardLimits()
+    count = reward_processes(available_cores())
+    if is_users_own(spec):
+        return RewardLimits(cpu_s=10, timeout_s=30.0, process_count=count)
+    return RewardLimits(process_count=count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from echo2.cli.learner import learner_options
 from echo2.cli.main import main
 from echo2.cli.resolved import resolved, threads
 from echo2.config.load import load_config
+from echo2.tasks.runtime.rewards import reward_processes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -17,6 +18,19 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 def test_the_trainer_takes_all_cores_but_one_unless_told() -> None:
     assert [threads(cores).value for cores in (1, 2, 16)] == [1, 1, 15]
     assert "learner.threads" not in resolved(load_config((), None, {"learner.threads": "3"}), 16)
+
+
+def test_reward_processes_follow_the_cores() -> None:
+    assert [reward_processes(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 4, 16, 16]
+    found = resolved(load_config((), None, {"task.name": "sort_digits"}), 32)
+    assert found["task.name"].value == "8 reward processes"
+
+
+def test_chunks_follow_the_keyframe() -> None:
+    large = resolved(load_config([EXAMPLES / "math-qwen3-8b.toml"], None, {"broadcast.chunk_bytes": "256KiB"}), 4)
+    assert large["broadcast.chunk_bytes"].value == "1.0 MB" and "keyframe" in large["broadcast.chunk_bytes"].why
+    small = resolved(load_config([EXAMPLES / "math-qwen3-8b.toml"], None, {"broadcast.chunk_bytes": "4MiB"}), 4)
+    assert "broadcast.chunk_bytes" not in small
 
 
 @pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])
