@@ -129,7 +129,7 @@ async def _upload(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:
     data = os.urandom(BLOCK_BYTES)
 
     async def blocks() -> AsyncIterator[pb.UploadBlock]:
-        yield pb.UploadBlock(token=token, data=data)
+        yield pb.UploadBlock(token=token)
         while True:
             yield pb.UploadBlock(data=data)
 

@@ -62,6 +62,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.offered: set[GroupId] = set()
         self.hellos: list[coordinator_pb2.LearnerHello] = []
         self.reports: list[coordinator_pb2.LearnerReport] = []
+        self.accused: list[coordinator_pb2.WorkerAccused] = []
         self.published: list[coordinator_pb2.VersionPublished] = []
         self.closed: list[tuple[GroupId, str]] = []
         self.newest = Version(0)
@@ -109,6 +110,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 self.newest = max(self.newest, Version(message.published.version))
             case "report":
                 self.reports.append(message.report)
+            case "accused":
+                self.accused.append(message.accused)
 
     def _offer(self, groups: Any) -> None:
         for group in groups:

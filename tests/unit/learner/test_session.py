@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from echo2.base.ids import GroupId
+from echo2.base.ids import GroupId, PeerId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.control.backoff import Backoff
 from echo2.control.runtime.session import ControlSession
@@ -87,7 +87,7 @@ def test_a_coordinator_that_moved_is_looked_for() -> None:
     asyncio.run(scene())
 
 
-def test_a_step_is_reported_at_once_and_not_with_the_next_beat() -> None:
+def test_a_step_and_an_accusation_are_told_at_once_and_whole() -> None:
     async def scene() -> None:
         authority = new_authority()
         coordinator = Coordinator(authority)
@@ -102,9 +102,12 @@ def test_a_step_is_reported_at_once_and_not_with_the_next_beat() -> None:
             async with asyncio.timeout(30):
                 while not session.is_connected:
                     await asyncio.sleep(0.02)
+                session.accuse(PeerId("w"), "it lies", is_certain=True)
                 session.report(coordinator_pb2.LearnerReport(step=7))
                 while 7 not in [report.step for report in coordinator.reports]:
                     await asyncio.sleep(0.02)
+            told = coordinator_pb2.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)
+            assert coordinator.accused == [told]
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
