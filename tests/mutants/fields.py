@@ -18,6 +18,7 @@ PACKAGE = ROOT / "echo2"
 SAID = frozenset((ROOT / "tests/unit/sim/said.txt").read_text().split())
 WORLD = ("tests/unit/sim/test_said.py",)
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
+    "wire/scoring.py": ("tests/unit/wire/test_scoring.py",),
     "wire/": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_ticket.py", "tests/unit/wire/test_broadcast.py"),
     "learner/runtime/journal.py": ("tests/unit/learner/test_journal.py",),
     "learner/runtime/ingest.py": ("tests/unit/learner/test_ingest.py",),
