@@ -25,7 +25,7 @@ from pathlib import Path
 from echo2.base.ids import RunId
 from echo2.broadcast.reachability import circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.transport import Connection, refuse_exchange, way_of
+from echo2.broadcast.runtime.transport import Connection, way_of
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
@@ -70,13 +70,10 @@ async def take(connection: Connection) -> None:
 async def serve(name: str, address: str, hub: str, folder: Path) -> None:
     """A relay (`hub`), or a receiver that can be met over gRPC and at the hub."""
     credentials = credentials_of(name, folder)
-    transport = MixedTransport(credentials)
+    transport = MixedTransport(credentials, take)
     if name == "hub":
-        transport.accept = refuse_exchange
-        transport.settings = P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits()))
-        await transport.serve()
+        await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
     else:
-        transport.accept = take
         transport.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
         grpc_side, server = GrpcTransport(credentials), tls.new_server()
         grpc_side.add_to_server(server, take)
@@ -97,7 +94,6 @@ async def settled(transport: MixedTransport) -> None:
 async def send(address: str, hub: str, folder: Path) -> None:
     """Dials `address`, host:port or `circuit`, and measures."""
     transport = MixedTransport(credentials_of("left", folder))
-    transport.accept = refuse_exchange
     if address == "circuit":
         address = circuit_address(identity_of("hub").peer_id)
         transport.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")

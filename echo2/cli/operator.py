@@ -34,6 +34,7 @@ class OperatorClient:
         self._link = JoinLink.parse(link)
         self._folder = folder
         self._channel: grpc.aio.Channel | None = None
+        self._called: coordinator_pb2_grpc.OperatorStub | None = None
 
     async def __aenter__(self) -> Self:
         identity = load_or_create_identity(self._folder)
@@ -42,7 +43,7 @@ class OperatorClient:
             credentials = await enrol(self._link, identity, Role.OPERATOR)
             save_credentials(self._folder, credentials)
         self._channel = open_channel(credentials.coordinator_address, credentials.coordinator_peer_id, credentials)
-        self._stub = coordinator_pb2_grpc.OperatorStub(self._channel)
+        self._called = coordinator_pb2_grpc.OperatorStub(self._channel)
         return self
 
     async def __aexit__(
@@ -50,6 +51,11 @@ class OperatorClient:
     ) -> None:
         if self._channel is not None:
             await self._channel.close(None)
+
+    @property
+    def _stub(self) -> coordinator_pb2_grpc.OperatorStub:
+        assert self._called is not None, "used inside `async with`"
+        return self._called
 
     async def status(self) -> coordinator_pb2.RunStatus:
         """The whole state of the run. `Unreachable` when the coordinator does not answer."""

@@ -94,15 +94,16 @@ class Looking:
     # ---- workers
 
     def _look_at_worker(self, name: str, life: Hashable, daemon: WorkerDaemon) -> None:
-        if daemon.keeper is not None and daemon.keeper.host.version is not None:
-            self._truth.committed(name, daemon.keeper.host)
-        if not hasattr(daemon, "telling"):
+        shift = daemon.shift
+        if shift is None:
             return  # it enrols, which `waits` tells
-        reporting, truth = daemon.reporting, self._truth
+        if shift.keeper is not None and shift.keeper.host.version is not None:
+            self._truth.committed(name, shift.keeper.host)
+        reporting, truth = shift.reporting, self._truth
         if reporting._under_way and reporting._stub is not None:  # else it waits for the learner, and says so
             first = reporting._sequence - len(reporting._under_way)
             truth.waits_since(name, self._lasts_s(life, "verdict", first), VERDICT_WAIT_S, "a verdict")
-        self._look_at_way(name, life, daemon.telling._node)
+        self._look_at_way(name, life, shift.node)
 
     def _look_at_way(self, name: str, life: Hashable, node: BroadcastNode) -> None:
         """Whatever a worker lacks of its way it asks for, or has stopped asking for a while only."""

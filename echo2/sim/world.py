@@ -420,7 +420,8 @@ class World:
 
     def _version_of(self, name: str) -> Version | None:
         daemon = self.daemons.get(name)
-        keeper = daemon.keeper if isinstance(daemon, WorkerDaemon) else None
+        shift = daemon.shift if isinstance(daemon, WorkerDaemon) else None
+        keeper = shift.keeper if shift is not None else None
         return keeper.machine.live if keeper is not None else None
 
     def _waits(self) -> str:
@@ -439,7 +440,9 @@ class World:
 
     def _holds_leases(self, name: str) -> bool:
         daemon = self.daemons.get(name)
-        return isinstance(daemon, WorkerDaemon) and bool(daemon.desk.machine.lease_ids)
+        return (
+            isinstance(daemon, WorkerDaemon) and daemon.shift is not None and bool(daemon.shift.desk.machine.lease_ids)
+        )
 
 
 class _WatchedTrainer(TinyTrainer):

@@ -71,7 +71,8 @@ class HostWeights:
     def __init__(
         self, table: TensorTable, bits: dict[str, Bits], version: Version | None, key: int, set_name: str = ""
     ) -> None:
-        self._adopt(table, bits)
+        self.table, self.table_digest, self._bits = table, table.digest(), bits
+        self._specs = {spec.name: spec for spec in table.specs}
         self.set_name = set_name
         self.version = version
         self.key = key
@@ -90,12 +91,6 @@ class HostWeights:
         table = table_of(weights)
         bits = {spec.name: bits_of(weights[spec.name]) for spec in table.specs}
         return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key, set_name)
-
-    def _adopt(self, table: TensorTable, bits: dict[str, Bits]) -> None:
-        self.table = table
-        self._specs = {spec.name: spec for spec in table.specs}
-        self._bits = bits
-        self.table_digest = table.digest()
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -148,7 +143,8 @@ class HostWeights:
             return
         whole = staged.whole()
         if whole is not None:
-            self._adopt(staged.table, whole)
+            self.table, self.table_digest, self._bits = staged.table, staged.table.digest(), whole
+            self._specs = {spec.name: spec for spec in staged.table.specs}
         else:
             self._check_parent(staged)
             self._exchange_all(staged)

@@ -21,7 +21,6 @@ from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactSealed
-from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import NodeLink
 from echo2.broadcast.trees import plan
@@ -57,9 +56,7 @@ def credentials_of(name: str, role: Role, folder: Path) -> tls.Credentials:
 
 async def hub(address: str, folder: Path) -> None:
     transport = MixedTransport(credentials_of("hub", Role.COORDINATOR, folder))
-    transport.accept = refuse_exchange
-    transport.settings = P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits()))
-    await transport.serve()
+    await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
     say("ready", peer_id=PEERS["hub"])
     await asyncio.Event().wait()
 
@@ -133,19 +130,20 @@ async def obey(node: BroadcastNode) -> None:
 
 async def node(role: str, name: str, address: str, hub_address: str, folder: Path) -> None:
     credentials = credentials_of(name, Role(role), folder)
-    transport = MixedTransport(credentials)
+    transport = MixedTransport(
+        credentials,
+        lambda connection: made.accept(connection),  # noqa: PLW0108 - the node is made next
+        P2pSettings(grpc_port=GRPC_PORT),
+    )
     made = BroadcastNode(credentials, NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10), transport)
-    transport.accept = made.accept
     server = tls.new_server()
     made.add_to_server(server)
     tls.bind_server(server, f"0.0.0.0:{GRPC_PORT}", tls.server_credentials(credentials))
     await server.start()
     await made.start()
     if role == "learner":
-        transport.settings = P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits()))
-        await transport.serve()
+        await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
     else:
-        transport.settings = P2pSettings(grpc_port=GRPC_PORT)
         transport.use_relay(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
         learner = access_of(folder, "learner")
         while learner is None:

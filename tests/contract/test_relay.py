@@ -57,20 +57,17 @@ class Lab:
         self.barred: set[PeerId] = set()
         self.met: dict[PeerId, str] = {}
         self.own = credentials(self.authority)
-        self.relay = MixedTransport(self.own)
+        settings = P2pSettings(
+            "127.0.0.1", book=self.book, is_barred=self.barred.__contains__, proven=self.met.__setitem__
+        )
+        self.relay = MixedTransport(self.own, settings=settings)
         self.transports = [self.relay]
 
     async def serve(self) -> None:
-        self.relay.accept = refuse_exchange
-        self.relay.settings = P2pSettings(
-            "127.0.0.1", book=self.book, is_barred=self.barred.__contains__, proven=self.met.__setitem__
-        )
         self.address = f"127.0.0.1:{await self.relay.serve()}"
 
     def member(self, of: tls.Credentials, accept: Callable[[Connection], Any] = refuse_exchange) -> MixedTransport:
-        made = MixedTransport(of)
-        made.accept = accept
-        made.settings = P2pSettings("127.0.0.1")
+        made = MixedTransport(of, accept, P2pSettings("127.0.0.1"))
         made.use_relay(self.own.peer_id, self.address)
         self.transports.append(made)
         return made
@@ -131,8 +128,7 @@ def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.Monk
         async with lab(monkeypatch) as made:
             asked = made.own.peer_id, made.address
             for of, is_answered in ((credentials(made.authority), True), (credentials(authority()), False)):
-                caller = MixedTransport(of)
-                caller.accept, caller.settings = refuse_exchange, P2pSettings("127.0.0.1")
+                caller = MixedTransport(of, settings=P2pSettings("127.0.0.1"))
                 made.transports.append(caller)
                 await caller.serve()
                 p2p = caller._p2p

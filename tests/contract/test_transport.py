@@ -15,7 +15,7 @@ from echo2.base.errors import Unreachable
 from echo2.base.ids import RunId
 from echo2.broadcast.reachability import circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.transport import Connection, Transport, refuse_exchange
+from echo2.broadcast.runtime.transport import Connection, Transport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
@@ -86,16 +86,16 @@ class World:
         if self.relay is None:
             self.relay = Identity.generate()
             serving = MixedTransport(self._credentials(self.relay))
-            serving.accept = refuse_exchange
-            serving.settings = P2pSettings("127.0.0.1", book=RelayBook(RelayLimits()))
-            self.relay_port = await serving.serve()
+            self.relay_port = await serving.serve(P2pSettings("127.0.0.1", book=RelayBook(RelayLimits())))
             self.ends.append(End(self.relay, serving, ""))
-        transport = MixedTransport(self._credentials(identity))
-        end = End(identity, transport, circuit_address(self.relay.peer_id))
-        transport.accept = end.accept
-        transport.settings = P2pSettings("127.0.0.1")
         settled = asyncio.Event()
-        transport.changed = lambda facts: settled.set() if facts.relays else None
+        transport = MixedTransport(
+            self._credentials(identity),
+            lambda connection: end.accept(connection),  # noqa: PLW0108 - the end is made next
+            P2pSettings("127.0.0.1"),
+            lambda facts: settled.set() if facts.relays else None,
+        )  # fmt: skip
+        end = End(identity, transport, circuit_address(self.relay.peer_id))
         transport.use_relay(self.relay.peer_id, f"127.0.0.1:{self.relay_port}")
         await asyncio.wait_for(settled.wait(), 20)
         return end

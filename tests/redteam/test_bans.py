@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from echo2.control.backoff import Backoff
+from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
 from echo2.coordinator.membership import OperatorSetting
 from echo2.outside import SteadyClock
@@ -15,8 +16,9 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.worker.assignments import Assignments
 from echo2.worker.options import WorkerLimits
 from echo2.worker.runtime.desk import Desk
-from echo2.worker.runtime.orders import Orders
+from echo2.worker.runtime.orders import OrderCalls, Orders
 from echo2.worker.runtime.reporting import Reporting
+from echo2.worker.runtime.session import WorkerSession
 from echo2.worker.telemetry import RateWindow
 from tests.contract.fleet import Member, fleet, until
 from tests.unit.coordinator.test_daemon import Node, options, play, running
@@ -49,12 +51,15 @@ def test_all_workers_and_the_learner_hear_of_a_ban_and_of_its_end_and_newcomers_
 
 def orders_of(member: Member) -> Orders:
     clock = SteadyClock()
-    desk = Desk(Assignments(WorkerLimits()), clock, RateWindow())
-    reporting = Reporting(member.credentials, desk, Waits(clock), Backoff(random.Random(0)), 1.0)
-    return Orders(
-        desk, reporting, member.node, lambda whereabouts: None, member.credentials.peer_id, clock, lambda skew_s: None,
-        lambda lease_id, reason, message: None,
+    backoff = Backoff(random.Random(0))
+    reporting = Reporting(member.credentials, lambda event: None, Waits(clock), backoff, 1.0)
+    session = WorkerSession(ControlSession(member.credentials, Waits(clock), backoff))
+    desk = Desk(Assignments(WorkerLimits()), clock, RateWindow(), reporting, session)
+    calls = OrderCalls(
+        learner_is_at=lambda whereabouts: None, skew_is=lambda skew_s: None, refuse=session.end_lease,
+        use_relay=lambda peer, address: None,
     )  # fmt: skip
+    return Orders(desk, reporting, member.node, member.credentials, calls, clock)
 
 
 def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when_told_so(tmp_path: Path) -> None:

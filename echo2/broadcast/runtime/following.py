@@ -33,7 +33,6 @@ class Following:
         self._way: Way | None = None
         self._stalls = Stalls()
         self._decode_bytes_per_s = {False: 0.0, True: 0.0}  # of full weights; by whether it was a keyframe's
-        library.link = self.link
 
     def choose(self, version: Version | None) -> Way | None:
         """The way from `version` to the newest one; None where nothing newer is known."""

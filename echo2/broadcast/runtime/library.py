@@ -99,13 +99,20 @@ class RecentChunks:
 
 
 class Library:
-    def __init__(self, store: ChunkStore, run_id: RunId, limits: LibraryLimits, lineage: str) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        run_id: RunId,
+        limits: LibraryLimits,
+        lineage: str,
+        link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK,
+    ) -> None:
         self.store = store
         self.run_id = run_id
         self.limits = limits
         self.lineage = lineage
         self.entries: dict[ArtifactKey, Entry] = {}
-        self.link: Callable[[], WorkerLink] = lambda: UNKNOWN_LINK
+        self._link = link
         self.stalled: frozenset[ArtifactKey] = frozenset()
         self.base: BaseCheckpoint | None = None
         self.unsound_files = 0
@@ -340,7 +347,7 @@ class Library:
 
     def way(self, start: Version | None) -> Way | None:
         """How the newest version that can be reached is expected first over this node's link."""
-        return plan_way(self.offers(), start, self.link(), self.stalled, self.base)
+        return plan_way(self.offers(), start, self._link(), self.stalled, self.base)
 
     def set_stalled(self, keys: frozenset[ArtifactKey]) -> None:
         """What has stopped coming: gone around where that is possible."""

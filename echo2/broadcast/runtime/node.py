@@ -67,7 +67,7 @@ from echo2.outside import unix_now
 from echo2.trust.identity import Role
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
-from echo2.weights.policy import BaseCheckpoint
+from echo2.weights.policy import BaseCheckpoint, WorkerLink
 
 log = logging.getLogger("echo2.broadcast")
 CONNECT_INTERVAL_S = 0.5
@@ -81,7 +81,7 @@ class BroadcastNode:
         self.options = options
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
-        self.library = Library(store, credentials.run_id, options.limits, options.lineage)
+        self.library = Library(store, credentials.run_id, options.limits, options.lineage, self._link_known)
         self.session = BroadcastSession(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter = Meter()
         self.following = Following(self.peer_id, self.library, self.meter, options.shape)
@@ -111,6 +111,9 @@ class BroadcastNode:
             self._inbox.publisher = self.peer_id
 
     # ---- life
+
+    def _link_known(self) -> WorkerLink:
+        return self.following.link()
 
     def add_to_server(self, server: GatedServer) -> None:
         """Call before the server starts; it must demand client certificates of the run."""

@@ -19,7 +19,7 @@ from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.addresses import joined
 from echo2.broadcast.runtime.p2p.host import HostFacts, HostOptions
 from echo2.broadcast.runtime.p2p.transport import P2pTransport
-from echo2.broadcast.runtime.transport import Accept, Connection
+from echo2.broadcast.runtime.transport import Accept, Connection, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.outside.grpc_net import check_free
 from echo2.trust.runtime.tls import Credentials
@@ -40,17 +40,23 @@ class P2pSettings:
 
 
 class MixedTransport:
-    """`accept` and `changed` are set before `use_relay` or `serve`."""
+    """`accept` takes the connections of peers; `changed` is told each time how this node can be met."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        accept: Accept = refuse_exchange,
+        settings: P2pSettings | None = None,
+        changed: Callable[[HostFacts], None] = lambda facts: None,
+    ) -> None:
         self._credentials = credentials
+        self._accept = accept
+        self._settings = settings or P2pSettings()
+        self._changed = changed
         self._grpc = GrpcTransport(credentials)
         self._p2p: P2pTransport | None = None
         self._starting: asyncio.Task[None] | None = None
         self._relays: dict[PeerId, str] = {}
-        self.settings = P2pSettings()
-        self.accept: Accept | None = None
-        self.changed: Callable[[HostFacts], None] = lambda _: None
 
     @property
     def facts(self) -> HostFacts:
@@ -70,29 +76,26 @@ class MixedTransport:
         elif self._starting is None:
             self._starting = asyncio.create_task(self._start())
 
-    async def serve(self) -> int:
+    async def serve(self, settings: P2pSettings | None = None) -> int:
         """Listens, as a relay if the settings say so; returns the port. PortBusy: libp2p would share it silently."""
-        host, port = self.settings.listen_host, self.settings.port
+        self._settings = settings or self._settings
+        host, port = self._settings.listen_host, self._settings.port
         check_free(host, port, joined(host, port))
         await self._start()
         assert self._p2p is not None
         return self._p2p.port
 
     async def _start(self) -> None:
-        assert self.accept is not None, "set accept before"
-        settings = self.settings
+        settings = self._settings
         options = HostOptions(
             settings.listen_host, settings.port, settings.grpc_port, settings.book, settings.is_barred, settings.proven
         )
-        p2p = P2pTransport(self._credentials, options, self.accept, self._tell)
+        p2p = P2pTransport(self._credentials, options, self._accept, self._changed)
         await p2p.start()
         self._p2p = p2p
         _log.info("libp2p listens on %s:%d", settings.listen_host, p2p.port)
         for peer, address in self._relays.items():
             p2p.use_relay(peer, address)
-
-    def _tell(self, facts: HostFacts) -> None:
-        self.changed(facts)
 
     async def dial(self, address: str, peer_id: PeerId) -> Connection:
         if relay_of(address) is None:

@@ -19,9 +19,8 @@ async def serve_relay(
     own: Credentials, host: str, port: int, is_barred: Callable[[PeerId], bool], proven: Callable[[PeerId, str], None]
 ) -> tuple[int, Callable[[], Awaitable[None]]]:
     """Listens; the port that was bound, and how to end it. `is_barred` is asked and `proven` told in the relay's thread."""
-    relay = MixedTransport(own)
-    relay.accept = refuse_exchange
-    relay.settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred, proven=proven)
+    settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred, proven=proven)
+    relay = MixedTransport(own, refuse_exchange, settings)
     try:
         return await relay.serve(), relay.close
     except BaseException:

@@ -29,7 +29,10 @@ class SeedNode:
     """A `FleetBroadcaster` over the real node."""
 
     def __init__(self, server: GatedServer, credentials: Credentials, options: LearnerOptions) -> None:
-        self._transport = MixedTransport(credentials)
+        self._transport = MixedTransport(
+            credentials,
+            lambda connection: self.node.accept(connection),  # noqa: PLW0108 - the node is made next
+        )
         self.node = BroadcastNode(
             credentials,
             NodeOptions(
@@ -42,7 +45,6 @@ class SeedNode:
             ),
             self._transport,
         )
-        self._transport.accept = self.node.accept
         self.node.add_to_server(server)
 
     async def publish(
@@ -71,8 +73,7 @@ class SeedNode:
         await self.node.start()
 
     async def serve_relay(self, listen_host: str, port: int) -> int:
-        self._transport.settings = P2pSettings(listen_host, port, book=RelayBook(RelayLimits()))
-        return await self._transport.serve()
+        return await self._transport.serve(P2pSettings(listen_host, port, book=RelayBook(RelayLimits())))
 
     async def stop(self) -> None:
         await self.node.stop()

@@ -48,15 +48,22 @@ class CoordinatorPort(Protocol):
 
 
 class Desk:
-    """One per worker. `learner`, `coordinator` and `engine` are set before the first event that needs them."""
+    """One per worker. `take` gives it the engine, before which requests are refused."""
 
-    def __init__(self, machine: Assignments, clock: Clock, rates: RateWindow) -> None:
+    def __init__(
+        self,
+        machine: Assignments,
+        clock: Clock,
+        rates: RateWindow,
+        learner: LearnerPort,
+        coordinator: CoordinatorPort,
+    ) -> None:
         self.machine = machine
         self.rates = rates
         self.drained = asyncio.Event()
         self.unheld_tokens = 0
-        self.learner: LearnerPort | None = None
-        self.coordinator: CoordinatorPort | None = None
+        self._learner = learner
+        self._coordinator = coordinator
         self.engine: Engine | None = None
         self._clock = clock
         self._version_let = asyncio.Event()
@@ -64,6 +71,9 @@ class Desk:
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, engine: Engine) -> None:
+        self.engine = engine
 
     def send(self, event: duties.Event) -> None:
         """Handles `event` and whatever it brings about before it returns (or before the outermost `send` does)."""
@@ -100,19 +110,15 @@ class Desk:
                 if self.engine is not None:
                     self._in_background(self.engine.abort(request_id))
             case duties.FetchPartials(lease_id):
-                if self.learner is not None:
-                    self.learner.fetch_partials(lease_id)
+                self._learner.fetch_partials(lease_id)
             case duties.Report(lease_id, segments):
-                if self.learner is not None:
-                    self.learner.report(lease_id, segments)
+                self._learner.report(lease_id, segments)
             case duties.EndLease(lease_id, reason, message):
                 self._ended(lease_id, reason, message)
             case duties.TellProgress(lease_id, finished_rollouts, tokens):
-                if self.coordinator is not None:
-                    self.coordinator.tell_progress(lease_id, finished_rollouts, tokens)
+                self._coordinator.tell_progress(lease_id, finished_rollouts, tokens)
             case duties.RequestLeases(free_rollouts, version):
-                if self.coordinator is not None:
-                    self.coordinator.request_leases(free_rollouts, version)
+                self._coordinator.request_leases(free_rollouts, version)
             case duties.RolloutFinished(duration_s):
                 self.rates.finished(duration_s, now)
             case duties.Drained(unheld_tokens):
@@ -134,10 +140,8 @@ class Desk:
     def _ended(self, lease_id: LeaseId, reason: EndReason, message: str) -> None:
         level = logging.WARNING if reason is EndReason.REFUSED else logging.DEBUG
         _log.log(level, "lease %s: %s%s", lease_id, reason.value, f" ({message})" if message else "")
-        if self.coordinator is not None:
-            self.coordinator.end_lease(lease_id, reason, message)
-        if self.learner is not None:
-            self.learner.forget(lease_id)
+        self._coordinator.end_lease(lease_id, reason, message)
+        self._learner.forget(lease_id)
 
     def _wake_in(self, delay_s: float) -> None:
         if self._timer is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from echo2.base.clock import Clock
 from echo2.base.errors import MalformedMessage, TrustError
@@ -18,6 +19,7 @@ from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.control.runtime.session import check_interval
 from echo2.outside import unix_now
 from echo2.trust.peer_id import dns_name_of
+from echo2.trust.runtime.tls import Credentials
 from echo2.wire import broadcast as broadcast_wire
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -29,40 +31,44 @@ ADDRESS_CHARS_MAX = 300
 _log = logging.getLogger("echo2.worker")
 
 
+@dataclass(frozen=True, slots=True)
+class OrderCalls:
+    """Whom an order concerns, beside the desk, the reports and the node. `refuse` is the session's way to end a lease,
+    `use_relay` the transport's to keep a place at a relay."""
+
+    learner_is_at: Callable[[coordinator_pb2.LearnerWhereabouts], None]
+    skew_is: Callable[[float], None]
+    refuse: Callable[[LeaseId, EndReason, str], None]
+    use_relay: Callable[[PeerId, str], None]
+
+
 class Orders:
-    """`refuse` is the session's way to end a lease, `use_relay` the transport's to keep a place at a relay."""
+    """One per worker; `credentials` say who it is and who its coordinator is."""
 
     def __init__(
         self,
         desk: Desk,
         reporting: Reporting,
         node: BroadcastNode,
-        learner_is_at: Callable[[coordinator_pb2.LearnerWhereabouts], None],
-        me: PeerId,
+        credentials: Credentials,
+        calls: OrderCalls,
         clock: Clock,
-        skew_is: Callable[[float], None],
-        refuse: Callable[[LeaseId, EndReason, str], None],
     ) -> None:
         self._desk = desk
         self._reporting = reporting
         self._node = node
-        self._learner_is_at = learner_is_at
-        self._me = me
+        self._me, self._coordinator = credentials.peer_id, credentials.coordinator_peer_id
+        self._calls = calls
         self._clock = clock
-        self._skew_is = skew_is
         self._skew_s = 0.0
-        self._refuse = refuse
-        self.use_relay: Callable[[PeerId, str], None] = lambda peer, address: None
-        self.coordinator: PeerId | None = None
 
     def welcomed(self, welcome: coordinator_pb2.WorkerWelcome) -> None:
         check_interval("report_interval_s", welcome.report_interval_s)
         _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
         if welcome.unix_s:
             self._skew_s = welcome.unix_s - unix_now()
-            self._skew_is(self._skew_s)
-        if self.coordinator is not None:
-            self.use_relay(self.coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
+            self._calls.skew_is(self._skew_s)
+        self._calls.use_relay(self._coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
         self._node.bans.name_all(map(PeerId, welcome.banned_peer_ids))
         self._node.drop_banned()
         if welcome.HasField("learner"):
@@ -95,10 +101,10 @@ class Orders:
             dns_name_of(whereabouts.peer_id)
         except TrustError as error:
             raise MalformedMessage(f"the learner's whereabouts: {error}") from None
-        self._learner_is_at(whereabouts)
+        self._calls.learner_is_at(whereabouts)
         peer_id = PeerId(whereabouts.peer_id)
         self._node.set_publisher(peer_id, whereabouts.address)
-        self.use_relay(peer_id, whereabouts.relay_address[:ADDRESS_CHARS_MAX])
+        self._calls.use_relay(peer_id, whereabouts.relay_address[:ADDRESS_CHARS_MAX])
         self._reporting.move_to(LearnerAddress(peer_id, whereabouts.address))
 
     def _granted(self, grant: coordinator_pb2.LeaseGrant) -> None:
@@ -113,7 +119,7 @@ class Orders:
                 )
         except MalformedMessage as error:
             _log.warning("refusing lease %s: %s", lease_id, error)
-            self._refuse(lease_id, EndReason.REFUSED, str(error))
+            self._calls.refuse(lease_id, EndReason.REFUSED, str(error))
             return
         if grant.is_renewal and self._desk.machine.group_of(lease_id) is None:
             return  # it has ended here meanwhile: its ticket is needed no longer

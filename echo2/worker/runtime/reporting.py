@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -28,7 +29,6 @@ from echo2.wire import rollout as wire
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
 from echo2.worker import duties
-from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.scoring import Scoring
 
 VERDICT_S = 30.0
@@ -54,9 +54,17 @@ class LearnerAddress:
 class Reporting:
     """One per worker; `run` is its loop. The learner's address may change at any time (`move_to`)."""
 
-    def __init__(self, credentials: Credentials, desk: Desk, waits: Waits, backoff: Backoff, connect_s: float) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        send: Callable[[duties.Event], None],
+        waits: Waits,
+        backoff: Backoff,
+        connect_s: float,
+        scoring: Scoring | None = None,
+    ) -> None:
         self._credentials = credentials
-        self._desk = desk
+        self._send = send
         self._waits = waits
         self._backoff = backoff
         self._connect_s = connect_s
@@ -70,8 +78,12 @@ class Reporting:
         self._sequence = 0
         self._fetches: dict[LeaseId, asyncio.Task[None]] = {}
         self.reported_tokens = 0
-        self.draws_by_seed = self.keeps_cache = False  # of the engine, as the learner is told
-        self.scoring: Scoring | None = None
+        self._scoring = scoring
+        self._draws_by_seed = self._keeps_cache = False  # until the engine is known
+
+    def tell_habits(self, draws_by_seed: bool, *, keeps_cache: bool) -> None:
+        """Of the engine: from now on the learner is told so with each report."""
+        self._draws_by_seed, self._keeps_cache = draws_by_seed, keeps_cache
 
     # -- called by the desk
 
@@ -96,8 +108,8 @@ class Reporting:
                 ticket=self._tickets.get(lease_id) if is_first else None,
                 lease_id=lease_id,
                 segments=[wire.segment_to_message(segment) for segment in segments],
-                draws_by_seed=self.draws_by_seed,
-                keeps_cache=self.keeps_cache,
+                draws_by_seed=self._draws_by_seed,
+                keeps_cache=self._keeps_cache,
             )
         )
 
@@ -157,9 +169,9 @@ class Reporting:
                 _log.warning("lost %s: %s", whose, _reason_of(error))
             finally:
                 self._stub = None
-                self._desk.send(duties.LearnerLost())
+                self._send(duties.LearnerLost())
             if refused is not None:
-                self._desk.send(refused)
+                self._send(refused)
 
     def _refused_report(self, error: Exception) -> duties.ReportRefused | None:
         """A stream that the learner ends by a refusal means the first report that it had not answered."""
@@ -172,15 +184,15 @@ class Reporting:
             self._outgoing.get_nowait()
         self._under_way.clear()
         self._ticket_was_sent.clear()
-        self._desk.send(duties.LearnerCame())
+        self._send(duties.LearnerCame())
 
     async def _stream(self, stub: ingest_pb2_grpc.IngestStub) -> None:
         """Returns when the learner moved or closed the stream; raises when it broke."""
         call = stub.Report()
         reading = asyncio.create_task(self._read(call))
         parts = [reading, asyncio.create_task(self._write(call, reading)), asyncio.create_task(self._wait_moved())]
-        if self.scoring is not None:
-            parts.append(asyncio.create_task(self.scoring.serve(stub)))
+        if self._scoring is not None:
+            parts.append(asyncio.create_task(self._scoring.serve(stub)))
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -222,7 +234,7 @@ class Reporting:
             check(reply, "the learner")
             verdicts = wire.verdicts_from_message(reply)
             self._backoff.succeeded()
-            self._desk.send(duties.Judged(self._under_way.popleft(), verdicts))
+            self._send(duties.Judged(self._under_way.popleft(), verdicts))
 
     async def _read_one(
         self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
@@ -268,7 +280,7 @@ class Reporting:
 
     def _fetched(self, lease_id: LeaseId, event: duties.Event) -> None:
         self._fetches.pop(lease_id, None)
-        self._desk.send(event)
+        self._send(event)
 
 
 def _reason_of(error: Exception) -> str:

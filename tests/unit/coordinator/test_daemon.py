@@ -15,7 +15,6 @@ import pytest
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError
 from echo2.base.ids import RunId
 from echo2.broadcast.runtime.addresses import outward_host
-from echo2.broadcast.runtime.transport import refuse_exchange
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.broadcast.topology import can_connect
 from echo2.coordinator.membership import OperatorSetting
@@ -286,9 +285,10 @@ def test_a_coordinator_that_is_reached_from_elsewhere_is_a_relay_and_one_on_loop
             worker = await Node.join(daemon, Role.WORKER)
             address = (await worker.hello()).welcome.relay_address
             assert address.startswith(f"{host}:")
-            transport, settled = MixedTransport(worker.credentials), asyncio.Event()
-            transport.accept = refuse_exchange
-            transport.changed = lambda facts: settled.set() if facts.relays else None
+            settled = asyncio.Event()
+            transport = MixedTransport(
+                worker.credentials, changed=lambda facts: settled.set() if facts.relays else None
+            )
             transport.use_relay(worker.credentials.coordinator_peer_id, address)
             await asyncio.wait_for(settled.wait(), WAIT_S)
             await transport.close()

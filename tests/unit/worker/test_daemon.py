@@ -22,6 +22,7 @@ from echo2.worker.model_digest import model_digest
 from echo2.worker.options import EngineChoice, Quantisation, WorkerLimits, WorkerOptions
 from echo2.worker.runtime.control import ask
 from echo2.worker.runtime.daemon import WorkerDaemon
+from echo2.worker.runtime.shift import Shift
 from tests.contract.engine_rig import make_versions, rounded_to_int8, tiny_config
 from tests.unit.worker.peers import SmallRun
 
@@ -45,6 +46,11 @@ def options(run: SmallRun, folder: Path, **more: object) -> WorkerOptions:
 
 def group(name: str, count: int = 4, tokens_max: int = 24, prompt: tuple[int, ...] = (5, 6, 7)) -> GroupSpec:
     return GroupSpec(GroupId(name), prompt, count, SamplingParams(max_new_tokens=tokens_max, seed=3), 0)
+
+
+def shift_of(daemon: WorkerDaemon) -> Shift:
+    assert daemon.shift is not None, "it has enrolled"
+    return daemon.shift
 
 
 @asynccontextmanager
@@ -133,7 +139,7 @@ def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_th
                 await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
                 run.coordinator.groups.clear()
                 assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
-                await until(lambda: not daemon.desk.machine.lease_ids)
+                await until(lambda: daemon.shift is not None and not daemon.shift.desk.machine.lease_ids)
             assert "the engine kept version" not in caplog.text, "the delta itself was put in place"
             mixed = [r for r in run.learner.finished.values() if len(r.version_spans) == 2]
             assert mixed, "some rollout spans both versions"
@@ -157,7 +163,7 @@ def test_a_worker_of_rounded_weights_says_so_proves_what_is_published_and_sample
                 await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
                 run.coordinator.groups.clear()
                 assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
-                await until(lambda: not daemon.desk.machine.lease_ids)
+                await until(lambda: daemon.shift is not None and not daemon.shift.desk.machine.lease_ids)
             hello = run.coordinator.hellos[0]
             assert (hello.engine, hello.quantisation) == ("embedded", "int8")
             rounded = [rounded_to_int8(copy.deepcopy(model)) for model in models]
@@ -176,15 +182,15 @@ def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tmp_path
             run.coordinator.groups = [group("g1", 4, 200)]
             run.coordinator.report_interval_s = 60.0  # nothing but the drain reports
             async with working(run, tmp_path / "w1", slowdown=6.0) as daemon:
-                await until(lambda: daemon.desk.rates.sampled_tokens > 40)
+                await until(lambda: daemon.shift is not None and daemon.shift.desk.rates.sampled_tokens > 40)
                 assert not run.learner.held
                 begun = time.monotonic()
                 daemon.stop("preempted")
                 await run.coordinator.until(lambda it: it.ended)
                 assert time.monotonic() - begun < 20.0, "no report was due for a minute; benchmarks tell how long"
-                assert daemon.desk.unheld_tokens == 0
+                assert shift_of(daemon).desk.unheld_tokens == 0
             assert run.coordinator.ended[0].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
-            sampled = daemon.desk.rates.sampled_tokens
+            sampled = shift_of(daemon).desk.rates.sampled_tokens
             assert sum(len(run.learner.rollout_of(key).token_ids) for key in run.learner.held) == sampled
             partials = {key: run.learner.rollout_of(key).token_ids for key in run.learner.held}
             run.coordinator.groups = [group("g1", 4, 200)]
@@ -230,7 +236,7 @@ def test_generation_goes_on_while_coordinator_and_learner_are_away(tmp_path: Pat
                 await run.learner.until(lambda it: it.held)
                 await run.stop("coordinator")
                 await run.stop("learner")
-                await until(lambda: daemon.desk.rates.finished_rollouts == 4)
+                await until(lambda: daemon.shift is not None and daemon.shift.desk.rates.finished_rollouts == 4)
                 assert not run.learner.finished
                 await run.start_learner()
                 await run.learner.until(lambda it: len(it.finished) == 4)
@@ -365,8 +371,8 @@ def test_a_newcomer_with_the_base_fetches_one_merged_delta_and_no_keyframe(
                 await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 8)
                 beat = run.coordinator.heartbeats[-1]
                 assert run.published is not None and beat.fingerprint == f"{run.published.fingerprint():016x}"
-                assert daemon.keeper is not None and daemon.keeper.host.version == 8
-                daemon.keeper.host.verify()
+                assert shift_of(daemon).keeper is not None and shift_of(daemon).keeper.host.version == 8
+                shift_of(daemon).keeper.host.verify()
             assert "catching up by base" in caplog.text and "base checkpoint and delta 0->7" in caplog.text
             held = [left.name for left in (tmp_path / "w1" / "chunks").glob("*.artifact")]
             sizes = [(tmp_path / "w1" / "chunks" / name).stat().st_size for name in held]
@@ -388,8 +394,8 @@ def test_a_base_that_is_another_models_is_given_up_for_a_keyframe(
             await asyncio.to_thread(saved, tmp_path / "base", models[1])
             async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")) as daemon:
                 await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 7)
-                assert daemon.keeper is not None
-                daemon.keeper.host.verify()
+                assert shift_of(daemon).keeper is not None
+                shift_of(daemon).keeper.host.verify()
                 assert run.published is not None
                 assert run.coordinator.heartbeats[-1].fingerprint == f"{run.published.fingerprint():016x}"
             assert "parent's fingerprint" in caplog.text

@@ -12,6 +12,7 @@ from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, SamplingParams
 from echo2.control.backoff import Backoff
+from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
@@ -23,6 +24,7 @@ from echo2.worker.engine import TokenChunk
 from echo2.worker.options import WorkerLimits
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.reporting import LearnerAddress, Reporting
+from echo2.worker.runtime.session import WorkerSession
 from echo2.worker.telemetry import RateWindow
 from tests.unit.worker.peers import RUN, SmallRun, issued
 
@@ -37,10 +39,16 @@ class Bench:
         credentials = issued(run.authority, Role.WORKER, run.coordinator_address)
         self.peer_id = credentials.peer_id
         self.clock = SteadyClock()
-        self.desk = Desk(Assignments(WorkerLimits(), 0.05), self.clock, RateWindow())
         backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
-        self.reporting = Reporting(credentials, self.desk, Waits(self.clock), backoff, connect_s=5.0)
-        self.desk.learner = self.reporting
+        self.reporting = Reporting(
+            credentials,
+            lambda event: self.desk.send(event),  # noqa: PLW0108 - the desk is made next
+            Waits(self.clock),
+            backoff,
+            connect_s=5.0,
+        )
+        self.coordinator = WorkerSession(ControlSession(credentials, Waits(self.clock), backoff))
+        self.desk = Desk(Assignments(WorkerLimits(), 0.05), self.clock, RateWindow(), self.reporting, self.coordinator)
         self.task = asyncio.create_task(self.reporting.run())
         self.reporting.move_to(LearnerAddress(run.learner_credentials.peer_id, run.learner_address))
 

@@ -28,6 +28,10 @@ STOP_GRACE_S = 1
 class _Server(uvicorn.Server):  # type: ignore[misc]
     """Its connections are accepted by `Acceptor`, which counts them."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._accepting: asyncio.Task[None] | None = None
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None, "the page listens on a socket that it is given"
         await self.lifespan.startup()
@@ -37,8 +41,9 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
         await super().shutdown(sockets)
 
     def _protocol(self, ended: Callable[[PageConnection], None]) -> PageConnection:

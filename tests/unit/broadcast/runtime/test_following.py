@@ -17,7 +17,13 @@ RUN = RunId("a-run")
 
 def test_the_way_is_chosen_anew_when_something_stops_coming_and_when_it_is_tried_again(tmp_path: Path) -> None:
     learner = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(), "delta 1")
+    library = Library(
+        ChunkStore(tmp_path, 1 << 20),
+        RUN,
+        LibraryLimits(),
+        "delta 1",
+        lambda: following.link(),  # noqa: PLW0108 - what follows is made next
+    )
     following = Following(Identity.generate().peer_id, library, Meter(), LinkShape())
     delta = ArtifactId(Version(1), Version(0))
     header = Header(delta, RUN, "", 1.0, 1 << 20, True, learner.peer_id).signed(learner)

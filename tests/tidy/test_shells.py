@@ -1,0 +1,98 @@
+"""Thin shells: an object is whole once it is made, and nobody hangs functions on another's object afterwards."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.tidy.test_layout import PACKAGE, sources
+
+OF_A_FOREIGN_BASE = {("_Server", "servers"), ("_Server", "started")}  # uvicorn's own attributes
+ASKS_FOREIGN_CODE = {
+    "coordinator/runtime/web/acceptor.py", "tasks/runtime/registry.py", "worker/runtime/engines/products.py",
+    "worker/runtime/engines/vllm_adapter.py", "worker/runtime/engines/weight_map.py", "worker/runtime/machine.py",
+    "sim/memory_grpc.py", "cli/worker.py", "cli/demo/llm.py", "cli/resolved.py", "learner/runtime/model.py",
+    "control/runtime/session.py",
+}  # fmt: skip
+"""They ask the operating system, torch, vLLM, gRPC, argparse or a user's class what it has; never an object of the product."""
+NOT_HELD = ("sim/", "learner/")
+"""The simulator's streams stand in for gRPC's, whose ends are tied together once both are there."""
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    for path in sources():
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+
+
+def stored(tree: ast.AST) -> Iterator[tuple[ast.expr, str, int]]:
+    """Object, attribute and line of each plain assignment to an attribute."""
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(one, ast.Attribute):
+                    yield one.value, one.attr, one.lineno
+
+
+def is_self(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in {"self", "cls"}
+
+
+def made_late(tree: ast.Module) -> Iterator[str]:
+    for cls in ast.walk(tree):
+        if not isinstance(cls, ast.ClassDef):
+            continue
+        made = {s.target.id for s in cls.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+        made |= {t.id for s in cls.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+        methods = [one for one in cls.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        made |= {m.name for m in methods if any("setter" in ast.unparse(d) for d in m.decorator_list)}
+        for method in methods:
+            if method.name in {"__init__", "__post_init__", "__new__"}:
+                made |= {name for value, name, _ in stored(method) if is_self(value)}
+        for method in methods:
+            for value, name, line in stored(method):
+                if is_self(value) and name not in made and (cls.name, name) not in OF_A_FOREIGN_BASE:
+                    yield f"{line}: {cls.name}.{method.name} makes {name}"
+
+
+@pytest.mark.parametrize(("path", "tree"), list(parsed()), ids=lambda p: p if isinstance(p, str) else "")
+def test_an_object_has_all_its_attributes_once_it_is_made(path: str, tree: ast.Module) -> None:
+    assert not list(made_late(tree)), path
+
+
+def test_the_test_sees_an_attribute_that_is_made_late() -> None:
+    late = "class A:\n    def __init__(self):\n        self.a = 1\n    def run(self):\n        self.a = 2\n        self.b = 3\n"
+    assert list(made_late(ast.parse(late))) == ["6: A.run makes b"]
+
+
+def test_nothing_of_the_product_is_asked_whether_it_has_an_attribute() -> None:
+    asks = {
+        path
+        for path, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr"
+    }
+    assert asks <= ASKS_FOREIGN_CODE
+
+
+def test_no_function_is_hung_on_an_object_after_it_was_made() -> None:
+    trees = [(path, tree) for path, tree in parsed() if not path.startswith(NOT_HELD)]
+    functions = {
+        node.target.attr
+        for _, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Attribute)
+        and "Callable[" in ast.unparse(node.annotation)
+    }
+    hung = [
+        f"{path}:{line} {name}"
+        for path, tree in trees
+        for value, name, line in stored(tree)
+        if name in functions and not is_self(value)
+    ]
+    assert not hung
