@@ -35,11 +35,10 @@ from echo2.worker.runtime.daemon import PUMP_PAUSE_S
 from echo2.worker.runtime.engines.embedded import EmbeddedEngine
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
-from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox, SampledToken
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape
 from echo2.worker.runtime.engines.weights import LiveWeights, Weights
-from echo2.worker.runtime.make_engine import LINGER_S
 
 
 def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> float:

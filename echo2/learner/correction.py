@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -115,21 +116,44 @@ def believed(logprobs_T: Tensor, behaviour_logprobs_T: Tensor, segments: Segment
         return segments.mask_T & (off_T <= TOKEN_LOG_RATIO_MAX) & (mean_R <= ROLLOUT_LOG_RATIO_MAX)[segments.sequence_T]
 
 
-def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    per_rollout = config.kind in (Correction.TIS_SEQUENCE, Correction.MASKED_SEQUENCE)
-    if per_rollout:
+Bounded = tuple[Tensor, Tensor]
+
+
+def _trusted(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:
+    return torch.ones_like(ratio_T), torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+def _capped(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:
+    return ratio_T.clamp(max=config.cap), ratio_T > config.cap
+
+
+def _in_band(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:
+    outside_T = (ratio_T < config.mask_low) | (ratio_T > config.mask_high)
+    return torch.where(outside_T, torch.zeros_like(ratio_T), ratio_T), outside_T
+
+
+def _as_it_is(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:
+    return ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+RULES: dict[Correction, Callable[[Tensor, CorrectionConfig], Bounded]] = {
+    Correction.NONE: _trusted,
+    Correction.BEHAVIOUR_RATIO: _trusted,
+    Correction.TIS_TOKEN: _capped,
+    Correction.TIS_SEQUENCE: _capped,
+    Correction.MASKED: _in_band,
+    Correction.MASKED_SEQUENCE: _in_band,
+    Correction.DECOUPLED: _as_it_is,
+}
+"""From ratios to weights, and True where the rule took effect."""
+OF_WHOLE_ROLLOUTS = {Correction.TIS_SEQUENCE, Correction.MASKED_SEQUENCE}
+"""Their ratio is the product over the rollout, the same for all its tokens."""
+
+
+def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) -> Bounded:
+    if config.kind in OF_WHOLE_ROLLOUTS:
         log_ratio_T = segments.sum_R(log_ratio_T)[segments.sequence_T].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio_T = torch.exp(log_ratio_T)
-    match config.kind:
-        case Correction.NONE | Correction.BEHAVIOUR_RATIO:
-            return torch.ones_like(ratio_T), torch.zeros_like(ratio_T, dtype=torch.bool)
-        case Correction.TIS_TOKEN | Correction.TIS_SEQUENCE:
-            return ratio_T.clamp(max=config.cap), ratio_T > config.cap
-        case Correction.MASKED | Correction.MASKED_SEQUENCE:
-            outside_T = (ratio_T < config.mask_low) | (ratio_T > config.mask_high)
-            return torch.where(outside_T, torch.zeros_like(ratio_T), ratio_T), outside_T
-        case Correction.DECOUPLED:
-            return ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+    return RULES[config.kind](torch.exp(log_ratio_T), config)
 
 
 def learning_rate_scale(sample_fraction: float, floor: float = 0.0) -> float:

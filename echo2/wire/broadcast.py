@@ -17,6 +17,7 @@ from echo2.broadcast.reachability import Access
 from echo2.broadcast.striping import LINK_CONNECTIONS
 from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
 from echo2.wire.bounds import check
+from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 from echo2.wire.weighing import PEER_FRAME, parsed
 
@@ -39,28 +40,22 @@ def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False) -> 
 
 
 def header_to_bytes(header: Header) -> bytes:
-    message = pb.ArtifactHeader(
-        version=header.artifact.version,
-        parent=header.artifact.parent or 0,
-        has_parent=header.artifact.parent is not None,
-        run_id=header.run_id,
-        lineage=header.lineage,
-        published_unix_s=header.published_unix_s,
-        full_snapshot_bytes=header.full_snapshot_bytes,
-        is_pushed=header.is_pushed,
+    version, parent = header.artifact.version, header.artifact.parent
+    message = message_of(
+        header,
+        pb.ArtifactHeader,
+        version=version,
+        parent=parent or 0,
+        has_parent=parent is not None,
         publisher_peer_id=header.publisher,
-        signature=header.signature,
     )
     return pb.PeerMessage(header=message).SerializeToString()
 
 
 def header_from(message: pb.ArtifactHeader) -> Header:
     parent = Version(message.parent) if message.has_parent else None
-    return Header(
-        ArtifactId(Version(message.version), parent), RunId(message.run_id), message.lineage,
-        message.published_unix_s, message.full_snapshot_bytes, message.is_pushed,
-        PeerId(message.publisher_peer_id), message.signature,
-    )  # fmt: skip
+    artifact = ArtifactId(Version(message.version), parent)
+    return core_of(message, Header, artifact=artifact, publisher=PeerId(message.publisher_peer_id))
 
 
 def chunk_to_bytes(chunk: Chunk) -> bytes:
@@ -106,20 +101,13 @@ def route_of(message: pb.PeerMessage) -> Route | None:
 
 
 def seal_to_bytes(seal: Seal) -> bytes:
-    message = pb.ArtifactSeal(
-        key=seal.key, chunk_count=seal.chunk_count, total_bytes=seal.total_bytes, root_sha256=seal.root_sha256,
-        fingerprint=seal.fingerprint, signature=seal.signature,
-    )  # fmt: skip
-    return pb.PeerMessage(seal=message).SerializeToString()
+    return pb.PeerMessage(seal=message_of(seal, pb.ArtifactSeal)).SerializeToString()
 
 
 def seal_from(message: pb.ArtifactSeal) -> Seal:
     if len(message.root_sha256) != 32:
         raise MalformedMessage(f"seal: expected a root hash of 32 bytes, got {len(message.root_sha256)}")
-    return Seal(
-        _key(message.key), message.chunk_count, message.total_bytes, message.root_sha256, message.fingerprint,
-        message.signature,
-    )  # fmt: skip
+    return core_of(message, Seal, key=_key(message.key))
 
 
 def have_to_bytes(key: ArtifactKey, bitmap: int, is_sealed: bool) -> bytes:
@@ -168,19 +156,9 @@ def _key(data: bytes) -> ArtifactKey:
 
 
 def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
-    nodes = [
-        pb.PlanNode(
-            peer_id=node.peer_id, name=node.name, addresses=node.addresses,
-            uplink_bytes_per_s=node.uplink_bytes_per_s, downlink_bytes_per_s=node.downlink_bytes_per_s,
-            rtt_s=node.rtt_s, access=access_to_message(node.access), is_late=node.is_late,
-        )
-        for node in plan.nodes
-    ]  # fmt: skip
-    return pb.BroadcastPlan(
-        epoch=plan.epoch, nodes=nodes, topology=plan.topology, reason=plan.reason,
-        trees=[pb.PlanTree(weight=tree.weight, parents=tree.parents) for tree in plan.trees],
-        predicted_s=plan.predicted_s, predicted_bytes=plan.predicted_bytes,
-    )  # fmt: skip
+    nodes = [message_of(node, pb.PlanNode, access=access_to_message(node.access)) for node in plan.nodes]
+    trees = [message_of(tree, pb.PlanTree) for tree in plan.trees]
+    return message_of(plan, pb.BroadcastPlan, nodes=nodes, trees=trees)
 
 
 def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
@@ -210,9 +188,7 @@ def access_to_message(access: Access) -> pb.PeerAccess | None:
     """None where there is nothing to say, which is so for every node that can be dialled."""
     if access == Access():
         return None
-    return pb.PeerAccess(
-        lan_addresses=access.lan_addresses, public_host=access.public_host, relays=access.relays, met=access.met
-    )
+    return message_of(access, pb.PeerAccess)
 
 
 def access_from_message(message: pb.PeerAccess) -> Access:

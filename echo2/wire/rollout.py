@@ -36,6 +36,7 @@ from echo2.wire.bounds import (
     TOKEN_ID_MAX,
     VERSION_MAX,
 )
+from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 
 REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16
@@ -100,38 +101,18 @@ def lease_id_from_wire(value: str) -> LeaseId:
 
 
 def sampling_to_message(sampling: SamplingParams) -> rollout_pb2.SamplingParams:
-    return rollout_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        seed=sampling.seed,
-    )
+    return message_of(sampling, rollout_pb2.SamplingParams)
 
 
 def sampling_from_message(message: rollout_pb2.SamplingParams) -> SamplingParams:
     """Ranges of the single parameters are `SamplingParams`' own."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        max_new_tokens=message.max_new_tokens,
-        stop_token_ids=_checked_tokens(message.stop_token_ids, 0, STOP_TOKENS_MAX, "stop_token_ids"),
-        seed=message.seed,
-    )
+    stops = _checked_tokens(message.stop_token_ids, 0, STOP_TOKENS_MAX, "stop_token_ids")
+    return core_of(message, SamplingParams, stop_token_ids=stops)
 
 
 def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
-    return rollout_pb2.GroupSpec(
-        group_id=group.group_id,
-        prompt_token_ids=group.prompt_token_ids,
-        rollout_count=group.rollout_count,
-        sampling=sampling_to_message(group.sampling),
-        consume_step=group.consume_step,
-        work=_WORK_TO_WIRE[group.work],
-        exact_version=group.exact_version,
-    )
+    sampling, work = sampling_to_message(group.sampling), _WORK_TO_WIRE[group.work]
+    return message_of(group, rollout_pb2.GroupSpec, sampling=sampling, work=work)
 
 
 def group_from_message(message: rollout_pb2.GroupSpec) -> GroupSpec:
@@ -172,16 +153,16 @@ def _spans_from_messages(messages: Sequence[rollout_pb2.VersionSpan], what: str)
 
 
 def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
-    return rollout_pb2.RolloutSegment(
+    return rollout_pb2.RolloutSegment(  # by hand: thousands a second
         group_id=segment.group_id,
         index=segment.index,
         offset=segment.offset,
         token_ids=segment.token_ids,
         logprobs=segment.logprobs,
         raw_logprobs=segment.raw_logprobs,
+        expected_remaining_tokens=segment.expected_remaining_tokens,
         version_spans=_spans_to_messages(segment.version_spans),
         finish_reason=_FINISH_TO_WIRE[segment.finish_reason],
-        expected_remaining_tokens=segment.expected_remaining_tokens,
     )
 
 
@@ -266,13 +247,8 @@ def rollouts_from_partials(message: ingest_pb2.GetPartialsReply) -> tuple[Rollou
 
 
 def verdict_to_message(verdict: SegmentVerdict) -> ingest_pb2.SegmentVerdict:
-    return ingest_pb2.SegmentVerdict(
-        group_id=verdict.group_id,
-        index=verdict.index,
-        verdict=_VERDICT_TO_WIRE[verdict.verdict],
-        held_tokens=verdict.held_tokens,
-        message=verdict.message[:MESSAGE_CHARS_MAX],
-    )
+    text = verdict.message[:MESSAGE_CHARS_MAX]
+    return message_of(verdict, ingest_pb2.SegmentVerdict, verdict=_VERDICT_TO_WIRE[verdict.verdict], message=text)
 
 
 def verdict_from_message(message: ingest_pb2.SegmentVerdict) -> SegmentVerdict:

@@ -10,13 +10,19 @@ import ast
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from tests.mutants.planted import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echo2"
 SAID = frozenset((ROOT / "tests/unit/sim/said.txt").read_text().split())
 WORLD = ("tests/unit/sim/test_said.py",)
+MODULES = (broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2)
+NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
     "wire/scoring.py": ("tests/unit/wire/test_scoring.py",),
     "wire/": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_ticket.py", "tests/unit/wire/test_broadcast.py"),
@@ -54,6 +60,9 @@ def dropped_fields() -> tuple[Mutant, ...]:
 
 def _of_file(name: str, text: str) -> Iterator[tuple[str, Mutant]]:
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "message_of":
+            yield from _by_name(name, text, node)
+            continue
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not _is_proto(node.func.value):
             continue
         kind, call = node.func.attr, ast.get_source_segment(text, node)
@@ -71,6 +80,29 @@ def _of_file(name: str, text: str) -> Iterator[tuple[str, Mutant]]:
             kind,
             Mutant(f"{kind} loses {dropped.arg}", name, call, f"{ast.unparse(node.func)}({', '.join(kept)})", tests),
         )
+
+
+def _by_name(name: str, text: str, node: ast.Call) -> Iterator[tuple[str, Mutant]]:
+    """A message that is made by name: its last plain field is given as if it were not there."""
+    made, call = node.args[1], ast.get_source_segment(text, node)
+    if not isinstance(made, ast.Attribute) or not _is_proto(made.value) or call is None or text.count(call) != 1:
+        return
+    said = {keyword.arg for keyword in node.keywords}
+    plain = [one for one in _descriptor(made.attr).fields if one.name not in said and one.type not in NOT_PLAIN]
+    dropped = plain[-1]
+    nothing = "()" if dropped.is_repeated else repr(dropped.default_value)
+    tests = next(tests for start, tests in TESTS.items() if name.startswith(start))
+    arguments = [ast.unparse(one) for one in node.args] + [
+        f"{one.arg}={ast.unparse(one.value)}" for one in node.keywords
+    ]
+    lost = f"message_of({', '.join(arguments)}, {dropped.name}={nothing})"
+    yield made.attr, Mutant(f"{made.attr} loses {dropped.name}", name, call, lost, tests)
+
+
+def _descriptor(kind: str) -> Descriptor:
+    found = [getattr(module, kind).DESCRIPTOR for module in MODULES if kind in module.DESCRIPTOR.message_types_by_name]
+    assert len(found) == 1, f"{kind}: expected one message of that name, got {len(found)}"
+    return cast(Descriptor, found[0])
 
 
 def _is_proto(value: ast.expr) -> bool:

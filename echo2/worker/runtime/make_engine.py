@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -22,12 +22,9 @@ from echo2.cost_model.sizing import CpuWeights, Fit, RunLengths, model_size, wor
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
-from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 
-LINGER_S = 0.25
-"""Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
 CONFIG_BYTES_MAX = 1 << 20
 
 
@@ -51,7 +48,7 @@ def warm_up(choice: EngineChoice) -> None:
     """
     threading.Thread(target=delta.warm_up, args=(torch.bfloat16,), name="codec", daemon=True).start()
     if choice is EngineChoice.EMBEDDED:
-        importlib.import_module("echo2.worker.runtime.engines.embedded")
+        importlib.import_module(MAKERS[choice])
 
 
 def fit_engine(
@@ -86,45 +83,32 @@ def make_engine(choice: EngineChoice, config: dict[str, object], options: Worker
     return SeveralEngines([_one_engine(choice, config, options, fit, gpus) for gpus in shares])
 
 
+MAKERS = {
+    EngineChoice.EMBEDDED: "echo2.worker.runtime.engines.embedded",
+    EngineChoice.VLLM: "echo2.worker.runtime.engines.vllm",
+}
+"""An engine is a module with a class of the protocol `Engine` and a function `make`, and a line here. It is loaded when it
+is chosen: each costs seconds, and its library may not be installed."""
+
+
 def _one_engine(
     choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]
 ) -> Engine:
-    adapter = adapter_spec(config)
-    if choice is EngineChoice.VLLM:
-        if options.quantisation is not Quantisation.NONE:
-            raise ConfigError(
-                f"worker.quantisation: {options.quantisation.value} is not supported on vLLM engines, whose rounded layers "
-                "cannot be fed with changes; expected none, or worker.engine embedded"
-            )
-        try:
-            module = importlib.import_module("echo2.worker.runtime.engines.vllm")
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"engine: expected vLLM, but {error.name} is not installed; choose the embedded one"
-            ) from None
-        made: Engine = module.VllmEngine(
-            config,
-            slot_count=fit.sequences,
-            context_tokens=fit.sequence_tokens,
-            linger_s=LINGER_S,
-            gpus=gpus,
-            draft_tokens=options.draft_tokens,
-            adapter=None if adapter is None else module.BaseOfAdapter(adapter, options.model_path),
-        )
-        return made
-    from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-    from echo2.worker.runtime.engines.outbox import Outbox
+    try:
+        module: MakesEngine = cast(MakesEngine, importlib.import_module(MAKERS[choice]))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine: expected {choice.value}, but {error.name} is not installed; choose the embedded one"
+        ) from None
+    return module.make(config, options, fit, gpus)
 
-    return EmbeddedEngine(
-        {key: value for key, value in config.items() if key != CONFIG_KEY},
-        adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
-        slot_count=fit.sequences,
-        context_tokens=fit.sequence_tokens,
-        cache_tokens=fit.cache_tokens,
-        slowdown=options.slowdown,
-        outbox=Outbox(linger_s=LINGER_S),
-        is_rounded=options.quantisation is Quantisation.INT8,
-    )
+
+class MakesEngine(Protocol):
+    """A module of `MAKERS`."""
+
+    def make(self, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> Engine:
+        """An engine, not started. `config`: of the model; `gpus`: which of them it uses, none: the engine's choice."""
+        ...
 
 
 class Engines(Protocol):

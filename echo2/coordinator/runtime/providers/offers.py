@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ DEFAULT_OFFERS = (
     MachineOffer("manual", "manual", is_automatic=False),
     MachineOffer("local", "local", is_automatic=False),
 )
-PROVIDERS = ("manual", "local", "skypilot", "kubernetes")
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,), "provider": (str,), "gpu": (str,), "usd_per_hour": (int, float), "rollouts_per_s": (int, float),
     "is_spot": (bool,), "machines_max": (int,), "is_automatic": (bool,), "settings": (dict,),
@@ -76,18 +75,27 @@ def _offer(table: Mapping[str, Any], whose: str) -> MachineOffer:
     return MachineOffer(**{**table, "is_automatic": is_automatic})
 
 
-def make_provider(offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
-    """The provider of one offer, whose workers look for the base at `model_path`.
+@dataclass(frozen=True, slots=True)
+class Renting:
+    """What a provider may need to know of the run. Workers look for the base at `model_path`."""
 
-    ConfigError for settings that it cannot use or a library that is not installed."""
-    match offer.provider:
-        case "manual":
-            return ManualProvider(offer, model_path)
-        case "local":
-            return LocalProvider(offer, folder / "local-workers", base=base_arguments(model_path))
-        case "kubernetes":
-            return KubernetesProvider(offer)
-        case "skypilot":
-            return SkyPilotProvider(offer, run_id, model_path=model_path)
-        case other:
-            raise ConfigError(f"offer {offer.name}: expected a provider of {', '.join(PROVIDERS)}, got {other!r}")
+    run_id: RunId
+    folder: Path
+    model_path: str = ""
+
+
+PROVIDERS: dict[str, Callable[[MachineOffer, Renting], Provider]] = {
+    "manual": lambda offer, run: ManualProvider(offer, run.model_path),
+    "local": lambda offer, run: LocalProvider(offer, run.folder / "local-workers", base=base_arguments(run.model_path)),
+    "skypilot": lambda offer, run: SkyPilotProvider(offer, run.run_id, model_path=run.model_path),
+    "kubernetes": lambda offer, run: KubernetesProvider(offer),
+}
+"""A provider is a class with the methods of `Provider`, in a file of its own, and a line here."""
+
+
+def make_provider(offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
+    """The provider of one offer. ConfigError for settings that it cannot use or a library that is not installed."""
+    make = PROVIDERS.get(offer.provider)
+    if make is None:
+        raise ConfigError(f"offer {offer.name}: expected a provider of {', '.join(PROVIDERS)}, got {offer.provider!r}")
+    return make(offer, Renting(run_id, folder, model_path))

@@ -21,6 +21,7 @@ from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
+from echo2.cost_model.sizing import Fit
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.blocks import BlockPool
 from echo2.worker.engine import (
@@ -31,13 +32,14 @@ from echo2.worker.engine import (
     refuse_bad_request,
     refuse_bad_scoring,
 )
+from echo2.worker.options import Quantisation, WorkerOptions
 from echo2.worker.runtime.allocator import give_back
-from echo2.worker.runtime.engines.adapter import Adapter
+from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.forwarding import Forward
 from echo2.worker.runtime.engines.live import Scatter
 from echo2.worker.runtime.engines.loop import ChangeableWeights, LiveSwap, StepLoop
-from echo2.worker.runtime.engines.outbox import Outbox
+from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
 from echo2.worker.runtime.engines.shape import read_shape, why_not_fused
 from echo2.worker.runtime.engines.weights import LiveWeights
@@ -207,3 +209,19 @@ class EmbeddedEngine:
         if len(self._ids_in_use) >= WAITING_MAX:
             raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
         refuse_bad_request(request, self._context_tokens, self._vocab_count)
+
+
+
+def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
+    """The engine of a worker; it computes on the CPU, whatever `gpus` there are."""
+    adapter = adapter_spec(config)
+    return EmbeddedEngine(
+        {key: value for key, value in config.items() if key != CONFIG_KEY},
+        adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
+        slot_count=fit.sequences,
+        context_tokens=fit.sequence_tokens,
+        cache_tokens=fit.cache_tokens,
+        slowdown=options.slowdown,
+        outbox=Outbox(linger_s=LINGER_S),
+        is_rounded=options.quantisation is Quantisation.INT8,
+    )

@@ -23,6 +23,9 @@ from echo2.worker.engine import TokenChunk
 
 TOKENS_MAX = 65_536
 
+LINGER_S = 0.25
+"""Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
+
 
 @dataclass(slots=True)
 class _OpenChunk:

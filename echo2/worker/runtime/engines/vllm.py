@@ -25,10 +25,12 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
+from echo2.cost_model.sizing import Fit
 from echo2.scoring.request import ScoreRequest, TokenScores
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
-from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, load_base
-from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.options import Quantisation, WorkerOptions
+from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
+from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import load_config
 from echo2.worker.runtime.engines.vllm_weights import ADAPTER_ID, POSITION, STREAM, VllmWeights
 from echo2.worker.slots import WAITING_MAX
@@ -434,3 +436,22 @@ def _environment() -> dict[str, str]:
         return common
     cpu = {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return common | cpu
+
+
+def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> VllmEngine:
+    """The engine of a worker; ConfigError for rounded weights."""
+    if options.quantisation is not Quantisation.NONE:
+        raise ConfigError(
+            f"worker.quantisation: {options.quantisation.value} is not supported on vLLM engines, whose rounded layers "
+            "cannot be fed with changes; expected none, or worker.engine embedded"
+        )
+    adapter = adapter_spec(config)
+    return VllmEngine(
+        config,
+        slot_count=fit.sequences,
+        context_tokens=fit.sequence_tokens,
+        linger_s=LINGER_S,
+        gpus=gpus,
+        draft_tokens=options.draft_tokens,
+        adapter=None if adapter is None else BaseOfAdapter(adapter, options.model_path),
+    )
