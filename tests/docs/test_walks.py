@@ -1,0 +1,27 @@
+"""The ways of a rollout and of a chunk in ARCHITECTURE.md name functions that exist, and are as short as it says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOP = re.compile(r"^(\d+)\. `([\w/]+\.py):(\w+)\.(\w+)` ", re.MULTILINE)
+WALKS = {"rollout": 16, "chunk": 14}
+
+
+@pytest.mark.parametrize(("what", "count"), WALKS.items())
+def test_a_walk_names_functions_that_exist(what: str, count: int) -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    walk = text.split(f"## The way of one {what}\n", 1)[1].split("\n## ", 1)[0]
+    hops = HOP.findall(walk)
+    assert [int(number) for number, *_ in hops] == list(range(1, count + 1))
+    assert f"{count} hops" in walk
+    for _, file, owner, name in hops:
+        tree = ast.parse((ROOT / "echo2" / file).read_text())
+        owners = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
+        methods = {m.name for cls in owners for m in cls.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert name in methods, f"{file} has no {owner}.{name}"
