@@ -197,7 +197,7 @@ def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tmp_path
             run.coordinator.continues = {"g1"}
             async with working(run, tmp_path / "w2") as second:
                 await run.learner.until(lambda it: len(it.finished) == 4)
-            assert second.desk.rates.sampled_tokens == 4 * 200 - sampled
+            assert shift_of(second).desk.rates.sampled_tokens == 4 * 200 - sampled
             for key, rollout in run.learner.finished.items():
                 assert rollout.token_ids[: len(partials[key])] == partials[key]
                 assert judged(models, (5, 6, 7), rollout) < 1e-4
