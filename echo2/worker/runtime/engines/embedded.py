@@ -211,7 +211,6 @@ class EmbeddedEngine:
         refuse_bad_request(request, self._context_tokens, self._vocab_count)
 
 
-
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
     """The engine of a worker; it computes on the CPU, whatever `gpus` there are."""
     adapter = adapter_spec(config)
