@@ -40,6 +40,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "coordinator/runtime/": ("tests/unit/coordinator/test_services.py", "tests/unit/coordinator/test_daemon.py"),
     "broadcast/runtime/probing.py": ("tests/unit/coordinator/test_probe.py",),
     "trust/": ("tests/unit/coordinator/test_daemon.py",),
+    "worker/runtime/scoring.py": ("tests/unit/worker/test_scoring.py",),
     "worker/": ("tests/unit/worker/test_reporting.py", "tests/unit/worker/test_session.py"),
     "cli/": ("tests/unit/cli/test_operator.py",),
 }
