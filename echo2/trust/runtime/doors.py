@@ -2,7 +2,7 @@
 
 gRPC accepts connections by itself and shows none of them, so the process's own descriptors are looked through: each
 connection to a watched port is a caller's, who is a stranger until a call on it has proven who it is (`know`). Guarantees,
-within two looks: a stranger stays for `stranger_s`; an address has `strangers_per_host` strangers, of which the oldest go,
+within two looks: a stranger stays for `stranger_s`; an address has `strangers_per_host` strangers, of which the slow go first,
 and `per_host` connections in all; a peer has `per_peer`; what has come and was not taken as a message holds `in_flight_bytes`
 of memory for a peer, IN_FLIGHT_OF_TRUSTED for those whom all trust, and IN_FLIGHT_IN_ALL for all, beyond which the connections
 that hold most are ended. Waits LOOK_S
@@ -35,6 +35,8 @@ IN_FLIGHT_OF_TRUSTED = 48 << 20
 IN_FLIGHT_IN_ALL = 192 << 20
 OVERHEAD_SHARE, OVERHEAD_PER_MESSAGE, OVERHEAD_PER_S, OVERHEAD = 0.03, 512, 256, 256 << 10
 """Of the bytes that a connection brought, those that TLS, HTTP/2, heads of calls, pings and the handshake take at most."""
+PROVING_S = 5.0
+"""A stranger that took so long is the first to go where there are too many."""
 EARLY_MAX = 65_536
 _RECEIVED_AT, _INFO_BYTES = 128, 136  # of struct tcp_info: tcpi_bytes_received
 _log = logging.getLogger("echo2.ports")
@@ -78,12 +80,24 @@ def overdue(callers: Iterable[Caller], limits: PortLimits, now: float) -> dict[s
         strangers = [one for one in held if not one.peer]
         excess = max(len(strangers) - limits.strangers_per_host, len(held) - limits.per_host)
         if excess > 0:
-            found["an address holds more than its share"] += strangers[:excess]
+            found["an address holds more than its share"] += _too_many(strangers, excess, now)
             found["an address holds more than its share"] += [one for one in held if one.peer][limits.per_host :]
     for held in by_peer.values():
         if len(held) > limits.per_peer:
             found[f"more than {limits.per_peer} connections of a peer"] += held[: len(held) - limits.per_peer]
     return found
+
+
+def _too_many(strangers: list[Caller], excess: int, now: float) -> list[Caller]:
+    """Which of an address go, of those in order of arrival: the slow ones first, then from the middle.
+
+    The first to come stay, so that a fleet behind one address that returns all at once is let in at the pace at which
+    callers can be looked at, and is not ended over and over by those behind. The last to come stay, so that a few
+    that prove nothing do not shut the door on their neighbours.
+    """
+    slow = min(excess, sum(now - one.since > PROVING_S for one in strangers))
+    first = slow + (len(strangers) - excess) // 2
+    return strangers[:slow] + strangers[first : first + excess - slow]
 
 
 def overweight(callers: Iterable[Caller], now: float) -> list[Caller]:
