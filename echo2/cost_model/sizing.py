@@ -153,7 +153,7 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
     is_tied = bool(config.get("tie_word_embeddings", model_type.startswith("gemma")))
     ends = vocabulary * hidden * (1 if is_tied else 2) + hidden
     return ModelSize(
-        parameters=layers * (attention + norms + _mlp_parameters(config, hidden)) + ends,
+        parameters=layers * (attention + norms) + _mlp_parameters(config, hidden, layers) + ends,
         kv_values_per_token=2 * layers * kv_heads * width,
         context_tokens=_number(config, "max_position_embeddings"),
         head_count=heads,
@@ -161,7 +161,7 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
         layer_count=layers,
         hidden=hidden,
         vocabulary=vocabulary,
-        idle_parameters=layers * _idle_parameters(config, hidden),
+        idle_parameters=_sparse_layers(config, layers) * _idle_parameters(config, hidden),
     )
 
 
@@ -176,12 +176,25 @@ def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSi
     )  # fmt: skip
 
 
-def _mlp_parameters(config: Mapping[str, object], hidden: int) -> int:
-    experts = _number(config, "num_experts", 0)
-    if experts:
-        return hidden * experts + experts * 3 * hidden * _number(config, "moe_intermediate_size")
-    rows = _number(config, "intermediate_size")
-    return 3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0)
+def _mlp_parameters(config: Mapping[str, object], hidden: int, layers: int) -> int:
+    """Of all layers."""
+    found, sparse = 0, _sparse_layers(config, layers)
+    if sparse:
+        experts = _number(config, "num_experts", 0)
+        found += sparse * (hidden * experts + experts * 3 * hidden * _number(config, "moe_intermediate_size"))
+    if sparse < layers:
+        rows = _number(config, "intermediate_size")
+        found += (layers - sparse) * (3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0))
+    return found
+
+
+def _sparse_layers(config: Mapping[str, object], layers: int) -> int:
+    """How many layers have experts: with a step every so many, but for those that are named as plain."""
+    if not _number(config, "num_experts", 0):
+        return 0
+    step, plain = _number(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
+    without = set(plain) if isinstance(plain, list | tuple) else set()
+    return sum((layer + 1) % step == 0 and layer not in without for layer in range(layers))
 
 
 def _idle_parameters(config: Mapping[str, object], hidden: int) -> int:

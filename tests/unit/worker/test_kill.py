@@ -54,7 +54,7 @@ def test_a_killed_worker_costs_at_most_one_report_interval_of_tokens(tmp_path: P
             run.coordinator.continues = {"g1"}
             async with working(run, tmp_path / "w2") as second:
                 await run.learner.until(lambda it: len(it.finished) == 8, within_s=60.0)
-            assert second.desk.rates.sampled_tokens == 8 * 230 - reported
+            assert second.shift.desk.rates.sampled_tokens == 8 * 230 - reported
             for key, rollout in run.learner.finished.items():
                 with contextlib.suppress(KeyError):
                     assert rollout.token_ids[: len(held[key])] == held[key]

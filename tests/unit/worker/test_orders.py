@@ -12,6 +12,7 @@ from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.control.backoff import Backoff
+from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role, RunAuthority
@@ -22,8 +23,9 @@ from echo2.worker import duties
 from echo2.worker.assignments import Assignments
 from echo2.worker.options import WorkerLimits
 from echo2.worker.runtime.desk import Desk
-from echo2.worker.runtime.orders import Orders
+from echo2.worker.runtime.orders import OrderCalls, Orders
 from echo2.worker.runtime.reporting import Reporting
+from echo2.worker.runtime.session import WorkerSession
 from echo2.worker.telemetry import RateWindow
 from tests.unit.worker.peers import RUN, issued
 from tests.unit.worker.test_reporting import NullEngine
@@ -37,13 +39,16 @@ def test_of_a_lease_that_has_ended_no_renewal_leaves_a_ticket_behind(tmp_path: P
     async def scene() -> None:
         authority, clock = RunAuthority.create(Identity.generate(), RUN, time.time()), SteadyClock()
         credentials = issued(authority, Role.WORKER, "nowhere:1")
-        desk = Desk(Assignments(WorkerLimits()), clock, RateWindow())
-        desk.engine = NullEngine()  # type: ignore[assignment]
-        desk.learner = reporting = Reporting(credentials, desk, Waits(clock), Backoff(random.Random(0)), 1.0)
-        orders = Orders(
-            desk, reporting, BroadcastNode(credentials, NodeOptions(tmp_path)), lambda whereabouts: None,
-            credentials.peer_id, clock, lambda skew_s: None, lambda lease_id, reason, message: None,
+        backoff = Backoff(random.Random(0))
+        reporting = Reporting(credentials, lambda event: None, Waits(clock), backoff, 1.0)
+        session = WorkerSession(ControlSession(credentials, Waits(clock), backoff))
+        desk = Desk(Assignments(WorkerLimits()), clock, RateWindow(), reporting, session)
+        desk.take(NullEngine())  # type: ignore[arg-type]
+        calls = OrderCalls(
+            learner_is_at=lambda whereabouts: None, skew_is=lambda skew_s: None, refuse=session.end_lease,
+            use_relay=lambda peer, address: None,
         )  # fmt: skip
+        orders = Orders(desk, reporting, BroadcastNode(credentials, NodeOptions(tmp_path)), credentials, calls, clock)
         group = GroupSpec(GroupId("g1"), (1, 2), 1, SamplingParams(max_new_tokens=5), 0)
         ticket = sign_ticket(
             Ticket(LEASE, group.group_id, credentials.peer_id, 1, time.time() + 60, RUN), authority.identity
