@@ -89,6 +89,12 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
         partials = [self.rollout_of(key) for key in self.held if key[0] == ticket.group_id]
         return ingest_pb2.GetPartialsReply(rollouts=[wire.rollout_to_message(rollout) for rollout in partials])
 
+    async def Score(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Asks for no scores."""
+        async for _ in requests:
+            for lease in ():
+                yield lease
+
     def rollout_of(self, key: tuple[str, int]) -> Rollout:
         """What is held of one rollout, whole."""
         segments = self.held[key]
