@@ -3,6 +3,7 @@ from tokens alone, while generation goes on as if nothing had been asked."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
@@ -96,5 +97,25 @@ def test_what_is_kept_is_bounded_and_whole_tensors_are_steps_too(rig: Rig) -> No
         assert {0, 1} <= rig.engine.scorable
         (found,) = await rig.engine.score(ScoreRequest("s", TOKENS, PLAIN, (stretch(0, 5, 20),)))
         assert np.abs(found.logprobs - judged(rig, stretch(0, 5, 20), PLAIN).logprobs).max() < 10 * TOLERANCE
+
+    rig.run(body)
+
+
+def test_a_caller_that_gives_up_on_its_scores_leaves_the_engine_as_it_is(rig: Rig) -> None:
+    """Whether the thread had begun with them or not."""
+
+    async def body() -> None:
+        if not rig.engine.scorable:
+            return
+        (alone,) = await rig.generate(rig.request((4, 5, 6), LONG))
+        running = rig.submit(rig.request((4, 5, 6), LONG))
+        for pause_s in (0.0, 0.0, 0.001, 0.01):
+            asked = asyncio.create_task(rig.engine.score(ScoreRequest("s", TOKENS, PLAIN, (stretch(0, 5, 20),))))
+            await asyncio.sleep(pause_s)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        await rig.finish(running)
+        assert running.token_ids == alone.token_ids
+        assert await rig.engine.score(ScoreRequest("s", TOKENS, PLAIN, (stretch(0, 5, 20),)))
 
     rig.run(body)

@@ -148,10 +148,12 @@ class StepLoop:
             self._wake.notify_all()
 
     def call(self, command: Callable[[], _T]) -> Future[_T]:
-        """Runs `command` in the thread, between two steps."""
+        """Runs `command` in the thread, between two steps; not at all where nobody waits for it any more."""
         done: Future[_T] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(command())
             except EchoError as error:
@@ -160,7 +162,11 @@ class StepLoop:
                 done.set_exception(error)
                 raise
 
-        self._post(_Command(run, done.set_exception))
+        def fail(error: BaseException) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        self._post(_Command(run, fail))
         return done
 
     def submit(self, request: GenerateRequest) -> None:
@@ -181,6 +187,7 @@ class StepLoop:
     def swap(self, swap: LiveSwap) -> Future[float]:
         """Puts a version live as its mode says; the result is the seconds that generation stood still."""
         done: Future[float] = Future()
+        done.set_running_or_notify_cancel()  # it is made, whether anybody waits for it or not
 
         def begin() -> None:
             if self._pending_swap is not None:
