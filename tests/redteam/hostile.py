@@ -178,3 +178,12 @@ def cpu_seconds(pid: int) -> float:
 
 def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def varint(value: int) -> bytes:
+    """A length as protobuf writes it."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes(out) + bytes((value,))

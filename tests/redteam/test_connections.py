@@ -14,7 +14,7 @@ import pytest
 
 from echo2.trust.identity import Role
 from echo2.trust.runtime import tls
-from tests.redteam.hostile import Stalled, idle_connections, still_open, tls_to
+from tests.redteam.hostile import Stalled, idle_connections, still_open, tls_to, varint
 from tests.redteam.target import ELSEWHERE, HERE, Target, coordinator
 
 LOG_BYTES_MAX = 64 << 10
@@ -88,7 +88,7 @@ def test_stalled_messages_of_a_member_pin_what_a_peer_may_hold(target: Target) -
 def test_a_message_of_empty_submessages_is_refused_before_anything_is_made_of_it(target: Target) -> None:
     member, before, cpu = target.join(), target.resident_bytes(), target.cpu_seconds()
     hello = b"\x5a\x00" * (7 << 20)  # held_leases, each of two bytes
-    message = b"\x0a" + _varint(len(hello)) + hello
+    message = b"\x0a" + varint(len(hello)) + hello
 
     async def scene() -> None:
         async with tls.open_channel(member.coordinator_address, member.coordinator_peer_id, member) as channel:
@@ -107,14 +107,6 @@ def test_a_message_of_empty_submessages_is_refused_before_anything_is_made_of_it
     assert kept < MEMORY_MAX, f"{kept >> 20} MiB"
     assert target.cpu_seconds() - cpu < 3.0
     assert target.is_alive()
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out) + bytes((value,))
 
 
 def test_callers_that_prove_nothing_are_ended_and_those_that_do_stay(tmp_path: Path, target: Target) -> None:

@@ -20,7 +20,7 @@ import pytest
 from echo2.trust.identity import Role
 from tests.e2e.cluster import Cluster, small_run
 from tests.redteam.cost import cpu_s
-from tests.redteam.hostile import Stalled, is_open, tls_to
+from tests.redteam.hostile import Stalled, is_open, tls_to, varint
 from tests.redteam.scene import Scene, scene_of
 from tests.redteam.target import ELSEWHERE
 from tests.unit.learner.tiny import make_tiny_model
@@ -259,7 +259,7 @@ def test_messages_of_empty_submessages_cost_what_they_weigh(ports: Ports, scene:
     size = (15 if daemon == "coordinator" else 7) << 20
     body = empty * (size // 2)
     if daemon == "coordinator":  # of its hello
-        body = b"\x0a" + _varint(len(body)) + body
+        body = b"\x0a" + varint(len(body)) + body
     message = b"\x00" + len(body).to_bytes(4, "big") + body
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the highest so far is what it has now
     before, worked = highest_bytes(pid), cpu_s(pid)
@@ -283,11 +283,3 @@ def highest_bytes(pid: int) -> int:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) << 10
     raise AssertionError("the kernel says no VmHWM")
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out) + bytes((value,))

@@ -7,17 +7,15 @@ a weight is fetched. Leaves to others: the cache and attention over it (general)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from echo2.base.errors import ConfigError
-from echo2.base.staged import StagedVersion
 from echo2.worker.runtime.engines.adapter import Adapter
-from echo2.worker.runtime.engines.live import LiveTensors, Scatter
+from echo2.worker.runtime.engines.live import LiveTensors
 from echo2.worker.runtime.engines.shape import load_config
 
 ATTENTION = "echo2_blocks"
@@ -25,7 +23,7 @@ ATTENTION = "echo2_blocks"
 _WINDOWS = ("full_attention", "sliding_attention")
 
 
-class ModuleWeights:
+class ModuleWeights(LiveTensors):
     """`model` is a causal LM in float32 on the CPU; its parameters hold zeros until the first version comes."""
 
     def __init__(self, source: str | Path | Mapping[str, object], adapter: Adapter | None = None) -> None:
@@ -54,7 +52,7 @@ class ModuleWeights:
         for parameter in self.model.parameters():
             parameter.zero_()
         self.tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        self._live = LiveTensors(self.model_type, self.tensors, adapter)
+        super().__init__(self.model_type, self.tensors, adapter)
 
     @property
     def vocab_count(self) -> int:
@@ -74,36 +72,6 @@ class ModuleWeights:
             int(rope["original_max_position_embeddings"]) for rope in ropes if rope.get("rope_type") == "longrope"
         ]
         return min([most, *unchanged])
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory of the weights."""
-        return self._live.nbytes
-
-    def checked(self, staged: StagedVersion) -> list[Scatter]:
-        """The staged updates, checked against the model. Touches no weight."""
-        return self._live.checked(staged)
-
-    def apply(self, scatters: Iterable[Scatter]) -> None:
-        """Writes checked updates in place, or undoes all of them."""
-        self._live.apply(scatters)
-
-    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
-        """The published bits of a tensor, at flat positions or all of them; a copy."""
-        return self._live.bits_at(name, places)
-
-    @property
-    def published_bytes(self) -> int:
-        """Of all tensors, in the dtypes that were published."""
-        return self._live.published_bytes
-
-    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every tensor in the dtype that was published."""
-        return self._live.published()
-
-    def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the weights as published."""
-        return self._live.fingerprint(key)
 
 
 def _refuse_other_attention(model_type: str, config: Any) -> None:

@@ -5,7 +5,7 @@ Guarantees: those of live.py. Leaves to others: architectures that this path doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,7 +58,7 @@ class Weights(Protocol):
     def published_bytes(self) -> int: ...
 
 
-class LiveWeights:
+class LiveWeights(LiveTensors):
     """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads.
 
     `adapter` and `dtype` as live.py says.
@@ -73,7 +73,7 @@ class LiveWeights:
         self.final_norm = self._whole("model.norm.weight", shape.hidden)
         tied = shape.is_tied
         self.head: Matrix = self.embedding if tied else self._whole("lm_head.weight", shape.vocab_count, shape.hidden)
-        self._live = LiveTensors(shape.model_type, self.tensors, adapter)
+        super().__init__(shape.model_type, self.tensors, adapter)
 
     def _whole(self, name: str, *size: int) -> torch.Tensor:
         self.tensors[name] = torch.zeros(size, dtype=self._dtype)
@@ -114,33 +114,3 @@ class LiveWeights:
             down=self._whole(mlp + "down_proj.weight", shape.hidden, shape.intermediate),
             down_bias=self._whole(mlp + "down_proj.bias", shape.hidden) if shape.has_mlp_bias else None,
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory of the weights."""
-        return self._live.nbytes
-
-    def checked(self, staged: StagedVersion) -> list[Scatter]:
-        """The staged updates, checked against the model. Touches no weight."""
-        return self._live.checked(staged)
-
-    def apply(self, scatters: Iterable[Scatter]) -> None:
-        """Writes checked updates in place, or undoes all of them."""
-        self._live.apply(scatters)
-
-    def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
-        """The published bits of a tensor, at flat positions or all of them; a copy."""
-        return self._live.bits_at(name, places)
-
-    @property
-    def published_bytes(self) -> int:
-        """Of all tensors, in the dtypes that were published."""
-        return self._live.published_bytes
-
-    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every tensor in the dtype that was published."""
-        return self._live.published()
-
-    def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the weights as published."""
-        return self._live.fingerprint(key)
