@@ -98,7 +98,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 def _source_line(found: Catalogue, count: int) -> str:
     age_s = found.age_s(unix_now())
     aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
-    return f"{count} offers from {found.source}{aged}; rates are predicted from data sheets, the interval holds 9 of 10 machines"
+    expected = "rates are predicted from data sheets; 9 of 10 machines are expected within the interval"
+    return f"{count} offers from {found.source}{aged}; {expected}"
 
 
 def _table(shown: Sequence[Ranked]) -> Any:

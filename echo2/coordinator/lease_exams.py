@@ -1,9 +1,9 @@
 """Which workers evaluate: as few as bring `EXAM_SHARE` of the fleet's rate, so that training goes on at the others.
 
-A worker with leases of one exact version puts the next version off until they are done. Were an evaluation handed to whoever
-asks, all would do that at once, and for as long nobody would sample to train on.
-Guarantees: whoever is at an evaluation goes on with it; where nothing is open to train on, everybody may. Leaves to others: who is
-best (lease_book).
+A worker that evaluates a version delays the next one until it is done. If every worker that asks were given questions, all of
+them would delay it at once, and none would generate training data meanwhile.
+Guarantees: a worker that evaluates a version goes on with it; where no training group is open, every worker may. Leaves to
+others: which worker is best (lease_book).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Examiners:
     def chosen(
         self, version: Version, willing: Sequence[PeerId], fleet: Collection[PeerId], rate: Callable[[PeerId], float]
     ) -> list[PeerId]:
-        """Of `willing`, best first: those that evaluate this version, and others until the share is reached.
+        """Of `willing`, best first: those that evaluate this version already, then others until the share is reached.
 
         `fleet`: all that work. Rates are rollouts a second; where none is known, workers count alike.
         """

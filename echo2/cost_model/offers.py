@@ -1,7 +1,7 @@
 """What can be rented, ranked by what a million useful tokens of this run would cost on it.
 
 An offer is one machine of one provider at a price per hour. Its tokens/s follow from the sizing rule and the roofline, with the
-interval that measured machines of its kind leave; what is lost while a spot machine is replaced is no useful token.
+interval that is expected of machines of its kind; what is lost while a spot machine is replaced is no useful token.
 Guarantees: pure; an offer on which the model does not fit, or whose GPU has no data sheet, is listed with the reason, never dropped
 in silence. Leaves to others: fetching and keeping catalogues (coordinator/runtime/market), printing (cli).
 """

@@ -273,10 +273,9 @@ class Shift:
                 f"the learner's model: expected {known.model_name} (digest {known.model_digest[:16]}), it now trains "
                 f"{whereabouts.model_name} ({whereabouts.model_digest[:16]}); start this worker anew"
             )
+        # 0: the learner had not said, and memory is laid out for the model's whole context.
         known_tokens = known.longest_sequence_tokens if known is not None else 0
-        if (
-            0 < known_tokens < whereabouts.longest_sequence_tokens
-        ):  # 0: not said, and laid out for the model's whole context
+        if 0 < known_tokens < whereabouts.longest_sequence_tokens:
             raise VersionMismatch(
                 f"the run's longest sequence: expected {known_tokens} tokens, for which this worker's "
                 f"memory is laid out, it is now {whereabouts.longest_sequence_tokens}; start this worker anew"

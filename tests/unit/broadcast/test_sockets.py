@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 
@@ -22,6 +23,22 @@ def test_loopback_connections_have_no_uplink_to_protect() -> None:
             client.sendall(bytes(100_000))
             accepted.recv(1)
             assert watch.look().delivered_bytes == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's descriptors")
+def test_a_connection_is_found_behind_very_many_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip(f"this machine gives a process {hard} descriptors at most")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1500)]
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+            assert sockets.local_end(server.getsockname()[1]) == client.getsockname()
+    finally:
+        for other in others:
+            os.close(other)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's tcp_info")

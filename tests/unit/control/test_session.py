@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,12 +27,13 @@ class Moody(Coordinator):
 
     def __init__(self, answers: list[coordinator_pb2.LearnerOrder]) -> None:
         super().__init__(new_authority())
-        self.answers, self.ends = answers, False
+        self.answers, self.ends, self.reading_s = answers, False, 0.0
 
     async def LearnerSession(
         self, request_iterator: AsyncIterator[Message], context: Any
     ) -> AsyncIterator[coordinator_pb2.LearnerOrder]:
         async for message in request_iterator:
+            await asyncio.sleep(self.reading_s)
             self._take(message)
             if message.HasField("hello"):
                 yield self.answers.pop(0)
@@ -149,8 +151,23 @@ def test_a_good_bye_is_said_behind_all_else() -> None:
             await bench.until(lambda: bench.session.is_connected)
             for index in range(100):
                 bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
-            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 5.0)
-            await bench.until(lambda: len(bench.coordinator.closed) == 100)
+            bench.coordinator.reading_s, begun = 0.005, time.monotonic()
+            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 20.0)
+            assert len(bench.coordinator.closed) == 100, "it was read, not only written"
+            assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
+            await asyncio.wait_for(bench.task, 5)
+            assert bench.lost == 1, "and no other stream was opened"
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_that_does_not_hear_the_good_bye_holds_nobody() -> None:
+    async def scene() -> None:
+        async with Bench(welcome()) as bench:
+            await bench.until(lambda: bench.session.is_connected)
+            bench.coordinator.reading_s = 3600.0
+            async with asyncio.timeout(10):
+                await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 0.2)
 
     asyncio.run(scene())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from echo2.base.ids import PeerId, Version
-from echo2.base.rollout import GroupSpec
+from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_exams import EXAM_SHARE, Examiners
@@ -47,6 +47,21 @@ def test_a_share_of_the_fleet_evaluates_and_the_rest_trains() -> None:
         if worker != lost and worker not in examiners:
             more += grants(one.handle(le.RolloutsWanted(worker, 16, Version(3)), 1.0))
     assert len(at_it(more)) == 1, "another takes the place of one that is lost"
+
+
+def test_whoever_is_through_with_its_questions_counts_no_more() -> None:
+    """They may be busy with training then, and others must take what is asked next."""
+    groups = tuple(spec(f"g{index}", 3) for index in range(40)) + tuple(exam(f"e{index}", 3) for index in range(6))
+    one, found = fleet_with(groups)
+    examiners = set(at_it(found))
+    for grant in found:
+        if grant.group.exact_version is not None:
+            one.handle(le.LeaseEnded(grant.worker_id, grant.lease_id, EndReason.FINISHED, ""), 1.0)
+    one.handle(le.GroupsOffered((exam("next", 3),), ()), 1.0)
+    other = next(worker for worker in FLEET if worker not in examiners)
+    for worker in examiners:
+        one.handle(le.RolloutsWanted(worker, 0, Version(3)), 1.0)
+    assert at_it(grants(one.handle(le.RolloutsWanted(other, 16, Version(3)), 1.0))) == {other: 1}
 
 
 def test_where_nothing_is_open_to_train_on_everybody_evaluates() -> None:

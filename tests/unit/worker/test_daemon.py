@@ -294,6 +294,26 @@ def test_a_worker_lays_out_its_memory_by_the_run_s_longest_sequence(
         asyncio.run(scene())
 
 
+def test_a_run_that_never_said_its_longest_sequence_may_say_it(tmp_path: Path) -> None:
+    """An older learner did not, and its worker laid out its memory by the model's whole context."""
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            told = run.whereabouts
+            told.longest_sequence_tokens = 0
+            run.coordinator.learner = told
+            run.coordinator.groups = [group("g0", 4, 24)]
+            async with working(run, tmp_path / "w"):
+                await run.learner.until(lambda it: len(it.finished) == 4)
+                told.longest_sequence_tokens = 41
+                run.coordinator.outbox.put_nowait(coordinator_pb2.WorkerOrder(learner=told))
+                run.coordinator.groups = [group("g1", 4, 24)]
+                await run.learner.until(lambda it: len(it.finished) == 8)
+
+    asyncio.run(scene())
+
+
 def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
     async def scene() -> None:
         async with SmallRun(tmp_path / "run") as run:
