@@ -1,7 +1,7 @@
 """Who scores which rollout again: leases to workers that score, and what the learner scores itself.
 
     drawn --Look--> LeaseScoring --ScoresCame--> Told
-              |          |  '--- late, refused, gone: another worker, `TRIES_MAX` times, then the learner
+              |          |  '--- late, handed back, gone: another worker, `TRIES_MAX` times, then the learner
               |          '-- and LookSelf beside it: a known answer, by which the scorer is judged
               '--> LookSelf: nobody may score it, or its worker is under suspicion (disputes)
 
@@ -44,6 +44,8 @@ BURST_TOKENS = 1 << 16
 LEASED_TOKENS_MAX = 1 << 16
 """Of one rollout: its scores are a message of less than 4 MB."""
 SILENT_MAX = 16
+DECLINED_MAX = 16
+"""Leases in a row that a scorer hands back though it says that it keeps the versions: as if it had said that it does not score."""
 SCORERS_MAX = 16_384
 WEIGHT_KEPT = 0.9
 """Of what was delivered, at each version: who has left soon counts for little."""
@@ -171,8 +173,13 @@ class ScoringCounts:
 class _Scorer:
     versions: frozenset[Version]
     open: set[LeaseId] = field(default_factory=set)
-    silent: int = 0  # leases in a row without an answer, though it sampled meanwhile
+    silent: int = 0  # leases without an answer since the last scores, though it sampled meanwhile
+    declined: int = 0  # leases handed back since the last scores, without a reason
     checked: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        return len(self.open) < OPEN_MAX and self.declined < DECLINED_MAX
 
 
 @dataclass(slots=True)
@@ -205,7 +212,8 @@ class Scorings:
         if not self._scorers or not self.tokens_share:
             return True
         limit = self.tokens_share * self.counts.delivered_tokens + BURST_TOKENS
-        is_free = any(len(scorer.open) < OPEN_MAX for scorer in self._scorers.values())
+        asked = [scorer for scorer in self._scorers.values() if scorer.declined < DECLINED_MAX]
+        is_free = not asked or any(scorer.is_free for scorer in asked)
         return is_free and self.counts.read_tokens < limit
 
     @property
@@ -262,11 +270,14 @@ class Scorings:
         able = [
             worker
             for worker, scorer in self._scorers.items()
-            if worker not in authors and self._weights.get(worker) and needed <= scorer.versions
+            if worker not in authors
+            and self._weights.get(worker)
+            and needed <= scorer.versions
+            and scorer.declined < DECLINED_MAX
         ]
         if sum(self._weights[worker] for worker in able) < WEIGHT_MIN * others:
             return []
-        return [worker for worker in able if worker not in but and len(self._scorers[worker].open) < OPEN_MAX]
+        return [worker for worker in able if worker not in but and self._scorers[worker].is_free]
 
     # ---- leases
 
@@ -318,9 +329,11 @@ class Scorings:
         del self._open[lease_id]
         scorer = self._scorers[worker]
         scorer.open.discard(lease_id)
-        scorer.silent = 0
         if not answers(one.request, scores):
+            # Versions change, and an honest worker then says so first: with no such reason it only uses up the tries.
+            scorer.declined += bool(scores) or one.request.versions <= scorer.versions
             return self._again(one, now)
+        scorer.silent = scorer.declined = 0
         self.counts.answered += 1
         return [Told(one.look, worker, tuple(evidence_from(one.look, scores, self._published)))]
 

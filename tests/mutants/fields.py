@@ -24,6 +24,7 @@ WORLD = ("tests/unit/sim/test_said.py",)
 MODULES = (broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2)
 NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
+    "wire/rollout.py": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_rollout.py"),
     "wire/scoring.py": ("tests/unit/wire/test_scoring.py",),
     "wire/": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_ticket.py", "tests/unit/wire/test_broadcast.py"),
     "learner/runtime/journal.py": ("tests/unit/learner/test_journal.py",),

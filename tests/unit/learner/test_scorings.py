@@ -17,6 +17,7 @@ from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion, SentTokens
 from echo2.learner.scorings import (
     BURST_TOKENS,
+    DECLINED_MAX,
     KNOWN_ANSWER,
     LEASE_S,
     NO_SCORER,
@@ -204,6 +205,46 @@ def test_a_scorer_that_samples_and_never_answers_is_accused_and_one_that_stands_
             now += LEASE_S
             found += sum(isinstance(action, AccuseScorer) for action in made.handle(ScoringTick(), now))
         assert found == accused
+
+
+@pytest.mark.parametrize("nothing", [(), (TokenScores(*[np.zeros(1)] * 7),)], ids=["empty", "of another size"])
+def test_a_scorer_that_hands_every_lease_back_is_asked_no_more(nothing: tuple[TokenScores, ...]) -> None:
+    made = scorings({A: 100, B: 100})
+    for _ in range(DECLINED_MAX):
+        lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+        made.handle(ScoresCame(B, LeaseId(lease.request.request_id), nothing), 0.0)
+    (action,) = made.handle(LookAt(drawn(), False, 1), 0.0)
+    assert isinstance(action, LookSelf) and action.reason == NO_SCORER
+    assert made.has_room, "the learner scores all itself"
+    made.handle(ScorerCame(C, VERSIONS), 0.0)
+    made.handle(TokensDelivered(C, 200), 0.0)
+    assert lease_of(made.handle(LookAt(drawn(), False, 1), 0.0)).worker == C, "others are asked as before"
+    made.handle(ScorerGone(B), 0.0)
+    made.handle(ScorerCame(B, VERSIONS), 0.0)
+    assert lease_of(made.handle(LookAt(drawn(C), False, 1), 0.0)).worker == B, "on a new stream it is asked again"
+
+
+def test_a_scorer_that_has_moved_on_hands_back_what_it_likes() -> None:
+    made = scorings({A: 100, B: 100})
+    for _ in range(DECLINED_MAX + 2):
+        lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+        made.handle(ScorerCame(B, frozenset({Version(6)})), 0.0)
+        made.handle(ScoresCame(B, LeaseId(lease.request.request_id), ()), 0.0)
+        made.handle(ScorerCame(B, VERSIONS), 0.0)
+    assert answer(made, lease_of(made.handle(LookAt(drawn(), False, 1), 0.0)))
+
+
+def test_a_lease_handed_back_is_no_answer_between_two_that_go_without_one() -> None:
+    made, now, found = scorings({A: 100, B: 100}), 0.0, 0
+    for _ in range(SILENT_MAX):
+        lease = lease_of(made.handle(LookAt(drawn(), False, 1), now))
+        if now == LEASE_S * 4:
+            made.handle(ScoresCame(B, LeaseId(lease.request.request_id), ()), now)
+            made.handle(LookAt(drawn(), False, 1), now)
+        made.handle(TokensDelivered(B, 10), now)
+        now += LEASE_S
+        found += sum(isinstance(action, AccuseScorer) for action in made.handle(ScoringTick(), now))
+    assert found == 1
 
 
 def test_workers_read_no_more_than_their_share_and_no_scorer_is_flooded() -> None:
