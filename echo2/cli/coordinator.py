@@ -13,6 +13,7 @@ from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
+from echo2.coordinator.runtime.experience_file import place
 
 
 @ended_by_interrupt()
@@ -56,6 +57,7 @@ def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:
         usd_budget=section.usd_budget,
         planner_mode=PlannerMode(section.planner_mode),
         offers_file=Path(section.offers) if section.offers else None,
+        machines_file=place(section.machines_file),
         model_path=config.model.path,
         over_provision=section.over_provision,
         quantised_workers=section.quantised_workers,

@@ -17,7 +17,9 @@ from echo2.cli.options import make_importable
 from echo2.cli.plan import load_catalogue, question_of
 from echo2.cli.run_shape import lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
+from echo2.coordinator.runtime import experience_file
 from echo2.coordinator.runtime.market import Catalogue, kept_file, newest
+from echo2.cost_model.experience import Experience
 from echo2.cost_model.offers import SORTS, OfferFilter, Ranked, Ranker
 from echo2.outside import unix_now
 
@@ -29,6 +31,7 @@ COLUMNS = (
     "USD/h",
     "sequences",
     "tokens/s",
+    "measured",
     "USD per million tokens",
     "egress/GiB",
 )
@@ -79,7 +82,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         own.usd_per_hour_max,
     )  # fmt: skip
     in_cache = question_of(config, {}, gpus)[0].tokens_in_cache
-    ranked = Ranker(size, lengths_of(config), gpus, tokens_each=in_cache).ranked(found.offers, wish)
+    known = experience_file.known(experience_file.place(config.coordinator.machines_file))
+    ranked = Ranker(size, lengths_of(config), gpus, known, in_cache).ranked(found.offers, wish)
     if not ranked:
         raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")
     ranked.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))
@@ -89,6 +93,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     print(f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens")
     print(_source_line(found, len(ranked)))
+    print(_experience_line(known, {one.kind for one in ranked}))
     from rich.console import Console
 
     Console(highlight=False).print(_table(shown))
@@ -98,8 +103,18 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 def _source_line(found: Catalogue, count: int) -> str:
     age_s = found.age_s(unix_now())
     aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
-    expected = "rates are predicted from data sheets; 9 of 10 machines are expected within the interval"
-    return f"{count} offers from {found.source}{aged}; {expected}"
+    return f"{count} offers from {found.source}{aged}; 9 of 10 machines are expected within the interval"
+
+
+def _experience_line(known: Experience, kinds: set[str]) -> str:
+    """Where rates are from."""
+    measured = {kind: known.belief(kind).machines for kind in sorted(kinds & set(known.ratios)) if known.ratios[kind]}
+    newest = known.newest_unix_s()
+    if not measured or newest is None:
+        return "rates are predicted from data sheets: no earlier run on this machine measured one of these kinds"
+    counts = ", ".join(f"{kind} ({count})" for kind, count in measured.items())
+    aged = format_duration(max(0.0, unix_now() - newest))
+    return f"rates corrected by machines of earlier runs, newest {aged} ago: {counts}; others by data sheets alone"
 
 
 def _table(shown: Sequence[Ranked]) -> Any:
@@ -113,11 +128,13 @@ def _table(shown: Sequence[Ranked]) -> Any:
         machine = f"{offer.gpu_count} x {one.kind or offer.gpu}"
         where = (offer.provider, offer.region, machine, "spot" if offer.is_spot else "", f"{offer.usd_per_hour:.3f}")
         if one.refusal:
-            table.add_row(*where, "0", "", f"not this model: {one.refusal}", "")
+            table.add_row(*where, "0", "", "", f"not this model: {one.refusal}", "")
             continue
         usd = f"{one.usd_per_million:.3f} ({one.usd_low:.3f} to {one.usd_high:.3f})"
         egress = f"{one.egress_usd_per_gib:.3f}" if one.egress_usd_per_gib else ""
-        table.add_row(*where, str(one.sequences), f"{one.tokens_per_s:.0f}", usd, egress)
+        table.add_row(
+            *where, str(one.sequences), f"{one.tokens_per_s:.0f}", str(one.machines_measured or ""), usd, egress
+        )
     return table
 
 

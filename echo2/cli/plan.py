@@ -14,9 +14,11 @@ from echo2.cli.options import make_importable
 from echo2.cli.run_shape import learner_line, lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
+from echo2.coordinator.runtime import experience_file
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.experience import JOIN_S
 from echo2.cost_model.memory import fewest_gpus
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
@@ -169,7 +171,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Poo
         link=fields.link(12.5e6, 50e6, 0.08),
         provider=fields.text("provider", ""),
         hazard_per_hour=fields.number("hazard_per_hour", 0.0),
-        join_s=fields.seconds("join", 120.0),
+        join_s=fields.seconds("join", JOIN_S),
         apply_s=fields.seconds("apply", 1.0),
         swap_s=fields.seconds("swap", 0.0),
         slots=int(fields.number("slots", 0)),
@@ -202,7 +204,10 @@ def question_of(
     learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, catalogue)
     for fields in (model, lengths):
         fields.done()
-    return PlanQuestion(size, lengths_of(config), learner, _wishes(config), tokens, tuple(offers), catalogue), origin
+    known = experience_file.known(experience_file.place(config.coordinator.machines_file))
+    return PlanQuestion(
+        size, lengths_of(config), learner, _wishes(config), tokens, tuple(offers), catalogue, known
+    ), origin
 
 
 def size_of(billions: float) -> ModelSize | None:

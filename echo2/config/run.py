@@ -249,6 +249,12 @@ class CoordinatorSection(Section):
         Field(description="The planner's wishes are shown, wait for a button, or are acted on within the budget."),
     ] = "auto"
     offers: Annotated[str, Field(description="TOML file of the machines that may be rented; empty: by hand only.")] = ""
+    machines_file: Annotated[
+        str,
+        Field(
+            description="What machines of each kind delivered in earlier runs, kept and used; empty: nothing is kept."
+        ),
+    ] = "~/.local/share/echo2/machines.json"
     over_provision: Annotated[
         float, Field(ge=1, le=4, description="Groups in flight against what the plan asks; above 1 stragglers move.")
     ] = 1.0

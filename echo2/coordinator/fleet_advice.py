@@ -9,13 +9,14 @@ budget. Each wish says why. Leaves to others: acting on it (runtime/provisioner)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.worth import CLAIM_MARGIN
+from echo2.cost_model.kinds import kind_of_name
 from echo2.cost_model.plan import Limit, Plan
 
 IDLE_RELEASE_S = 600.0
@@ -80,21 +81,27 @@ class Purse:
         return int(max(0.0, min(room / usd_per_hour + 1e-9, float(RENT_AT_ONCE))))
 
 
-def rates_by_gpu(members: Iterable[Member]) -> dict[str, float]:
-    """Median rollouts per second of workers that have delivered, by GPU; of all under the empty name."""
+def kind_text(gpu: str, kinds: Collection[str]) -> str:
+    """One text for all names of a kind: `2 x NVIDIA L4` and `2 x L4`; as it is where the catalogue does not know it."""
+    kind, count = kind_of_name(gpu, kinds)
+    return gpu if not kind else kind if count == 1 else f"{count} x {kind}"
+
+
+def rates_by_gpu(members: Iterable[Member], kinds: Collection[str]) -> dict[str, float]:
+    """Median rollouts per second of workers that have delivered, by `kind_text`; of all under the empty name."""
     found: dict[str, list[float]] = {}
     for member in members:
         rate = member.heartbeat.rollouts_per_s
         if member.delivered_per_s is not None:
             rate = min(rate, CLAIM_MARGIN * member.delivered_per_s)
         if rate > 0 and member.last_liveness is Liveness.ALIVE:
-            for gpu in {member.hello.gpu, ""}:
+            for gpu in {kind_text(member.hello.gpu, kinds), ""}:
                 found.setdefault(gpu, []).append(rate)
     return {gpu: median(rates) for gpu, rates in found.items()}
 
 
 def rate_of(offer: MachineOffer, rates: Mapping[str, float]) -> float:
-    """Rollouts per second of one machine; 0 while nobody knows."""
+    """Rollouts per second of one machine, its GPU named as `rates` names it; 0 while nobody knows."""
     return offer.rollouts_per_s or (rates.get(offer.gpu, 0.0) if offer.gpu else rates.get("", 0.0))
 
 

@@ -13,7 +13,15 @@ from echo2.coordinator.telemetry import Heartbeat, LinkReport
 from echo2.cost_model.calibration import Estimate, RobustEstimator
 
 WINDOW = 7
-OF_BEAT = ("rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "apply_s", "swap_s")
+OF_BEAT = (
+    "rollouts_per_s",
+    "tokens_per_s",
+    "rollout_s_mean",
+    "rollout_s_p95",
+    "apply_s",
+    "swap_s",
+    "running_sequences",
+)
 OF_LINK = ("uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
 
 

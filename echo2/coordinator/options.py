@@ -41,6 +41,7 @@ class CoordinatorOptions:
     `folder`: the run's folder; state lies in it, and join links are written there. Ports 0: any free one.
     `database_url` empty: SQLite in the folder. `dashboard_host` empty: `host`. `steps_between_plans_s`: the planner
     runs again at least so often. `offers_file`: machines that may be rented; None: `manual` and `local` by hand alone.
+    `machines_file`: what machines of each kind did in earlier runs, which this run adds to; None: nothing is kept.
     `over_provision` above 1: so many times the groups that the plan asks for are let in, and a step's stragglers are
     stopped once it has begun, to go on elsewhere (long_tail). `quantised_workers`: workers may generate by rounded
     weights, which they say when they come. `model_path`: the base checkpoint, hub id or folder, as join commands name
@@ -71,6 +72,7 @@ class CoordinatorOptions:
     usd_budget: float = 0.0
     planner_mode: PlannerMode = PlannerMode.AUTO
     offers_file: Path | None = None
+    machines_file: Path | None = None
     model_path: str = ""
     over_provision: float = 1.0
     quantised_workers: bool = False

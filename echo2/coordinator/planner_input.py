@@ -26,7 +26,8 @@ from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.telemetry import LearnerHello, LinkReport
 from echo2.coordinator.worth import CLAIM_MARGIN
 from echo2.cost_model.catalogue import GpuType
-from echo2.cost_model.offers import SPOT_HAZARD_PER_HOUR
+from echo2.cost_model.experience import NO_EXPERIENCE, Experience
+from echo2.cost_model.kinds import kind_of_name
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -120,15 +121,22 @@ def believed_rate(member: Member) -> float:
     return min(claimed, CLAIM_MARGIN * member.delivered_per_s) if member.delivered_per_s else claimed
 
 
-def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Mapping[str, GpuType]) -> Speed:
-    """Of a worker with a GPU of this kind that has not been measured, from those that have been, each with its kind: the
-    median of its own kind; else that of all, each brought to this GPU by the catalogue's rates, and its rollouts' seconds
-    by the catalogue's bandwidths; else that of all as it is."""
-    kin = [speed for gpu, speed in measured if gpu == kind]
-    own = catalogue.get(kind)
-    if not kin and own is not None:
-        known = ((catalogue.get(gpu), speed) for gpu, speed in measured)
-        kin = [_brought_over(speed, gpu, own) for gpu, speed in known if gpu is not None]
+def prior_speed(
+    gpu: str,
+    measured: Sequence[tuple[str, Speed]],
+    catalogue: Mapping[str, GpuType],
+    experience: Experience = NO_EXPERIENCE,
+) -> Speed:
+    """Of a worker that names this GPU and has not been measured, from those that have been, each with its GPU's name: the
+    median of its own kind; else that of all, each brought to this GPU by the catalogue's rates and what earlier runs saw of
+    both kinds, and its rollouts' seconds by the catalogue's bandwidths; else that of all as it is."""
+    own = kind_of_name(gpu, catalogue)
+    named = [(kind_of_name(name, catalogue), speed) for name, speed in measured]
+    kin = [
+        speed for (name, _), (kind, speed) in zip(measured, named, strict=True) if name == gpu or kind == own != ("", 1)
+    ]
+    if not kin and own[0]:
+        kin = [_brought_over(speed, kind, own, catalogue, experience) for kind, speed in named if kind[0]]
     speeds = kin or [speed for _, speed in measured]
     return Speed(
         median(one.rollouts_per_s for one in speeds),
@@ -138,11 +146,15 @@ def prior_speed(kind: str, measured: Sequence[tuple[str, Speed]], catalogue: Map
     )
 
 
-def _brought_over(speed: Speed, of: GpuType, to: GpuType) -> Speed:
+def _brought_over(
+    speed: Speed, of: tuple[str, int], to: tuple[str, int], catalogue: Mapping[str, GpuType], experience: Experience
+) -> Speed:
     """Where keys and values take a step's time, tokens/s follow the bandwidth; where weights do, the memory too, which holds
-    more sequences for one reading of them: between the two by the root."""
-    quicker = to.bandwidth_gb_per_s / of.bandwidth_gb_per_s
-    faster = quicker * (to.memory_gib / of.memory_gib) ** 0.5
+    more sequences for one reading of them: between the two by the root. `of` and `to`: a kind and how many of it."""
+    source, target = catalogue[of[0]], catalogue[to[0]]
+    quicker = target.bandwidth_gb_per_s / source.bandwidth_gb_per_s
+    quicker *= experience.belief(to[0]).ratio / experience.belief(of[0]).ratio
+    faster = quicker * (target.memory_gib / source.memory_gib) ** 0.5 * to[1] / of[1]
     return Speed(
         speed.rollouts_per_s * faster,
         speed.tokens_per_s * faster,
@@ -151,7 +163,24 @@ def _brought_over(speed: Speed, of: GpuType, to: GpuType) -> Speed:
     )
 
 
-def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool) -> WorkerEstimate:
+@dataclass(frozen=True, slots=True)
+class Rented:
+    """How a worker's machine is rented: by its own word, where the run did not rent it. Losses and joins go by it."""
+
+    provider: str
+    kind: str
+    is_spot: bool
+
+    @classmethod
+    def of(cls, member: Member, kinds: Mapping[str, GpuType]) -> Rented:
+        hello = member.hello
+        return cls(hello.provider, kind_of_name(hello.gpu, kinds)[0], hello.is_spot)
+
+
+def _worker(
+    member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool, expected: tuple[float, float]
+) -> WorkerEstimate:
+    """`expected`: losses an hour and seconds until it works."""
     return WorkerEstimate(
         worker_id=member.peer_id,
         rollouts_per_s=speed.rollouts_per_s,
@@ -160,8 +189,8 @@ def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float
         rollout_s_mean=speed.rollout_s_mean,
         rollout_s_tail=speed.rollout_s_tail,
         tokens_per_s=speed.tokens_per_s,
-        join_s=0.0 if member.heartbeat.version is not None else 60.0,
-        hazard_per_hour=SPOT_HAZARD_PER_HOUR if member.hello.is_spot else 0.0,
+        join_s=0.0 if member.heartbeat.version is not None else expected[1],
+        hazard_per_hour=expected[0],
         apply_s=member.measures.value("apply_s"),
         swap_s=min(member.measures.value("swap_s"), swap_s_max),
         provider=member.hello.provider,
@@ -184,12 +213,18 @@ def is_spreading(board: LearnerBoard, now: float) -> bool:
 class SnapshotMaker:
     """Makes one snapshot, some workers at a time, so that a large fleet's need not hold up everything else.
 
-    Each worker is told as it is when its turn comes. `catalogue`: priors by GPU.
+    Each worker is told as it is when its turn comes. `catalogue`: priors by GPU; `experience`: of earlier runs.
     """
 
     def __init__(
-        self, board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
+        self,
+        board: LearnerBoard,
+        members: Sequence[Member],
+        now: float,
+        catalogue: Mapping[str, GpuType],
+        experience: Experience = NO_EXPERIENCE,
     ) -> None:
+        self._experience = experience
         self._board, self._members, self._now, self._catalogue = board, members, now, catalogue
         there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
         proven = [m for m in there if not m.is_newcomer or m.setting is OperatorSetting.ACTIVE]
@@ -215,12 +250,15 @@ class SnapshotMaker:
         for member in self._living[done : done + count]:
             known = self._measured.get(member.peer_id)
             speed = known[1] if known else self._prior(member.hello.gpu)
-            self._workers.append(_worker(member, speed, known is not None, swap_s_max, self._spreads))
+            rented = Rented.of(member, self._catalogue)
+            hazard = self._experience.hazard_per_hour(rented.provider, rented.kind, rented.is_spot)
+            join_s = self._experience.join_s(rented.provider, rented.kind, rented.is_spot)
+            self._workers.append(_worker(member, speed, known is not None, swap_s_max, self._spreads, (hazard, join_s)))
 
     def _prior(self, kind: str) -> Speed:
         """The same for all of a kind."""
         if kind not in self._priors:
-            self._priors[kind] = prior_speed(kind, list(self._measured.values()), self._catalogue)
+            self._priors[kind] = prior_speed(kind, list(self._measured.values()), self._catalogue, self._experience)
         return self._priors[kind]
 
     def snapshot(self) -> FleetSnapshot:

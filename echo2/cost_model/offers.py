@@ -9,26 +9,21 @@ in silence. Leaves to others: fetching and keeping catalogues (coordinator/runti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.cost_model.catalogue import GpuType
-from echo2.cost_model.rates import Belief, belief
+from echo2.cost_model.experience import NO_EXPERIENCE, Experience
+from echo2.cost_model.kinds import MEMORY_TOLERANCE
 from echo2.cost_model.roofline import tokens_per_s
 from echo2.cost_model.sizing import FILL, ModelSize, RunLengths, gpu_fit, spread_speed
 
-SPOT_HAZARD_PER_HOUR = 0.05
-"""Losses of a spot machine, a prior."""
-JOIN_S = 300.0
-"""From renting to the first rollout: image, model, first weights; a prior."""
 GPUS_MAX = 16
 EGRESS_USD_PER_GIB: Mapping[str, float] = {
     "aws": 0.09, "gcp": 0.12, "azure": 0.087, "oci": 0.0085, "digitalocean": 0.01, "vultr": 0.01,
 }  # fmt: skip
 """List prices of traffic to the internet, mid 2026, as far as providers print them; of others none is known and 0 is taken."""
-MEMORY_TOLERANCE = 0.15
-"""Between the memory that a provider names and that of the data sheet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,34 +100,33 @@ def kind_of(offer: MarketOffer, catalogue: Mapping[str, GpuType]) -> str:
     return name if apart <= MEMORY_TOLERANCE else ""
 
 
-def useful_share(is_spot: bool) -> float:
-    """Of the hours paid: what a spot machine's replacements leave."""
-    lost = SPOT_HAZARD_PER_HOUR * JOIN_S / 3600 if is_spot else 0.0
-    return 1.0 / (1.0 + lost)
+def useful_share(hazard_per_hour: float, join_s: float) -> float:
+    """Of the hours paid: what the replacements of lost machines leave."""
+    return 1.0 / (1.0 + hazard_per_hour * join_s / 3600)
 
 
 class Ranker:
-    """Ranks offers for one model and run. `ratios`: by kind, delivered over predicted, one a machine.
-    `tokens_each`: in a sequence's cache on average; 0: half of the longest."""
+    """Ranks offers for one model and run. `tokens_each`: in a sequence's cache on average; 0: half of the longest."""
 
     def __init__(
         self,
         size: ModelSize,
         run: RunLengths,
         catalogue: Mapping[str, GpuType],
-        ratios: Mapping[str, Sequence[float]] | None = None,
+        experience: Experience = NO_EXPERIENCE,
         tokens_each: float = 0.0,
     ) -> None:
         self._tokens_each = tokens_each
         self._size, self._run, self._catalogue = size, run, catalogue
-        self._ratios = ratios or {}
-        self._beliefs: dict[str, Belief] = {}
+        self._experience = experience
+        self._shares: dict[tuple[str, str, bool], float] = {}
+        self._kinds: dict[tuple[str, float], str] = {}
         self._rates: dict[tuple[str, int], tuple[int, float] | str] = {}
 
     def ranked(self, offers: Iterable[MarketOffer], wish: OfferFilter | None = None) -> list[Ranked]:
         """Cheapest per million useful tokens first; those that cannot serve come last."""
         wish = wish or OfferFilter()
-        kinds = ((offer, kind_of(offer, self._catalogue)) for offer in offers)
+        kinds = ((offer, self._kind(offer)) for offer in offers)
         found = [self._rank(offer, kind) for offer, kind in kinds if wish.lets(offer, kind)]
         return sorted(found, key=lambda one: (bool(one.refusal), one.usd_per_million, one.offer.usd_per_hour))
 
@@ -142,15 +136,25 @@ class Ranker:
         if isinstance(rate, str):
             return Ranked(offer, kind, 0, 0.0, math.inf, math.inf, math.inf, 0, egress, rate)
         sequences, predicted = rate
-        told = self._beliefs.setdefault(kind, belief(self._ratios.get(kind, ())))
-
-        def usd(ratio: float) -> float:
-            return offer.usd_per_hour / (predicted * ratio * useful_share(offer.is_spot) * 3600 / 1e6)
-
+        told = self._experience.belief(kind)
+        at_one = offer.usd_per_hour / (predicted * self._useful(offer, kind) * 3600 / 1e6)
         return Ranked(
-            offer, kind, sequences, predicted * told.ratio, usd(told.ratio), usd(told.high), usd(told.low),
+            offer, kind, sequences, predicted * told.ratio, at_one / told.ratio, at_one / told.high, at_one / told.low,
             told.machines, egress,
         )  # fmt: skip
+
+    def _kind(self, offer: MarketOffer) -> str:
+        named = (offer.gpu, offer.gpu_memory_gib)
+        if named not in self._kinds:
+            self._kinds[named] = kind_of(offer, self._catalogue)
+        return self._kinds[named]
+
+    def _useful(self, offer: MarketOffer, kind: str) -> float:
+        rented = (offer.provider, kind, offer.is_spot)
+        if rented not in self._shares:
+            known = self._experience
+            self._shares[rented] = useful_share(known.hazard_per_hour(*rented), known.join_s(*rented))
+        return self._shares[rented]
 
     def _rate(self, kind: str, gpu_count: int) -> tuple[int, float] | str:
         """Sequences and tokens/s of a whole machine, or why there is none."""

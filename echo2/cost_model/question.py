@@ -15,6 +15,7 @@ from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
 from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
 from echo2.cost_model.catalogue import GpuType, WorkerPrior, gpu_of, worker_prior
+from echo2.cost_model.experience import JOIN_S, NO_EXPERIENCE, Experience
 from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -39,7 +40,7 @@ class PoolOffer:
     link: LinkEstimate
     provider: str = ""
     hazard_per_hour: float = 0.0
-    join_s: float = 120.0
+    join_s: float = JOIN_S
     apply_s: float = 1.0
     swap_s: float = 0.0
     slots: int = 0
@@ -81,6 +82,7 @@ class PlanQuestion:
     tokens: TokenCounts
     offers: tuple[PoolOffer, ...]
     catalogue: Mapping[str, GpuType]
+    experience: Experience = NO_EXPERIENCE
 
     @property
     def tokens_in_cache(self) -> float:
@@ -95,7 +97,8 @@ class PlanQuestion:
     def prior(self, offer: PoolOffer) -> WorkerPrior:
         """Slots and rate of one offered machine."""
         prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model, self.lengths, self.tokens_in_cache)
-        return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or prior.tokens_per_s)
+        expected = prior.tokens_per_s * self.experience.belief(offer.gpu).ratio
+        return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or expected)
 
     def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:
         """One offered machine as the planner sees it. Prices are per GPU, and a worker may need several."""

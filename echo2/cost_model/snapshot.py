@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
+from echo2.cost_model.experience import JOIN_S
 
 STALENESS_BOUND_MAX = 64
 WORKERS_MAX = 100_000
@@ -79,7 +80,7 @@ class WorkerEstimate:
     rollout_s_tail: float
     tokens_per_s: float = 0.0
     rollout_s_max: float = 0.0
-    join_s: float = 60.0
+    join_s: float = JOIN_S
     hazard_per_hour: float = 0.0
     apply_s: float = 0.0
     swap_s: float = 0.0

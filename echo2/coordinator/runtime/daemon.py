@@ -29,12 +29,14 @@ from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.ending import until_settled
 from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
+from echo2.coordinator.runtime.experience_file import known
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.pauses import Pauses, ShortPauses
 from echo2.coordinator.runtime.planning import Planning
 from echo2.coordinator.runtime.probe import ProbeService
 from echo2.coordinator.runtime.providers.offers import MakeProvider, load_offers, make_provider
+from echo2.coordinator.runtime.remembering import remember
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import OpenedPage
@@ -144,6 +146,7 @@ class CoordinatorDaemon:
         store = self._open_store(url, options.run_id, keys / "state.mark")
         files.callback(store.close)
         saved = store.load()
+        await asyncio.to_thread(known, options.machines_file)  # a file that makes no sense ends the start
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
         ports = saved.meta
         services, enrolment = tls.new_server(SERVICES), tls.new_enrolment_server()
@@ -179,7 +182,7 @@ class CoordinatorDaemon:
         dashboard = page_port.page(commands, options.folder, own)
         self.dashboard_url = dashboard.url
         await self._run_until_stopped(
-            hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses), _checkpoints(store)
+            hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses), _checkpoints(store), remember(hub)
         )
 
     def _is_banned(self, peer: PeerId) -> bool:

@@ -10,15 +10,17 @@ from collections.abc import Container
 from echo2.base.clock import Clock
 from echo2.base.ids import PeerId
 from echo2.coordinator import accounts
+from echo2.coordinator.fleet_advice import kind_text
 from echo2.coordinator.membership import Member, Membership
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.pricing import PriceLimit, price_limit
 from echo2.coordinator.provisioning import MachineOffer, RentedMachine
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.tokens import TokenBook
 
 
 class Money:
-    """`machines`: all that were ever rented in this run, by id; `offers`: what may be rented."""
+    """`machines`: all that were ever rented in this run, by id; `offers`: what may be rented, GPUs named by `kind_text`."""
 
     def __init__(self, membership: Membership, tokens: TokenBook, clock: Clock) -> None:
         self._membership, self._tokens, self._clock = membership, tokens, clock
@@ -46,7 +48,8 @@ class Money:
         """What this worker may ask without the operator's word."""
         machines = (machine for machine in self.machines.values() if machine.is_open)
         own = next((machine for machine in machines if member in self.workers_of(machine)), None)
-        return price_limit(own, self.offers, member.hello.gpu, options.usd_per_hour_cap, options.usd_budget)
+        gpu = kind_text(member.hello.gpu, built_in_catalogue())
+        return price_limit(own, self.offers, gpu, options.usd_per_hour_cap, options.usd_budget)
 
     def sums(self) -> accounts.FleetCosts:
         """The bill and its useful share."""

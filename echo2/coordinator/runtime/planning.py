@@ -17,6 +17,7 @@ from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, mark_shunned, needs_of, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.coordinator.runtime.experience_file import known
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.coordinator.trials import Trials
@@ -44,7 +45,7 @@ def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None
 async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
     """The fleet as the planner is told of it; None while too little is known. Leases are served meanwhile."""
     members = list(hub.membership.members.values())
-    maker = SnapshotMaker(hub.board, members, hub.clock.now(), built_in_catalogue())
+    maker = SnapshotMaker(hub.board, members, hub.clock.now(), built_in_catalogue(), known(hub.options.machines_file))
     if not maker.is_possible:
         return None
     while not maker.is_whole:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet_advice import FleetAdvice, Purse, advise, rates_by_gpu
+from echo2.coordinator.fleet_advice import FleetAdvice, Purse, advise, kind_text, rates_by_gpu
 from echo2.coordinator.membership import Member
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, RentedMachine, Sighting, machine_prefix
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.preemption import preempted, send_home
 from echo2.coordinator.saved import PaidAction
@@ -48,9 +50,10 @@ class Provisioner:
         make_link: Callable[[str, int], tuple[Token, str]],
     ) -> None:
         self._hub, self._make_link, self._providers = hub, make_link, dict(providers)
-        self.offers = {offer.name: offer for offer in offers}
+        kinds = built_in_catalogue()
+        self.offers = {offer.name: replace(offer, gpu=kind_text(offer.gpu, kinds)) for offer in offers}
         self.machines = hub.money.machines
-        hub.money.offers = tuple(offers)
+        hub.money.offers = tuple(self.offers.values())
         self.advice = FleetAdvice(reason="nothing has been looked at yet")
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -275,7 +278,7 @@ class Provisioner:
             return
         machines = list(self.machines.values())
         workers = {machine.machine_id: self.workers_of(machine) for machine in machines if machine.is_open}
-        rates = rates_by_gpu(hub.membership.members.values())
+        rates = rates_by_gpu(hub.membership.members.values(), built_in_catalogue())
         offers = list(self.offers.values())
         self.advice = advise(hub.plan, offers, machines, workers, rates, self.purse(), hub.clock.now())
 

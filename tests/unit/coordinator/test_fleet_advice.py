@@ -78,7 +78,7 @@ def test_machines_on_their_way_count_as_there() -> None:
 def test_an_offer_that_nobody_has_measured_is_tried_with_one() -> None:
     (wish,) = advise(plan(3, 9), [SMALL], [], {}, {}, Purse(1, 0), NOW).rent
     assert (wish.count, "nobody has measured" in wish.reason) == (1, True)
-    assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)]) == {"H100": 5.0, "": 5.0}
+    assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
 
 
 def test_cap_and_budget_bound_what_is_rented() -> None:

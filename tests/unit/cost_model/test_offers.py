@@ -11,6 +11,7 @@ import pytest
 from echo2.base.errors import ConfigError
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.cost_model.catalogue import worker_prior
+from echo2.cost_model.experience import Experience, KindRecord
 from echo2.cost_model.offers import MarketOffer, OfferFilter, Ranker, kind_of, offer_from_row, useful_share
 from echo2.cost_model.sizing import RunLengths
 
@@ -23,7 +24,8 @@ OLD = MarketOffer("aws", "g4", "us-east-1", "T4", 1, 16, 0.5, False)
 
 
 def ranker(model: str = "qwen3-4b", **ratios: list[float]) -> Ranker:
-    return Ranker(MODELS[model], RUN, CATALOGUE, ratios)
+    records = tuple(KindRecord(f"r{kind}", kind, "", False, 0.0, tuple(seen)) for kind, seen in ratios.items())
+    return Ranker(MODELS[model], RUN, CATALOGUE, Experience(records))
 
 
 def test_the_unit_price_is_the_hours_over_what_they_bring() -> None:
@@ -31,7 +33,9 @@ def test_the_unit_price_is_the_hours_over_what_they_bring() -> None:
     prior = worker_prior(CATALOGUE["RTX4090"], MODELS["qwen3-4b"], RUN)
     assert prior.gpu_count == 1 and found["a"].tokens_per_s == pytest.approx(prior.tokens_per_s)
     assert found["a"].usd_per_million == pytest.approx(0.34 / (prior.tokens_per_s * 3600) * 1e6)
-    assert found["b"].usd_per_million == pytest.approx(0.20 / (prior.tokens_per_s * 3600 * useful_share(True)) * 1e6)
+    assert found["b"].usd_per_million == pytest.approx(
+        0.20 / (prior.tokens_per_s * 3600 * useful_share(0.05, 300)) * 1e6
+    )
     assert found["p5"].sequences == 8 * 256 and found["p5"].egress_usd_per_gib > 0
 
 
