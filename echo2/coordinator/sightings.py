@@ -37,7 +37,7 @@ TOKENS_HELD = 0.75
 
 
 @dataclass(slots=True)
-class Sighting:
+class SeenMachine:
     """One worker. `is_certain`: the run rented its machine. `ratio`: delivered over predicted; None: not known."""
 
     kind: str
@@ -54,7 +54,7 @@ class Sighting:
 class Sightings:
     run_id: RunId
     catalogue: Mapping[str, GpuType]
-    seen: dict[PeerId, Sighting] = field(default_factory=dict)
+    seen: dict[PeerId, SeenMachine] = field(default_factory=dict)
     _began: float | None = None
     _looked_at: float | None = None
 
@@ -88,7 +88,7 @@ class Sightings:
                 ratio = self._ratio(member, size, lengths, held)
                 sighting.ratio = sighting.ratio if ratio is None else ratio
 
-    def _sighting(self, member: Member, machine: tuple[RentedMachine, MachineOffer] | None, now: float) -> Sighting:
+    def _sighting(self, member: Member, machine: tuple[RentedMachine, MachineOffer] | None, now: float) -> SeenMachine:
         """Made when the worker has first delivered: its join lasted until then."""
         known = self.seen.get(member.peer_id)
         if known is not None:
@@ -96,7 +96,7 @@ class Sightings:
         gpu = machine[1].gpu if machine is not None and machine[1].gpu else member.hello.gpu
         kind = kind_of_name(gpu, self.catalogue)[0]
         is_certain = machine is not None and bool(machine[1].gpu)
-        made = Sighting("" if kind == CPU else kind, member.hello.provider, member.hello.is_spot, is_certain)
+        made = SeenMachine("" if kind == CPU else kind, member.hello.provider, member.hello.is_spot, is_certain)
         if machine is not None:
             made.provider, made.is_spot = machine[1].provider, machine[1].is_spot
             if self._began is not None and machine[0].rented_at >= self._began:  # else it joined in an earlier process
@@ -120,7 +120,7 @@ class Sightings:
 
     def records(self, unix_s: float) -> tuple[KindRecord, ...]:
         """One for each kind, provider and way of renting of which enough was seen."""
-        groups: dict[tuple[str, str, bool], list[Sighting]] = {}
+        groups: dict[tuple[str, str, bool], list[SeenMachine]] = {}
         for one in self.seen.values():
             if one.kind:
                 groups.setdefault((one.kind, one.provider, one.is_spot), []).append(one)
