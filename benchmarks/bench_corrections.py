@@ -5,7 +5,7 @@ that knows the format only, sampling from a copy of itself that is S optimiser s
 sampling and training, masters float32, as in a real run. The learning rate is two thousand times that of a large model,
 so staleness bites early: read the table for the order of the methods, not for the S that a large model bears.
 
-    python -m benchmarks.bench_corrections              # 10 methods, S = 0 2 4 8 16, 3 seeds: about ten minutes on two cores
+    python -m benchmarks.bench_corrections              # 15 methods, S = 0 2 4 8 16, 3 seeds: a quarter of an hour on two cores
     python -m benchmarks.bench_corrections --quick      # 3 methods, S = 0 4, 1 seed: under a minute
     python -m benchmarks.bench_corrections --seconds 200  # begins no run after 200 s; the next call goes on from there
 
@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,12 +42,12 @@ from echo2.learner.correction import (
 from echo2.learner.loss import (
     BatchTotals,
     Normalisation,
-    Objective,
     PackedTokens,
     PolicyLossConfig,
     loss_metrics,
     policy_loss,
 )
+from echo2.learner.objectives import Objective, ObjectiveConfig
 from echo2.tasks.sort_digits import ALPHABET, SortDigits, format_only_target
 from echo2.tasks.split import TaskSplit
 
@@ -67,21 +67,34 @@ class Method:
 
     correction: Correction
     advantage: str = "grpo"
-    objective: Objective = Objective.TOKEN_CLIP
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     scales_learning_rate: bool = False
-    is_clipped: bool = True
+    normalisation: Normalisation = Normalisation.DAPO
 
 
 METHODS: Mapping[str, Method] = {
     "none": Method(Correction.NONE),
     "behaviour": Method(Correction.BEHAVIOUR_RATIO),
-    "unclipped": Method(Correction.BEHAVIOUR_RATIO, is_clipped=False),  # what `behaviour` is without its clip
+    # What `behaviour` is without its clip.
+    "unclipped": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(clip_low=1.0, clip_high=1e9)),
     "tis_token": Method(Correction.TIS_TOKEN),
     "tis_sequence": Method(Correction.TIS_SEQUENCE),
     "masked": Method(Correction.MASKED),
     "masked_sequence": Method(Correction.MASKED_SEQUENCE),
     "decoupled": Method(Correction.DECOUPLED),
-    "gspo": Method(Correction.BEHAVIOUR_RATIO, objective=Objective.GSPO),
+    "gspo": Method(
+        Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.GSPO), normalisation=Normalisation.GRPO
+    ),
+    # What echo2 takes by itself where S is above 4.
+    "gspo + luspo": Method(
+        Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.GSPO), normalisation=Normalisation.LUSPO
+    ),
+    "cispo": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.CISPO, clip_high=4.0)),
+    "sapo": Method(
+        Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.SAPO), normalisation=Normalisation.GRPO
+    ),
+    "vespo": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.VESPO)),
+    "m2po": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.M2PO)),
     "vcpo": Method(Correction.TIS_SEQUENCE, advantage="vcpo", scales_learning_rate=True),
 }
 
@@ -173,11 +186,7 @@ class Learner:
         self.masters = [p.detach().clone() for p in self.model.parameters()]
         self.optimiser = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
         correction = CorrectionConfig(self.method.correction)
-        is_sequence = self.method.objective is Objective.GSPO
-        normalisation = Normalisation.GRPO if is_sequence else Normalisation.DAPO
-        self.config = PolicyLossConfig(self.method.objective, normalisation, correction)
-        if not self.method.is_clipped:
-            self.config = replace(self.config, clip_low=1.0, clip_high=1e9)
+        self.config = PolicyLossConfig(self.method.objective, self.method.normalisation, correction)
         self._round()
 
     def step(self, samples: Samples, rewards: list[float]) -> None:
@@ -277,6 +286,26 @@ def rows_of(trials: list[Trial], rewards: Mapping[str, float]) -> list[dict[str,
     ]
 
 
+RECOMMENDED, LOSS_MAX = "gspo + luspo", 0.05
+
+
+def loss_of_recommended(rows: list[dict[str, object]], bounds: list[int]) -> list[dict[str, object]]:
+    """What the method taken for large bounds loses from no staleness to the most."""
+    means = {str(row["name"]): float(str(row["value"])) for row in rows}
+    first, last = (means.get(f"reward {RECOMMENDED} S={bound}") for bound in (bounds[0], bounds[-1]))
+    if first is None or last is None or bounds[0] == bounds[-1]:
+        return []
+    return [
+        {
+            "name": f"reward lost by {RECOMMENDED} from S={bounds[0]} to S={bounds[-1]}",
+            "value": round(first - last, 4),
+            "unit": "reward",
+            "target": LOSS_MAX,
+            "better": "lower",
+        }
+    ]
+
+
 def print_table(rows: list[dict[str, object]], methods: list[str], bounds: list[int]) -> None:
     cell = {str(row["name"]): row for row in rows}
     print("\n| method | " + " | ".join(f"S={s}" for s in bounds) + " |")
@@ -337,8 +366,11 @@ def main() -> None:
         return
     rows = rows_of(trials, rewards)
     print_table(rows, options.methods, options.staleness)
+    lost = loss_of_recommended(rows, options.staleness)
+    for row in lost:
+        print(f"\n{row['name']}: {row['value']} (target: at most {row['target']})")
     if not options.quick:
-        (RESULTS / "corrections.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (RESULTS / "corrections.json").write_text(json.dumps(rows + lost, indent=1) + "\n")
         plot(rows, options.methods, options.staleness)
 
 

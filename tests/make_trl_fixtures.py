@@ -2,7 +2,7 @@
 
 Run by hand, in an environment of its own (`pip install trl torch`), whenever TRL changes:
 
-    python tests/make_trl_fixtures.py
+    python -P tests/make_trl_fixtures.py
 
 TRL's own code computes rewards to advantages, importance ratios, loss and gradient. Only the model's forward pass is
 scripted: the log-probabilities are given numbers, so that both sides start from the same ones. Rollouts come through
@@ -70,6 +70,34 @@ def cases() -> Iterator[dict[str, Any]]:
     yield {"loss_type": "dapo", "old": "proximal", "mode": "token_truncate", "clip_min": None, "clip_max": 1e6}
     for scale in ("none", "batch"):
         yield {"loss_type": "dapo", "old": "proximal", "scale_rewards": scale}
+    yield from soft_cases()
+
+
+def soft_cases() -> Iterator[dict[str, Any]]:
+    """Objectives without a clip on the surrogate, the lower bound of truncation, masking of off-policy rollouts."""
+    for old in ("proximal", "behaviour"):
+        yield {"loss_type": "cispo", "old": old, "epsilon_high": 1.1}
+        for loss_type in ("sapo", "vespo"):
+            yield {"loss_type": loss_type, "old": old}
+    yield {"loss_type": "cispo", "old": "proximal", "epsilon_high": 5.0, "accumulation": 2}
+    yield {"loss_type": "sapo", "old": "proximal", "accumulation": 2}
+    yield {"loss_type": "vespo", "old": "proximal", "accumulation": 2}
+    yield {"loss_type": "luspo", "old": "proximal", "importance_sampling_level": "sequence", "epsilon": 0.05}
+    yield {"loss_type": "luspo", "old": "behaviour", "importance_sampling_level": "sequence", "accumulation": 2}
+    yield {
+        "loss_type": "cispo",
+        "old": "proximal",
+        "epsilon_high": 5.0,
+        "mode": "token_truncate",
+        "clip_min": 0.8,
+        "clip_max": 1.3,
+    }
+    yield {"loss_type": "vespo", "old": "proximal", "mode": "token_truncate", "clip_min": None, "clip_max": 1.3}
+    yield {"loss_type": "vespo", "old": "proximal", "mode": "token_mask", "clip_min": 0.7, "clip_max": 1.3}
+    yield {"loss_type": "dapo", "old": "proximal", "mode": "token_truncate", "clip_min": 0.8, "clip_max": 1.3}
+    yield {"loss_type": "dapo", "old": "proximal", "mode": "sequence_truncate", "clip_min": 0.97, "clip_max": 1.3}
+    for loss_type in ("dapo", "grpo"):
+        yield {"loss_type": loss_type, "old": "behaviour", "off_policy_mask_threshold": 0.02}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -85,7 +113,7 @@ def trainer_for(case: dict[str, Any], data: dict[str, Any], folder: str) -> GRPO
         key: case[key]
         for key in (
             "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "scale_rewards",
-            "importance_sampling_level",
+            "importance_sampling_level", "off_policy_mask_threshold",
         )
         if key in case
     }  # fmt: skip

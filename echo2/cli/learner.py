@@ -14,6 +14,7 @@ from echo2.base.errors import ConfigError, EchoError
 from echo2.base.rollout import SamplingParams
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
+from echo2.cli.objective import policy_loss_of
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.resolved import gradient_checkpointing, threads
@@ -125,8 +126,6 @@ def _task_options(config: RunConfig) -> TaskOptions:
 
 def _trainer_options(config: RunConfig) -> TrainerOptions:
     from echo2.learner.advantage import ADVANTAGES
-    from echo2.learner.correction import Correction, CorrectionConfig
-    from echo2.learner.loss import Normalisation, Objective, PolicyLossConfig
     from echo2.learner.runtime.options import TrainerOptions
 
     learner = config.learner
@@ -146,15 +145,10 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         beta2=learner.beta2,
         weight_decay=learner.weight_decay,
         grad_clip=learner.grad_clip,
-        loss=PolicyLossConfig(
-            objective=Objective(learner.objective),
-            normalisation=Normalisation(learner.normalisation),
-            correction=CorrectionConfig(Correction(learner.correction), learner.is_cap),
-            clip_low=learner.clip_low,
-            clip_high=learner.clip_high,
-            ratio_ceiling=learner.ratio_ceiling or None,
-            kl_coefficient=learner.kl_coefficient,
-        ),
+        epsilon=learner.adam_epsilon,
+        loss=policy_loss_of(config),
+        updates_per_batch=learner.updates_per_batch,
+        trains_on_truncated=learner.train_on_truncated,
         advantage=ADVANTAGES[learner.advantage],
         token_budget=learner.token_budget,
         gradient_checkpointing=(

@@ -37,6 +37,10 @@ def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
         found["learner.threads"] = threads(cores or available_cores())
     if config.learner.gradient_checkpointing == "auto":
         found["learner.gradient_checkpointing"] = gradient_checkpointing(config)
+    if config.learner.objective == "auto":
+        found["learner.objective"] = objective(config)
+    if config.learner.normalisation == "auto":
+        found["learner.normalisation"] = normalisation(config)
     if config.model.path:
         size, origin = guessed_model_of(config.model.path)
         longest = lengths_of(config).of(size)
@@ -49,6 +53,38 @@ def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
         if not config.worker.slots:
             found["worker.slots"] = Resolved("by memory", f"sequences of {longest} tokens that fit: see echo2 doctor")
     return found
+
+
+TOKEN_CLIP_BOUND_MAX = 4
+"""Largest S at which the token-level clip learns about as much as on policy (benchmarks/results/corrections.json)."""
+
+
+def objective(config: RunConfig) -> Resolved[str]:
+    """Of the policy loss; what the user named, unless that is auto."""
+    named, bound = config.learner.objective, config.staleness.bound
+    if named != "auto":
+        return Resolved(named, "given")
+    if bound <= TOKEN_CLIP_BOUND_MAX:
+        return Resolved(
+            "token", f"the staleness bound {bound} is at most {TOKEN_CLIP_BOUND_MAX}: docs/algorithms.md has the table"
+        )
+    return Resolved(
+        "gspo",
+        f"the staleness bound {bound} is above {TOKEN_CLIP_BOUND_MAX}, where clipping by token loses: docs/algorithms.md",
+    )
+
+
+def normalisation(config: RunConfig) -> Resolved[str]:
+    """Of the policy loss: each objective's own, as its paper has it; luspo where gspo was chosen for a large bound."""
+    if config.learner.normalisation != "auto":
+        return Resolved(config.learner.normalisation, "given")
+    chosen = objective(config).value
+    if chosen == "gspo" and config.learner.objective == "auto":
+        return Resolved("luspo", "with gspo above a staleness bound of 4 it lost least: docs/algorithms.md")
+    by_rollout = chosen in ("gspo", "sapo")
+    return Resolved(
+        "grpo" if by_rollout else "dapo", "each rollout weighs the same" if by_rollout else "each token does"
+    )
 
 
 def threads(cores: int) -> Resolved[int]:

@@ -122,25 +122,59 @@ class LearnerSection(Section):
     ] = False
     beta1: Annotated[Fraction, Field(description="AdamW's first moment decay.")] = 0.9
     beta2: Annotated[Fraction, Field(description="AdamW's second moment decay.")] = 0.99
+    adam_epsilon: Annotated[Positive, Field(description="AdamW's epsilon, outside the root.")] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
     grad_clip: Annotated[Positive, Field(description="Largest global gradient norm.")] = 1.0
     advantage: Annotated[
         Literal["grpo", "dr_grpo", "batch_std", "rloo", "mc_grpo", "vcpo"],
         Field(description="Baseline and scale of group advantages (docs/algorithms.md)."),
     ] = "grpo"
+    updates_per_batch: Annotated[
+        Count, Field(description="Optimiser updates a step, each on its share of the groups; at most prompts_per_step.")
+    ] = 1
     objective: Annotated[
-        Literal["token", "gspo"], Field(description="Token-level clipped surrogate, or sequence-level ratios.")
-    ] = "token"
+        Literal["auto", "token", "gspo", "cispo", "sapo", "vespo", "m2po"],
+        Field(
+            description="Where the ratio is taken and what bounds it (docs/algorithms.md); auto: by the staleness bound."
+        ),
+    ] = "auto"
     normalisation: Annotated[
-        Literal["dapo", "bnpo", "dr_grpo", "grpo"], Field(description="What the summed loss is divided by.")
-    ] = "dapo"
+        Literal["auto", "dapo", "bnpo", "dr_grpo", "grpo", "luspo"],
+        Field(description="What the summed loss is divided by; auto: by the objective."),
+    ] = "auto"
     correction: Annotated[
         Literal["none", "behaviour", "tis_token", "tis_sequence", "masked", "masked_sequence", "decoupled"],
         Field(description="Correction for stale samples (docs/algorithms.md says how large an S each bears)."),
     ] = "behaviour"
     clip_low: Annotated[Positive, Field(description="Lower clip of the ratio, 1 - this.")] = 0.2
     clip_high: Annotated[Positive, Field(description="Upper clip of the ratio, 1 + this.")] = 0.28
-    is_cap: Annotated[Positive, Field(description="Truncation of importance weights.")] = 2.0
+    is_cap: Annotated[Positive, Field(description="Largest weight of the truncated corrections.")] = 2.0
+    is_floor: Annotated[Fraction, Field(description="Smallest weight of the truncated corrections; 0: none.")] = 0.0
+    is_band: Annotated[
+        tuple[float, float], Field(description="The masked corrections drop what weighs less or more than these.")
+    ] = (0.5, 5.0)
+    sapo_temperatures: Annotated[
+        tuple[Positive, Positive], Field(description="Of sapo's gate: where the advantage is positive, and where not.")
+    ] = (1.0, 1.05)
+    vespo_positive: Annotated[
+        tuple[Positive, Positive], Field(description="vespo's k and lambda where the advantage is 0 or more.")
+    ] = (2.0, 3.0)
+    vespo_negative: Annotated[
+        tuple[Positive, Positive], Field(description="vespo's k and lambda where the advantage is negative.")
+    ] = (3.0, 2.0)
+    second_moment_max: Annotated[Positive, Field(description="m2po's limit on a rollout's mean squared log-ratio.")] = (
+        0.04
+    )
+    off_policy_nats_max: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="Drops rollouts of negative advantage that the policy has left by more nats a token; 0: none.",
+        ),
+    ] = 0.0
+    train_on_truncated: Annotated[
+        bool, Field(description="Trains on completions cut off at max_new_tokens; they count in the baseline anyway.")
+    ] = True
     ratio_ceiling: Annotated[
         float, Field(ge=0, description="Bounds the ratio where the advantage is negative (dual clip); 0: off.")
     ] = 0.0
@@ -169,6 +203,9 @@ class LearnerSection(Section):
     kl_coefficient: Annotated[
         float, Field(ge=0, description="Weight of the k3 KL penalty to the base model; 0: off.")
     ] = 0.0
+    kl_weighted_by_ratio: Annotated[
+        bool, Field(description="Multiplies the KL penalty by the ratio: unbiased off policy. false: plain k3.")
+    ] = True
     token_budget: Annotated[Count, Field(description="Tokens of one packed micro-batch; bounds activation memory.")] = (
         16384
     )
@@ -203,6 +240,23 @@ class LearnerSection(Section):
     relay_port: Annotated[
         Port, Field(description="Port where workers behind NATs meet when the coordinator's fails; 0: any free one.")
     ] = 0
+
+    @model_validator(mode="after")
+    def _objective_holds(self) -> Self:
+        if self.updates_per_batch > self.prompts_per_step:
+            raise ValueError(
+                f"updates_per_batch: expected at most prompts_per_step {self.prompts_per_step}, since each update trains on "
+                f"whole groups, got {self.updates_per_batch}"
+            )
+        if not 0 <= self.is_band[0] < 1 < self.is_band[1]:
+            raise ValueError(f"is_band: expected a lower bound below 1 and an upper one above it, got {self.is_band}")
+        if self.is_floor > self.is_cap:
+            raise ValueError(f"is_floor: expected at most is_cap {self.is_cap}, got {self.is_floor}")
+        if self.objective == "vespo" and self.correction in ("tis_sequence", "masked_sequence"):
+            raise ValueError(
+                f"correction: expected one by token, since the objective vespo weighs whole rollouts, got {self.correction}"
+            )
+        return self
 
 
 class BroadcastSection(Section):

@@ -42,8 +42,8 @@ class Correction(enum.Enum):
 
     NONE = "none"  # trust them: the ratio goes from proximal to current, behaviour is ignored
     BEHAVIOUR_RATIO = "behaviour"  # the objective's clipped ratio goes straight from behaviour to current
-    TIS_TOKEN = "tis_token"  # weight min(cap, proximal / behaviour), token by token
-    TIS_SEQUENCE = "tis_sequence"  # weight min(cap, product over the rollout)
+    TIS_TOKEN = "tis_token"  # weight proximal / behaviour within floor and cap, token by token
+    TIS_SEQUENCE = "tis_sequence"  # the same on the product over the rollout
     MASKED = "masked"  # weight proximal / behaviour inside the band, 0 outside (IcePop)
     MASKED_SEQUENCE = "masked_sequence"  # the same on the product over the rollout: a rollout is in or out
     DECOUPLED = "decoupled"  # weight proximal / behaviour, neither capped nor masked
@@ -51,16 +51,21 @@ class Correction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CorrectionConfig:
-    """`cap` bounds the truncated weights; `mask_low` to `mask_high` is the band of the masked ones."""
+    """`cap` bounds the truncated weights from above, `floor` from below (0: not at all); `mask_low` to `mask_high` is the band
+    of the masked ones.
+    """
 
     kind: Correction = Correction.BEHAVIOUR_RATIO
     cap: float = 2.0
+    floor: float = 0.0
     mask_low: float = 0.5
     mask_high: float = 5.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cap) and self.cap > 0):
             raise ConfigError(f"correction cap: expected above 0, got {self.cap}")
+        if not 0 <= self.floor <= min(1.0, self.cap):
+            raise ConfigError(f"correction floor: expected 0 to 1 and at most the cap {self.cap}, got {self.floor}")
         if not 0 <= self.mask_low < 1 < self.mask_high:
             raise ConfigError(f"correction band: expected it to hold 1, got {self.mask_low} to {self.mask_high}")
 
@@ -124,7 +129,7 @@ def _trusted(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:
 
 
 def _capped(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:
-    return ratio_T.clamp(max=config.cap), ratio_T > config.cap
+    return ratio_T.clamp(config.floor, config.cap), (ratio_T > config.cap) | (ratio_T < config.floor)
 
 
 def _in_band(ratio_T: Tensor, config: CorrectionConfig) -> Bounded:

@@ -3,13 +3,13 @@
 Guarantees: the losses of a batch's micro-batches, however it is split (rollouts whole), add up to the loss of the batch
 in one piece, and so do their gradients, for every normalisation but bnpo, which is defined by the micro-batch;
 positions off the mask contribute neither loss nor gradient, whatever stands there; the metrics are sums and counts and
-add up as well. Leaves to others: the forward pass that makes `logprobs_T`, advantages, the optimiser.
+add up as well. Leaves to others: the forward pass that makes `logprobs_T`, what a token contributes (objectives),
+advantages, the optimiser.
 
 Shapes: T tokens of one packed micro-batch, R rollouts in it, M metric sums. A rollout lies within one micro-batch.
 
-Sources. Clipped surrogate: Schulman et al., arXiv 1707.06347; asymmetric clip and token normalisation (dapo): Yu et
-al., arXiv 2503.14476; sequence-level ratio (gspo): Zheng et al., arXiv 2507.18071; dr_grpo: arXiv 2503.20783; ratio
-ceiling for negative advantages (dual clip): Ye et al., arXiv 1912.09729; k3 estimate of the KL: Schulman 2020.
+Sources. Token normalisation (dapo): Yu et al., arXiv 2503.14476; dr_grpo: arXiv 2503.20783; luspo: arXiv 2602.05261; k3
+estimate of the KL: Schulman 2020.
 """
 
 from __future__ import annotations
@@ -23,19 +23,14 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.learner.correction import (
+    OF_WHOLE_ROLLOUTS,
     Correction,
     CorrectionConfig,
     Segments,
     correction_weights,
     masked_log_ratio,
 )
-
-
-class Objective(enum.Enum):
-    """Where the ratio is taken and clipped."""
-
-    TOKEN_CLIP = "token"
-    GSPO = "gspo"  # one length-normalised ratio a rollout
+from echo2.learner.objectives import Objective, ObjectiveConfig, Ratios, near_enough, surrogate
 
 
 class Normalisation(enum.Enum):
@@ -45,31 +40,28 @@ class Normalisation(enum.Enum):
     BNPO = "bnpo"  # the tokens of the micro-batch, then the number of micro-batches
     DR_GRPO = "dr_grpo"  # rollouts times the longest completion allowed: a constant
     GRPO = "grpo"  # each rollout by its own tokens, then by the rollouts of the whole batch
+    LUSPO = "luspo"  # the rollouts of the whole batch: with gspo, each rollout counts by its length
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
-    """The objective. `ratio_ceiling` bounds the ratio where the advantage is negative; None leaves it unbounded.
-
-    `kl_weighted_by_ratio` multiplies the k3 term by the ratio, which makes its gradient unbiased off policy.
+    """What is optimised. `kl_weighted_by_ratio` multiplies the k3 term by the ratio, which makes its gradient unbiased off
+    policy.
     """
 
-    objective: Objective = Objective.TOKEN_CLIP
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     normalisation: Normalisation = Normalisation.DAPO
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    ratio_ceiling: float | None = None
     kl_coefficient: float = 0.0
     kl_weighted_by_ratio: bool = True
 
     def __post_init__(self) -> None:
-        if not (0 < self.clip_low <= 1 and 0 < self.clip_high < math.inf):
-            raise ConfigError(f"clip: expected 0 < low <= 1 and high > 0, got {self.clip_low} and {self.clip_high}")
-        if self.ratio_ceiling is not None and not self.ratio_ceiling >= 1 + self.clip_high:
-            raise ConfigError(f"ratio ceiling: expected at least 1 + clip_high, got {self.ratio_ceiling}")
         if not (math.isfinite(self.kl_coefficient) and self.kl_coefficient >= 0):
             raise ConfigError(f"KL coefficient: expected 0 or more, got {self.kl_coefficient}")
+        if self.objective.kind is Objective.VESPO and self.correction.kind in OF_WHOLE_ROLLOUTS:
+            raise ConfigError(
+                f"objective vespo weighs whole rollouts itself: expected a correction by token, got {self.correction.kind.value}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +157,6 @@ class LossMetrics:
     entropy: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Surrogate:
-    """Per-token loss before weights, and the ratio it came from; the flags are for the metrics."""
-
-    loss_T: Tensor
-    ratio_T: Tensor
-    clipped_low_T: Tensor
-    clipped_high_T: Tensor
-    ceiling_T: Tensor
-
-
 def policy_loss(tokens: PackedTokens, config: PolicyLossConfig, totals: BatchTotals) -> PolicyLoss:
     """This micro-batch's share of the batch's loss, and its metric sums."""
     segments = tokens.segments
@@ -183,21 +164,28 @@ def policy_loss(tokens: PackedTokens, config: PolicyLossConfig, totals: BatchTot
     proximal_T = logprobs_T.detach() if tokens.proximal_logprobs_T is None else tokens.proximal_logprobs_T
     behaviour_is_anchor = config.correction.kind is Correction.BEHAVIOUR_RATIO
     anchor_T = tokens.behaviour_logprobs_T if behaviour_is_anchor else proximal_T
-    surrogate = _surrogate(masked_log_ratio(logprobs_T, anchor_T, tokens.mask_T), tokens, config)
     weights = correction_weights(proximal_T, tokens.behaviour_logprobs_T, segments, config.correction)
+    advantage_T = tokens.advantages_R.to(torch.float32)[tokens.sequence_T]
+    log_ratio_T = masked_log_ratio(logprobs_T, anchor_T, tokens.mask_T)
+    log_weight_T = torch.where(tokens.mask_T, weights.weights_T, 1.0).log()
+    held = surrogate(Ratios(logprobs_T, log_ratio_T, advantage_T, log_weight_T, segments), config.objective)
+    behaviour_log_ratio_T = masked_log_ratio(logprobs_T.detach(), tokens.behaviour_logprobs_T, tokens.mask_T)
+    loss_T = held.loss_T if held.is_weighted else held.loss_T * weights.weights_T
+    limit = config.objective.off_policy_nats_max
+    if limit is not None:
+        near_T = near_enough(behaviour_log_ratio_T, advantage_T, segments, limit)
+        loss_T = torch.where(near_T, loss_T, torch.zeros_like(loss_T))
     kl_T = _kl_reference(logprobs_T, tokens)
-    loss_T = surrogate.loss_T * weights.weights_T
     if config.kl_coefficient > 0:
         if tokens.reference_logprobs_T is None:
             raise ConfigError("KL coefficient above 0: expected log-probabilities of the reference model, got none")
-        kl_loss_T = kl_T * surrogate.ratio_T if config.kl_weighted_by_ratio else kl_T
+        kl_loss_T = kl_T * held.ratio_T if config.kl_weighted_by_ratio else kl_T
         loss_T = loss_T + config.kl_coefficient * kl_loss_T
     loss_T = torch.where(tokens.mask_T, loss_T, torch.zeros_like(loss_T))
     loss = _normalised(loss_T, segments, config.normalisation, totals)
     with torch.no_grad():
-        behaviour_log_ratio_T = masked_log_ratio(logprobs_T, tokens.behaviour_logprobs_T, tokens.mask_T)
         ratio_max = torch.exp(behaviour_log_ratio_T).masked_fill(~tokens.mask_T, 0.0).amax() if loss_T.numel() else loss
-        flags = (surrogate.clipped_low_T, surrogate.clipped_high_T, surrogate.ceiling_T)
+        flags = (held.held_low_T, held.held_high_T, held.ceiling_T)
         sums_M = _metric_sums(tokens, flags, (weights.weights_T, weights.altered_T), behaviour_log_ratio_T, kl_T)
         sums_M[SUM_NAMES.index("loss")] = loss.detach().to(torch.float64)
     return PolicyLoss(loss, sums_M, ratio_max.detach())
@@ -227,24 +215,6 @@ def loss_metrics(sums_M: Tensor, ratio_max: float) -> LossMetrics:
     )
 
 
-def _surrogate(log_ratio_T: Tensor, tokens: PackedTokens, config: PolicyLossConfig) -> _Surrogate:
-    """The clipped surrogate, negated: a loss. The ratio has the gradient."""
-    segments = tokens.segments
-    if config.objective is Objective.GSPO:
-        mean_R = segments.sum_R(log_ratio_T) / segments.count_R().clamp(min=1.0)
-        log_ratio_T = mean_R[tokens.sequence_T]
-    advantage_T = tokens.advantages_R.to(torch.float32)[tokens.sequence_T]
-    ratio_T = torch.exp(log_ratio_T)
-    clipped_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    bounded_T = ratio_T if config.ratio_ceiling is None else ratio_T.clamp(max=config.ratio_ceiling)
-    loss_T = -torch.minimum(bounded_T * advantage_T, clipped_T * advantage_T)
-    with torch.no_grad():
-        low_T = (ratio_T < 1.0 - config.clip_low) & (advantage_T < 0)
-        high_T = (ratio_T > 1.0 + config.clip_high) & (advantage_T > 0)
-        ceiling_T = (bounded_T < ratio_T) & (advantage_T < 0)
-    return _Surrogate(loss_T, ratio_T, low_T, high_T, ceiling_T)
-
-
 def _kl_reference(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
     """k3, `exp(d) - d - 1` with d = reference - current: estimates KL(current, reference), never negative."""
     if tokens.reference_logprobs_T is None:
@@ -263,6 +233,8 @@ def _normalised(loss_T: Tensor, segments: Segments, normalisation: Normalisation
             return loss_T.sum() / (totals.rollout_count * totals.completion_tokens_max)
         case Normalisation.GRPO:
             return (segments.sum_R(loss_T) / segments.count_R().clamp(min=1.0)).sum() / totals.rollout_count
+        case Normalisation.LUSPO:
+            return loss_T.sum() / totals.rollout_count
 
 
 def _metric_sums(

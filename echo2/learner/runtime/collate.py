@@ -9,7 +9,7 @@ Shapes: B rows, W positions of a row, T sampled tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ class PackedBatch:
     @property
     def token_count(self) -> int:
         return int(self.sequence_T.numel())
+
+    def behind(self, rollouts: int) -> PackedBatch:
+        """The same of groups that stand behind so many rollouts of the whole batch."""
+        return replace(self, rollout_R=self.rollout_R + rollouts) if rollouts else self
 
 
 def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:

@@ -39,6 +39,8 @@ class TrainerOptions:
     token_budget: int = 16384
     row_tokens: int = 0  # 0: from the model's width
     gradient_checkpointing: bool = False
+    updates_per_batch: int = 1  # optimiser updates of one step, each on its share of the groups
+    trains_on_truncated: bool = True  # completions cut off at the longest length
     scales_lr_by_ess: bool = False
     lr_scale_floor: float = 0.1
     nonfinite_steps_max: int = 5

@@ -1,4 +1,4 @@
-"""One optimiser step on one batch, timed phase by phase.
+"""One step of the run on one batch, timed phase by phase: one optimiser update, or several on parts of the batch.
 
 Guarantees: gradients of micro-batches add up to the gradient of the batch (learner/loss); after a step the parameters
 are the rounded masters; a step whose loss or gradient is not finite changes nothing, is counted, and after
@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from echo2.base.errors import TrainingError
+from echo2.base.rollout import FinishReason
 from echo2.learner.advantage import Advantages, Baseline, group_advantages, minimum_variance_weights
 from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.correction import Segments, believed, learning_rate_scale, score_norm_sq_proxy
@@ -32,9 +34,11 @@ from echo2.learner.schedule import learning_rate
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. `phases_s`: load, forward, backward, optimiser, and emulated where asked for."""
+    """What one step did. `phases_s`: load, forward, backward, optimiser, and emulated where asked for. Of several updates:
+    `metrics` over all, the largest `grad_norm`, and `is_skipped` if any of them changed nothing.
+    """
 
-    step: int  # optimiser steps complete after it
+    step: int  # steps complete after it
     phases_s: dict[str, float]
     metrics: LossMetrics | None  # of this project's own loss
     grad_norm: float | None
@@ -63,8 +67,22 @@ class _Stopwatch:
         self.since = now
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The groups of one update, laid out. `counted` of this rank's micro-batches `packed` count; `rollouts` are its places in
+    the flat list of the batch. `proximal`: by micro-batch, the policy's log-probabilities before the batch's first update;
+    empty where there is one update, for then they are the current ones.
+    """
+
+    packed: list[PackedBatch]
+    counted: int
+    layout: list[MicroBatch]
+    rollouts: slice
+    proximal: list[Tensor] = field(default_factory=list)
+
+
 class Trainer:
-    """Holds the model and the optimiser. `step_count` optimiser steps are complete."""
+    """Holds the model and the optimiser. `step_count` steps of the run are complete."""
 
     def __init__(self, model: PolicyModel, options: TrainerOptions, total_steps: int) -> None:
         self.model = model
@@ -91,27 +109,26 @@ class Trainer:
         """Trains on one batch."""
         torch.set_num_threads(self.options.threads)
         watch = _Stopwatch(self.model.device)
-        layout = plan_microbatches(lengths_of(batch.groups), self._limits_of(batch))
-        packed = [collate(batch.groups, micro) for micro in self._own_share(layout)]
-        counted = len(layout[self.ranks.rank :: self.ranks.count])
+        parts = self._parts(batch)
         watch.lap("load")
-        advantages = self._advantages(batch.groups, packed, counted)
-        totals = self._totals(batch, advantages, layout)
-        sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        advantages = self._advantages(batch.groups, parts)
+        if len(parts) > 1:
+            for part in parts:
+                part.proximal.extend(self._policy_logprobs(part.packed))
+        watch.lap("forward")
         left_out_N = torch.zeros(batch.rollout_count)
-        ratio_max = 0.0
-        for number, micro in enumerate(packed):
-            loss, left_out_R = self._loss(micro, advantages, totals, is_counted=number < counted)
-            left_out_N[micro.rollout_R] += left_out_R
-            watch.lap("forward")
-            torch.autograd.backward(loss.loss)
-            self.model.gather_gradients()
-            watch.lap("backward")
-            sums_M += loss.sums_M.cpu()
-            ratio_max = max(ratio_max, float(loss.ratio_max))
-        metrics = loss_metrics(self.ranks.sum(sums_M), self.ranks.largest(ratio_max))
-        grad_norm, lr = self._update(metrics)
-        watch.lap("optimiser")
+        sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        ratio_max, grad_norm, lr, tokens, is_skipped = 0.0, 0.0, 0.0, 0, False
+        for part in parts:
+            totals = self._totals(batch, advantages, part)
+            part_sums_M, part_max = self._accumulate(part, advantages, totals, left_out_N, watch)
+            norm, lr = self._update(loss_metrics(part_sums_M, part_max))
+            watch.lap("optimiser")
+            sums_M += part_sums_M
+            ratio_max, grad_norm = max(ratio_max, part_max), max(grad_norm, norm)
+            tokens, is_skipped = tokens + totals.token_count, is_skipped or lr == 0.0
+        self.step_count += 1
+        sums_M[SUM_NAMES.index("loss")] /= len(parts)
         missing_s = self.options.emulated_step_s - sum(watch.spent_s.values())
         if missing_s > 0.0:
             time.sleep(missing_s)
@@ -119,12 +136,12 @@ class Trainer:
         return StepResult(
             self.step_count,
             watch.spent_s,
-            metrics,
+            loss_metrics(sums_M, ratio_max),
             grad_norm,
             lr,
-            lr == 0.0,
-            sum(micro.positions for micro in layout),
-            totals.token_count,
+            is_skipped,
+            sum(micro.positions for part in parts for micro in part.layout),
+            tokens,
             tuple(round(count) for count in self.ranks.sum(left_out_N).tolist()),
         )
 
@@ -134,12 +151,26 @@ class Trainer:
         row_tokens = self.options.row_tokens or 4 * int(self.model.config.hidden_size)
         return PackingLimits(self.options.token_budget, row_tokens)
 
-    def _limits_of(self, batch: Batch) -> PackingLimits:
+    def _parts(self, batch: Batch) -> list[_Part]:
+        """Groups whole, in their order, as evenly as their number allows; every part has one at least."""
+        count = min(self.options.updates_per_batch, len(batch.groups))
+        bounds = [index * len(batch.groups) // count for index in range(count + 1)]
+        parts: list[_Part] = []
+        first = 0
+        for groups in (batch.groups[begin:end] for begin, end in pairwise(bounds)):
+            layout = plan_microbatches(lengths_of(groups), self._limits_of(groups))
+            packed = [collate(groups, micro).behind(first) for micro in self._own_share(layout)]
+            last = first + sum(len(group.rollouts) for group in groups)
+            parts.append(_Part(packed, len(layout[self.ranks.rank :: self.ranks.count]), layout, slice(first, last)))
+            first = last
+        return parts
+
+    def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
         """For several ranks, micro-batches small enough that each rank has one to compute."""
         limits = self.packing_limits
         if self.ranks.count == 1:
             return limits
-        positions = sum(g.prompt + sum(g.completions) for g in lengths_of(batch.groups))
+        positions = sum(g.prompt + sum(g.completions) for g in lengths_of(groups))
         budget = max(1, min(limits.token_budget, -(-positions // self.ranks.count)))
         return PackingLimits(budget, min(limits.row_tokens, budget))
 
@@ -164,22 +195,49 @@ class Trainer:
 
     # ---- parts of a step
 
-    def _advantages(self, groups: Sequence[TrainGroup], packed: Sequence[PackedBatch], counted: int) -> Advantages:
+    def _policy_logprobs(self, packed: Sequence[PackedBatch]) -> list[Tensor]:
+        """Of each micro-batch, by a forward pass without gradient."""
+        with torch.no_grad():
+            return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in packed]
+
+    def _accumulate(
+        self, part: _Part, advantages: Advantages, totals: BatchTotals, left_out_N: Tensor, watch: _Stopwatch
+    ) -> tuple[Tensor, float]:
+        """Adds the gradient of each micro-batch to the model's; the metric sums over all ranks, and the largest ratio."""
+        sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        ratio_max = 0.0
+        for number, micro in enumerate(part.packed):
+            proximal_T = part.proximal[number] if part.proximal else None
+            loss, left_out_R = self._loss(micro, advantages, totals, number < part.counted, proximal_T)
+            left_out_N[micro.rollout_R] += left_out_R
+            watch.lap("forward")
+            torch.autograd.backward(loss.loss)
+            self.model.gather_gradients()
+            watch.lap("backward")
+            sums_M += loss.sums_M.cpu()
+            ratio_max = max(ratio_max, float(loss.ratio_max))
+        return self.ranks.sum(sums_M), self.ranks.largest(ratio_max)
+
+    def _advantages(self, groups: Sequence[TrainGroup], parts: Sequence[_Part]) -> Advantages:
+        """Over the whole batch, however many updates it makes."""
         rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
         group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
         weight_R = None
         if self.options.advantage.baseline is Baseline.MINIMUM_VARIANCE:
-            weight_R = self._variance_weights(packed, counted, rewards_R.numel())
-        return group_advantages(rewards_R, group_R, self.options.advantage, weight_R)
+            weight_R = self._variance_weights(parts, rewards_R.numel())
+        advantages = group_advantages(rewards_R, group_R, self.options.advantage, weight_R)
+        if self.options.trains_on_truncated:
+            return advantages
+        ended_R = torch.tensor([r.finish_reason is not FinishReason.LENGTH for group in groups for r in group.rollouts])
+        return replace(advantages, trained_R=advantages.trained_R & ended_R)
 
-    def _variance_weights(self, packed: Sequence[PackedBatch], counted: int, count: int) -> Tensor:
+    def _variance_weights(self, parts: Sequence[_Part], count: int) -> Tensor:
         """Needs a forward pass of its own, for the ratios are wanted before the loss."""
         log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
-        with torch.no_grad():
-            for number, micro in enumerate(packed):
-                logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
-                if number >= counted:
-                    continue
+        for part in parts:
+            for micro, logprobs_T in list(zip(part.packed, self._policy_logprobs(part.packed), strict=True))[
+                : part.counted
+            ]:
                 every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
                 segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
                 believed_T = believed(logprobs_T.cpu(), micro.behaviour_T, segments)
@@ -188,15 +246,22 @@ class Trainer:
                 norm_sq_R[micro.rollout_R] = score_norm_sq_proxy(logprobs_T.cpu(), segments)
         return minimum_variance_weights(self.ranks.sum(log_ratio_R), self.ranks.sum(norm_sq_R))
 
-    def _totals(self, batch: Batch, advantages: Advantages, layout: Sequence[MicroBatch]) -> BatchTotals:
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-        trained = [r for r, is_trained in zip(rollouts, advantages.trained_R.tolist(), strict=True) if is_trained]
+    def _totals(self, batch: Batch, advantages: Advantages, part: _Part) -> BatchTotals:
+        """Of one update."""
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts][part.rollouts]
+        is_trained_R = advantages.trained_R[part.rollouts].tolist()
+        trained = [r for r, is_trained in zip(rollouts, is_trained_R, strict=True) if is_trained]
         tokens = sum(len(rollout.token_ids) for rollout in trained)
         longest = max(group.spec.sampling.max_new_tokens for group in batch.groups)
-        return BatchTotals(max(1, tokens), max(1, len(trained)), longest, max(1, len(layout)))
+        return BatchTotals(max(1, tokens), max(1, len(trained)), longest, max(1, len(part.layout)))
 
     def _loss(
-        self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals, is_counted: bool
+        self,
+        micro: PackedBatch,
+        advantages: Advantages,
+        totals: BatchTotals,
+        is_counted: bool,
+        proximal_T: Tensor | None,
     ) -> tuple[PolicyLoss, Tensor]:
         """And how many tokens of each rollout were left out because their reported numbers are too far off."""
         device = self.model.device
@@ -212,6 +277,7 @@ class Trainer:
             advantages.values_R[micro.rollout_R].to(device),
             sequence_T,
             believed_T,
+            proximal_logprobs_T=proximal_T,
             reference_logprobs_T=self._reference_logprobs(inputs),
             entropy_T=entropy_T,
         )
@@ -234,7 +300,6 @@ class Trainer:
             self._count_nonfinite(metrics.loss, grad_norm)
         self.optimiser.zero_grad(set_to_none=True)
         self.model.forget_gradients()
-        self.step_count += 1
         return grad_norm, lr
 
     def _lr(self, metrics: LossMetrics) -> float:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import ConfigError
 from echo2.cli.learner import learner_options
 from echo2.cli.main import main
 from echo2.cli.resolved import resolved, threads
 from echo2.config.load import load_config
+from echo2.learner.runtime.options import TrainerOptions
 from echo2.tasks.runtime.rewards import reward_processes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -53,3 +56,59 @@ def test_config_show_says_what_options_become_here_and_why(capsys: pytest.Captur
     file.write_text(shown)
     overrides = {"learner.threads": "5"}
     assert load_config([file], None, {}) == load_config([EXAMPLES / "math-qwen3-8b.toml"], None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "normalised"),
+    [
+        ({"staleness.bound": "4"}, "token", "dapo"),
+        ({"staleness.bound": "5"}, "gspo", "luspo"),
+        ({"staleness.bound": "16", "learner.objective": "gspo"}, "gspo", "grpo"),
+        ({"staleness.bound": "16", "learner.normalisation": "dapo"}, "gspo", "dapo"),
+        ({"learner.objective": "sapo"}, "sapo", "grpo"),
+        ({"learner.objective": "vespo"}, "vespo", "dapo"),
+    ],
+)
+def test_the_objective_follows_the_staleness_bound(
+    told: dict[str, str], kind: str, normalised: str, tmp_path: Path
+) -> None:
+    config = load_config([EXAMPLES / "laptop.toml"], None, told)
+    loss = learner_options(config, "", tmp_path).trainer.loss
+    assert (loss.objective.kind.value, loss.normalisation.value) == (kind, normalised)
+    shown = resolved(config, 4)
+    assert ("learner.objective" in shown) is ("learner.objective" not in told)
+    assert ("learner.normalisation" in shown) is ("learner.normalisation" not in told)
+
+
+def test_every_setting_of_the_loss_reaches_the_trainer(tmp_path: Path) -> None:
+    told = {
+        "learner.objective": "vespo", "learner.normalisation": "luspo", "learner.correction": "masked",
+        "learner.is_cap": "3", "learner.is_floor": "0.25", "learner.is_band": "[0.25, 4.0]",
+        "learner.sapo_temperatures": "[2.0, 3.0]", "learner.vespo_positive": "[1.0, 1.5]",
+        "learner.vespo_negative": "[4.0, 4.5]", "learner.second_moment_max": "0.5", "learner.off_policy_nats_max": "0.125",
+        "learner.kl_coefficient": "0.5", "learner.kl_weighted_by_ratio": "false", "learner.clip_low": "0.5",
+        "learner.clip_high": "0.75", "learner.ratio_ceiling": "8", "learner.adam_epsilon": "1e-6",
+        "learner.updates_per_batch": "2", "learner.train_on_truncated": "false",
+    }  # fmt: skip
+    trainer = learner_options(load_config([EXAMPLES / "laptop.toml"], None, told), "", tmp_path).trainer
+    held, default = trainer.loss, TrainerOptions("").loss
+    for part, plain in ((held, default), (held.objective, default.objective), (held.correction, default.correction)):
+        for field in fields(part):
+            assert getattr(part, field.name) != getattr(plain, field.name), field.name
+    assert (trainer.epsilon, trainer.updates_per_batch, trainer.trains_on_truncated) == (1e-6, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"learner.updates_per_batch": "99", "learner.prompts_per_step": "8"}, "whole groups"),
+        ({"learner.is_band": "[1.5, 4.0]"}, "below 1"),
+        ({"learner.is_floor": "0.9", "learner.is_cap": "0.5"}, "is_cap"),
+        ({"learner.objective": "vespo", "learner.correction": "tis_sequence"}, "by token"),
+    ],
+)
+def test_settings_of_the_loss_that_cannot_hold_are_refused_before_torch_is_paid_for(
+    told: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config((), None, told)

@@ -13,27 +13,39 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.learner.correction import Correction, CorrectionConfig
+from echo2.learner.correction import OF_WHOLE_ROLLOUTS, Correction, CorrectionConfig
 from echo2.learner.loss import (
     SUM_NAMES,
     BatchTotals,
     Normalisation,
-    Objective,
     PackedTokens,
     PolicyLossConfig,
     loss_metrics,
     policy_loss,
 )
+from echo2.learner.objectives import Objective, ObjectiveConfig
 
 LENGTHS = (3, 1, 5, 2, 4, 2)
-CONFIGS = st.builds(
-    PolicyLossConfig,
-    objective=st.sampled_from(list(Objective)),
-    normalisation=st.sampled_from([n for n in Normalisation if n is not Normalisation.BNPO]),
-    correction=st.builds(CorrectionConfig, st.sampled_from(list(Correction))),
+OBJECTIVES = st.builds(
+    ObjectiveConfig,
+    st.sampled_from(list(Objective)),
     ratio_ceiling=st.sampled_from([None, 3.0]),
-    kl_coefficient=st.sampled_from([0.0, 0.1]),
-    kl_weighted_by_ratio=st.booleans(),
+    off_policy_nats_max=st.sampled_from([None, 0.05]),
+)
+CORRECTIONS = st.builds(CorrectionConfig, st.sampled_from(list(Correction)), floor=st.sampled_from([0.0, 0.8]))
+CONFIGS = (
+    st.tuples(OBJECTIVES, CORRECTIONS)
+    .filter(lambda both: both[0].kind is not Objective.VESPO or both[1].kind not in OF_WHOLE_ROLLOUTS)
+    .flatmap(
+        lambda both: st.builds(
+            PolicyLossConfig,
+            objective=st.just(both[0]),
+            correction=st.just(both[1]),
+            normalisation=st.sampled_from([n for n in Normalisation if n is not Normalisation.BNPO]),
+            kl_coefficient=st.sampled_from([0.0, 0.1]),
+            kl_weighted_by_ratio=st.booleans(),
+        )
+    )
 )
 
 
@@ -144,7 +156,7 @@ def test_the_asymmetric_clip_stops_the_gradient_only_on_the_side_that_would_go_f
         torch.arange(6),
         torch.ones(6, dtype=torch.bool),
     )
-    result = policy_loss(tokens, PolicyLossConfig(ratio_ceiling=10.0), BatchTotals(6, 6, 1))
+    result = policy_loss(tokens, PolicyLossConfig(ObjectiveConfig(ratio_ceiling=10.0)), BatchTotals(6, 6, 1))
     result.loss.backward()
     expected = torch.tensor([0.0, 0.0, 1.5, -0.5, -1.25, 0.0]) / 6
     torch.testing.assert_close(gradient_of(tokens), expected)
@@ -164,7 +176,7 @@ def test_gspo_gives_all_tokens_of_a_rollout_the_same_length_normalised_ratio() -
         torch.zeros(3, dtype=torch.int64),
         torch.ones(3, dtype=torch.bool),
     )
-    config = PolicyLossConfig(objective=Objective.GSPO, normalisation=Normalisation.GRPO)
+    config = PolicyLossConfig(ObjectiveConfig(Objective.GSPO), Normalisation.GRPO)
     result = policy_loss(tokens, config, BatchTotals(3, 1, 3))
     result.loss.backward()
     assert float(result.loss.detach()) == pytest.approx(-math.exp(0.1), rel=1e-5)
@@ -226,9 +238,9 @@ def test_wrong_settings_are_refused_with_the_value_that_came() -> None:
     with pytest.raises(ConfigError, match="reference"):
         policy_loss(tokens, PolicyLossConfig(kl_coefficient=0.1), totals_of(tokens))
     with pytest.raises(ConfigError, match=r"0\.0"):
-        PolicyLossConfig(clip_low=0.0)
+        ObjectiveConfig(clip_low=0.0)
     with pytest.raises(ConfigError, match="ceiling"):
-        PolicyLossConfig(ratio_ceiling=1.1)
+        ObjectiveConfig(ratio_ceiling=1.1)
     with pytest.raises(ConfigError, match="at least 1"):
         BatchTotals(0, 1, 1)
 
@@ -238,7 +250,9 @@ def test_token_truncation_without_its_cap_is_the_behaviour_ratio_without_its_cli
     gradients = []
     for kind in (Correction.TIS_TOKEN, Correction.DECOUPLED, Correction.BEHAVIOUR_RATIO):
         tokens = replace(batch(3), proximal_logprobs_T=None)
-        config = PolicyLossConfig(correction=CorrectionConfig(kind, cap=1e9), clip_low=1.0, clip_high=1e9)
+        config = PolicyLossConfig(
+            ObjectiveConfig(clip_low=1.0, clip_high=1e9), correction=CorrectionConfig(kind, cap=1e9)
+        )
         totals = BatchTotals(int(tokens.mask_T.sum()), len(LENGTHS), 8)
         gradients.append(torch.autograd.grad(policy_loss(tokens, config, totals).loss, tokens.logprobs_T)[0])
     assert gradients[0].abs().sum() > 0
