@@ -3,7 +3,7 @@
 Of each worker: how many different rollouts gave tokens in the last `HEARD_S` seconds (a level), and how many rollouts of
 it were admitted since that was last told; a rollout that several workers sampled counts for each by its share of the tokens.
 
-Guarantees: only what passed the admission rule counts; bounded memory. Leaves to others: telling it (runtime/daemon).
+Guarantees: only what passed the admission rule counts; bounded memory. Leaves to others: telling it (runtime/shift).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Guarantees: replaying a journal from the step of a checkpoint gives every batch drawn since, in order, with the tokens
 and rewards that it was trained on; every admitted rollout that was neither trained nor dropped; and every version
 that may have left the learner. Applying a record twice changes nothing. Leaves to others: bytes and disks
-(runtime/journal), training again (runtime/daemon).
+(runtime/journal), training again (runtime/replay).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ such things by itself, and then honest workers hand them in alike; so a worker s
 
 Guarantees: a worker is told of once, after `HELD_MIN` completions of its that held a scorer, if their share is `TIMES_OTHERS`
 times that of all others, who must have had `OTHERS_MIN` scored. Counts halve, so that an account is of the recent past.
-Leaves to others: the reward of such a completion (tasks/runtime/rewards), what becomes of the worker (daemon).
+Leaves to others: the reward of such a completion (tasks/runtime/rewards), what becomes of the worker (runtime/orders).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ vocabulary), and the group goes back to the queue. A worker that is refused agai
 would make something of them, and may keep a run from going on; so it is accused, which ends that.
 
 Guarantees: each refusal counts one, each admitted rollout takes one away, and `UNTRUTHS_MAX` accuse, once. Leaves to
-others: what is wrong with a report (batcher), what becomes of the accused (learner/runtime/daemon, coordinator).
+others: what is wrong with a report (batcher), what becomes of the accused (learner/runtime/orders, coordinator).
 """
 
 from __future__ import annotations

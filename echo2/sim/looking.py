@@ -128,9 +128,8 @@ class Looking:
 
     def _look_at_learner(self, life: Hashable, daemon: LearnerDaemon) -> None:
         waits_for, _ = daemon.waits_for
-        loop = daemon.loop
-        if loop is not None and not waits_for:
-            works_s = self._lasts_s(life, "works", loop.step)
+        if daemon.shift is not None and not waits_for:
+            works_s = self._lasts_s(life, "works", daemon.shift.loop.step)
             self._truth.waits_since("learner", works_s, WORK_S, "a step, and does not say what it waits for")
 
     def _look_at_coordinator(self, life: Hashable, daemon: CoordinatorDaemon) -> None:
@@ -170,10 +169,10 @@ class Looking:
             return
         if self._wires.is_blocked("learner", "coordinator") or self._wires.is_blocked("coordinator", "learner"):
             return  # neither knows of it yet
-        session, hub = learner.session, coordinator.hub
-        if hub is None or hub.learner is None or session is None or not session.is_connected or learner.loop is None:
+        shift, hub = learner.shift, coordinator.hub
+        if hub is None or hub.learner is None or shift is None or not shift.session.is_connected:
             return
-        intake, booked = learner.loop.intake, set(hub.book.groups)
+        intake, booked = shift.intake, set(hub.book.groups)
         lacking = {spec.group_id for spec, _ in intake.lacking()}
         held = {group_id for group_id in booked if intake.holds(group_id)}
         key = (self._machines["learner"].lives, self._machines["coordinator"].lives, hub.learner)

@@ -25,6 +25,7 @@ from echo2.base.ids import RunId, Version
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeCalls
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.coordinator.runtime.providers.offers import make_provider
@@ -58,7 +59,6 @@ from echo2.weights.fingerprint import fingerprint, key_of_run
 from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.daemon import WorkerDaemon
 from echo2.worker.runtime.make_engine import Engines
-from echo2.worker.runtime.telling import Telling
 
 RUN = RunId("simulated")
 STEPS_MAX = 100_000
@@ -244,8 +244,10 @@ class World:
             uplink_limit_bytes_per_s=process.machine.link.up / self.scene.chunk_scale,
         )  # fmt: skip
 
-    def _seed_node(self, server: GatedServer, credentials: Credentials, options: LearnerOptions) -> SeedNode:
-        made = SeedNode(server, credentials, options)
+    def _seed_node(
+        self, server: GatedServer, credentials: Credentials, options: LearnerOptions, calls: NodeCalls
+    ) -> SeedNode:
+        made = SeedNode(server, credentials, options, calls)
         self.seed = made.node
         return made
 
@@ -254,8 +256,8 @@ class World:
         daemon = self.daemons.get(name)
         if isinstance(daemon, LearnerDaemon):
             return self.seed
-        telling: Telling | None = getattr(daemon, "telling", None)
-        return telling._node if telling is not None else None
+        shift = daemon.shift if isinstance(daemon, WorkerDaemon) else None
+        return shift.node if shift is not None else None
 
     def join_link(self, role: str) -> str:
         """As its operator passes it on."""
@@ -412,9 +414,9 @@ class World:
 
     def _behind(self) -> list[str]:
         learner = self.daemons.get("learner")
-        if not isinstance(learner, LearnerDaemon) or learner.loop is None:
+        if not isinstance(learner, LearnerDaemon) or learner.shift is None:
             return ["learner"]
-        newest = learner.loop.publisher.newest_version
+        newest = learner.shift.publisher.newest_version
         honest = [name for name in self.workers if name not in self.truth.liars]
         return [name for name in honest if self._version_of(name) != newest]
 

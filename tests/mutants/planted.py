@@ -22,7 +22,7 @@ _HUB, _INTAKE, _JOURNAL = "coordinator/runtime/hub.py", "learner/runtime/intake.
 _FILES, _TLS, _BATCHER = "learner/runtime/checkpoint.py", "trust/runtime/tls.py", "learner/shelf.py"
 _DOOR = "learner/batcher.py"
 _SWAP, _GATE, _WIRE, _TOKENS = "worker/swap.py", "worker/token_gate.py", "wire/coordinator.py", "coordinator/tokens.py"
-_LEARNER, _WORKER = "learner/runtime/daemon.py", "worker/runtime/shift.py"
+_LEARNER, _WORKER, _ORDERS = "learner/runtime/shift.py", "worker/runtime/shift.py", "learner/runtime/orders.py"
 _UNIT = "tests/unit/"
 _W = (_UNIT + "wire/test_fields.py",)
 _WF = (_UNIT + "sim/test_said.py",)
@@ -103,16 +103,16 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "wire/test_ticket.py",)),
     Mutant("another worker's ticket is taken", "wire/ticket.py", "if message.worker_peer_id != worker_peer_id:",
            "if False:", (_UNIT + "wire/test_ticket.py",)),
-    Mutant("a barred worker's rollouts are taken", _LEARNER, "            ingest.barred[peer_id] = order.reason\n",
+    Mutant("a barred worker's rollouts are taken", _ORDERS, "            self._ingest.barred[peer_id] = order.reason\n",
            "            pass\n",
            (_UNIT + "learner/test_daemon.py::test_nothing_is_taken_from_a_worker_that_the_coordinator_has_barred",)),
     # lost awaits and calls
     Mutant("a worker does not say good-bye", _WORKER, "        await self.session.leave(reason, LEAVE_S)\n", "", _WF),
-    Mutant("a step is reported to nobody", _LEARNER, "        loop.on_step = self._send_report\n", "", _WF),
-    Mutant("offers reach nobody", _LEARNER, "        loop.intake.on_offer = self._said.offer\n", "",
+    Mutant("a step is reported to nobody", "learner/runtime/loop.py", "        self._stepped()\n", "", _WF),
+    Mutant("offers reach nobody", _LEARNER, "            offer=self.session.offer,\n", "",
            (_UNIT + "learner/test_daemon.py::test_the_coordinator_hears_offers_closures_versions_and_reports",)),
-    Mutant("closed groups stay open at the coordinator", _LEARNER, "        loop.intake.on_close = self._said.close\n", "", _WF),
-    Mutant("versions are published in silence", _LEARNER, "        publisher.on_published = lambda artifact: self._said.published(published_message(artifact))\n", "", _WF),
+    Mutant("closed groups stay open at the coordinator", _LEARNER, "            close=self.session.close,\n", "", _WF),
+    Mutant("versions are published in silence", _LEARNER, "        self.session.published(published_message(artifact))\n", "        pass\n", _WF),
     Mutant("a restart does not score what it holds", _DOOR,
            "                    actions.append(Score(last))\n", "                    pass\n"),
     # what the made-up defects of earlier simulators were, and what seeds have found

@@ -17,7 +17,7 @@ ASKS_FOREIGN_CODE = {
     "control/runtime/session.py",
 }  # fmt: skip
 """They ask the operating system, torch, vLLM, gRPC, argparse or a user's class what it has; never an object of the product."""
-NOT_HELD = ("sim/", "learner/")
+NOT_HELD = ("sim/",)
 """The simulator's streams stand in for gRPC's, whose ends are tied together once both are there."""
 
 

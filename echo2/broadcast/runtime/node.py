@@ -45,7 +45,7 @@ from echo2.broadcast.runtime.inbox import Inbox
 from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
 from echo2.broadcast.runtime.outbox import control_frame
 from echo2.broadcast.runtime.progress import (
     ArtifactSealed,
@@ -67,7 +67,7 @@ from echo2.outside import unix_now
 from echo2.trust.identity import Role
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
-from echo2.weights.policy import BaseCheckpoint, WorkerLink
+from echo2.weights.policy import BaseCheckpoint
 
 log = logging.getLogger("echo2.broadcast")
 CONNECT_INTERVAL_S = 0.5
@@ -76,12 +76,20 @@ WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
 
 
 class BroadcastNode:
-    def __init__(self, credentials: Credentials, options: NodeOptions, transport: Transport | None = None) -> None:
-        self.credentials = credentials
+    def __init__(
+        self,
+        credentials: Credentials,
+        options: NodeOptions,
+        transport: Transport | None = None,
+        calls: NodeCalls | None = None,
+    ) -> None:
+        self.credentials, self._calls = credentials, calls or NodeCalls()
         self.options = options
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
-        self.library = Library(store, credentials.run_id, options.limits, options.lineage, self._link_known)
+        self.library = Library(
+            store, credentials.run_id, options.limits, options.lineage, lambda: self.following.link()
+        )  # noqa: PLW0108
         self.session = BroadcastSession(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter = Meter()
         self.following = Following(self.peer_id, self.library, self.meter, options.shape)
@@ -105,15 +113,10 @@ class BroadcastNode:
         self._settled_at = float("-inf")
         self._is_running = False
         self._error: BaseException | None = None
-        self.is_proven: Callable[[PeerId], bool] = lambda peer: False  # it has delivered work
-        self.on_lost: Callable[[str], None] = lambda what: None  # of what this node published, to its disk
         if credentials.role is Role.LEARNER:
             self._inbox.publisher = self.peer_id
 
     # ---- life
-
-    def _link_known(self) -> WorkerLink:
-        return self.following.link()
 
     def add_to_server(self, server: GatedServer) -> None:
         """Call before the server starts; it must demand client certificates of the run."""
@@ -124,7 +127,7 @@ class BroadcastNode:
         async for event in restored(self.library, self.peer_id):
             self._act(event)
         if self.library.unsound_files and self._inbox.publisher == self.peer_id:
-            self.on_lost("a chunk file")
+            self._calls.lost("a chunk file")
         self._is_running = True
         self._spawn(self._keep_connected())
         self._spawn(self._uplink.run())
@@ -211,7 +214,7 @@ class BroadcastNode:
         for key, artifact in self.library.take_rotten():
             if self._inbox.publisher == self.peer_id:
                 self._forget(key)
-                self.on_lost(str(artifact))
+                self._calls.lost(str(artifact))
             else:
                 self._fetch_anew(key)
         stalled = self.following.look(self._reader.version, bool(self._links), self._now())
@@ -408,7 +411,7 @@ class BroadcastNode:
         hosts = link.connection.remotes if isinstance(link.connection, Widenable) else ()
         host, token = min((host for host, _ in hosts), default=""), link.connection.peer.token_id
         is_planned = link.peer_id in self._dialling.targets
-        return Place(link.peer_id, host, is_planned, token, self.is_proven(link.peer_id))
+        return Place(link.peer_id, host, is_planned, token, self._calls.is_proven(link.peer_id))
 
     def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
         self.bans.accused(peer, reason, is_ban=is_ban)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from echo2.base.ids import PeerId
 from echo2.broadcast.runtime.library import LibraryLimits
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.weights.container import FORMAT_VERSION
@@ -27,3 +29,12 @@ class NodeOptions:
     limits: LibraryLimits = field(default_factory=LibraryLimits)
     seed: int = 0
     lineage: str = f"delta {FORMAT_VERSION}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCalls:
+    """What a node asks and tells whoever made it. `is_proven`: whether a peer has delivered work. `lost`: told of what this node
+    published and lies no more as it was on its disk."""
+
+    is_proven: Callable[[PeerId], bool] = lambda peer_id: False
+    lost: Callable[[str], None] = lambda what: None

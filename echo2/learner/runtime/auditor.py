@@ -3,8 +3,8 @@
 Guarantees: training never waits for it; which rollouts is decided after they are in, by dice that no worker can know
 (learner/audit_draw), and so is who scores them (learner/scorings): workers, where enough of them can, and the learner what they
 dispute, some known answers, and what nobody else can; a worker is accused once, on the event loop, and by the learner's own
-numbers; an audit that fails is told (`on_failure`). Waits for: batches (`consider`), scorers (`tell`), its thread. Leaves to
-others: the verdict (learner/suspicion, learner/disputes), banning and dropping (`on_accused`).
+numbers; an audit that fails is told (`AuditCalls`). Waits for: batches (`consider`), scorers (`tell`), its thread. Leaves to
+others: the verdict (learner/suspicion, learner/disputes), banning and dropping (`AuditCalls.accused`).
 
 Costs host memory for the versions that rollouts may name (learner/runtime/snapshots) and, of what the learner scores itself,
 the thread's time: one forward pass over a rollout under its version, one under an older one.
@@ -29,6 +29,7 @@ from echo2.learner.audit_draw import AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.disputes import LOOKS_MAX, Disputes
 from echo2.learner.episodes import NOBODY
+from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.training_side import Scorer
 from echo2.learner.scorings import Look, Scorings
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
@@ -39,6 +40,8 @@ TURN_TOKENS = 16_384
 """Looked at in one turn of the thread, prompts included; one rollout at least."""
 WORKERS_MAX = 16_384
 STEPS_BACK = 4
+BOUNDS_KEPT = 2
+"""Versions of so many staleness bounds are kept for audits, one a step at most: a rollout is looked at within a bound."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -54,24 +57,37 @@ class AuditCounts:
     own_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class AuditCalls:
+    """Who is told of a verdict, who takes a lease to its scorer, who hears of an audit that failed; what a worker says of its
+    engine."""
+
+    accused: Callable[[PeerId, Accusation], None] = lambda peer_id, accusation: None
+    lease: Callable[[PeerId, ScoreRequest, float], None] = lambda worker, request, within_s: None
+    failed: Callable[[BaseException], None] = lambda error: None
+    habits_of: Callable[[PeerId], Habits] = lambda peer_id: Habits()
+
+
 class Auditor:
     """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by a scorer that is
     made and used in the audit's thread. All methods belong to the event loop's thread; times are unix seconds."""
 
     def __init__(
-        self, make_scorer: Callable[[], Scorer], share: float, rng: random.Random, fleet_share: float = 0.0
+        self,
+        make_scorer: Callable[[], Scorer],
+        share: float,
+        rng: random.Random,
+        fleet_share: float,
+        calls: AuditCalls,
     ) -> None:
         self.counts = AuditCounts()
         self.draw = AuditDraw(share, rng)
         self.accused: dict[PeerId, Accusation] = {}
-        self.on_accused: Callable[[PeerId, Accusation], None] = lambda peer_id, accusation: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
-        self.habits_of: Callable[[PeerId], Habits] = lambda peer_id: Habits()
+        self._calls = calls
         self._make_scorer = make_scorer
         self._config = SuspicionConfig()
         self.scorings = Scorings(rng, fleet_share)
         self.disputes = Disputes(self._config)
-        self.on_lease: Callable[[PeerId, ScoreRequest, float], None] = lambda worker, request, within_s: None
         self._own: list[Look] = []
         self._counted: dict[int, None] = {}
         self._suspicions: dict[PeerId, Suspicion] = {}
@@ -112,9 +128,9 @@ class Auditor:
                 for sent in senders:
                     if sent.peer_id != NOBODY:
                         self.scorings.handle(scorings.TokensDelivered(sent.peer_id, sent.token_count), now)
-                passage = passage_of(group, member, self.habits_of)
+                passage = passage_of(group, member, self._calls.habits_of)
                 drawn = DrawnPassage(workers[-1], kind_of(passage), passage, now)
-                self.draw.consider(drawn, all(self.habits_of(worker).draws_by_seed for worker in workers))
+                self.draw.consider(drawn, all(self._calls.habits_of(worker).draws_by_seed for worker in workers))
         self._place(now)
 
     def _place(self, now: float) -> None:
@@ -129,7 +145,7 @@ class Auditor:
         for action in actions:
             match action:
                 case scorings.LeaseScoring(worker, request, within_s):
-                    self.on_lease(worker, request, within_s)
+                    self._calls.lease(worker, request, within_s)
                 case scorings.LookSelf(look, _):
                     self.disputes.asked(look)
                     self._own.append(look)
@@ -218,7 +234,7 @@ class Auditor:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.on_failure(error)
+            self._calls.failed(error)
 
     # ---- verdicts
 
@@ -241,7 +257,7 @@ class Auditor:
         self.accused[worker] = accusation
         self.counts.accused += 1
         _log.warning("audit of %s: %s", worker, accusation.text)
-        self.on_accused(worker, accusation)
+        self._calls.accused(worker, accusation)
         now = unix_now()
         self._carry_out(self.scorings.handle(scorings.ScorerGone(worker), now), now)
 
@@ -260,3 +276,12 @@ class Auditor:
         for task in list(self._tasks):
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def auditor_of(
+    options: LearnerOptions, make_scorer: Callable[[int], Scorer], rng: random.Random, calls: AuditCalls
+) -> Auditor:
+    """By the run's options; where an adapter is published, nothing is looked at."""
+    share = 0.0 if options.trainer.lora_rank else options.audit_share
+    versions = BOUNDS_KEPT * options.staleness_bound + 2  # one before the oldest, for it may be leant to
+    return Auditor(lambda: make_scorer(versions), share, rng, options.audit_fleet_share, calls)

@@ -30,12 +30,18 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Exams:
-    """`rewards`: mean over all prompts, by version. `on_row` takes each line as it is written."""
+    """`rewards`: mean over all prompts, by version. `written` takes each line as it is written."""
 
-    def __init__(self, folder: Path, options: EvaluationOptions, examination: Examination, intake: Intake) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: EvaluationOptions,
+        examination: Examination,
+        intake: Intake,
+        written: Callable[[Mapping[str, object]], None],
+    ) -> None:
         self.rewards = past_evaluations(folder)
-        self.on_row: Callable[[Mapping[str, object]], None] = lambda row: None
-        self.on_answered: Callable[[TrainGroup], None] = lambda group: None
+        self._written = written
         self._folder = folder
         self._options = options
         self._examination = examination
@@ -44,8 +50,6 @@ class Exams:
         self._began_at: dict[Version, float] = {}
         self._news = asyncio.Event()
         self._is_stopping = False
-        intake.on_answered = self._answered
-        intake.on_examined = self._examined
 
     def version_left(self, version: Version, is_last: bool) -> None:
         """Has a version evaluated that is due."""
@@ -72,8 +76,8 @@ class Exams:
         self._is_stopping = True
         self._news.set()
 
-    def _answered(self, group: TrainGroup) -> None:
-        self.on_answered(group)
+    def answered(self, group: TrainGroup) -> None:
+        """Keeps a few as examples."""
         if self._examination.place_of(group.cursor) >= self._options.examples_kept:
             return
         text_of, prompt = self._intake.prompts.text_of, group.spec.prompt_token_ids
@@ -85,7 +89,8 @@ class Exams:
                     json.dumps(told | {"completion": text_of(group.text_of(index)[0]), "reward": reward}) + "\n"
                 )
 
-    def _examined(self, result: ExamResult) -> None:
+    def examined(self, result: ExamResult) -> None:
+        """Its line, where there is a result."""
         self._news.set()
         wall_s = monotonic() - self._began_at.get(result.version, monotonic())
         if not result.sets:
@@ -99,4 +104,4 @@ class Exams:
             "version %d: held-out reward %.3f over %d rollouts, %.1f s after it was due",
             result.version, result.reward, result.rollouts, wall_s,
         )  # fmt: skip
-        self.on_row(row)
+        self._written(row)

@@ -44,15 +44,21 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     """Serves one run."""
 
     def __init__(
-        self, intake: Intake, run_id: RunId, coordinator_peer_id: PeerId, *, requires_seeds: bool = False
+        self,
+        intake: Intake,
+        run_id: RunId,
+        coordinator_peer_id: PeerId,
+        scoring: ScoringStreams,
+        failed: Callable[[BaseException], None],
+        *,
+        requires_seeds: bool = False,
     ) -> None:
         self.intake, self._requires_seeds = intake, requires_seeds
+        self._scoring, self._failed = scoring, failed
         self.run_id = run_id
         self.coordinator_peer_id = coordinator_peer_id
         self.barred: dict[PeerId, str] = {}
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.refused_reports = 0
-        self.scoring = ScoringStreams()
         self._habits: dict[PeerId, Habits] = {}
         self._streams: Counter[PeerId] = Counter()
         self._shares = FairShares()
@@ -86,7 +92,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         peer_id = await self._admitted_peer(context)
         try:
             self._check_barred(peer_id)
-            async for lease in self.scoring.serve(peer_id, request_iterator, self._check_barred, self._pause):
+            async for lease in self._scoring.serve(peer_id, request_iterator, self._check_barred, self._pause):
                 yield lease
         except EchoError as error:
             await self._end(context, error, peer_id)
@@ -195,7 +201,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
             self.refused_reports += 1
             self._refusals.warn("refused %s: %s", peer_id, error)
         else:
-            self.on_failure(error)
+            self._failed(error)
         await context.abort(_status_of(error), f"{type(error).__name__}: {error}")
 
 

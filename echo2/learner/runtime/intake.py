@@ -4,7 +4,7 @@ Guarantees: ADMITTED is answered only once the rollout is on the disk; a batch l
 number of groups in flight follows the plan's cap. Waits for: rewards (bounded by the task's limits) and, in
 `next_batch`, for enough complete groups; woken by the reward that completes one. Everything runs on one event loop.
 Leaves to others: all decisions (learner/batcher, whose actions are carried out here), who may report (ingest), telling the
-coordinator (`on_offer`, `on_close`).
+coordinator (`IntakeCalls`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,20 @@ class IntakeOutcome:
     batch: Batch | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class IntakeCalls:
+    """Who is told. `untruth`: a worker's report cannot be true; `held`: its completions hold up scorers; `answered`: a group by
+    which a version is evaluated has all its rewards."""
+
+    offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
+    close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
+    untruth: Callable[[PeerId, str], None] = lambda peer_id, text: None
+    held: Callable[[PeerId, str], None] = lambda peer_id, text: None
+    answered: Callable[[TrainGroup], None] = lambda group: None
+    examined: Callable[[ExamResult], None] = lambda result: None
+    failed: Callable[[BaseException], None] = lambda error: None
+
+
 class Intake:
     """`cursor`: how many prompts of the run were drawn. `shelf` is handed over: only events change it from now on."""
 
@@ -69,6 +83,7 @@ class Intake:
         offers: OfferConfig,
         cursor: int,
         examination: Examination | None = None,
+        calls: IntakeCalls | None = None,
     ) -> None:
         self._exams = examination or Examination(EvaluationOptions(prompts=0), prompts)
         self._batcher = Batcher(shelf, offers, self._exams.rules)
@@ -78,13 +93,7 @@ class Intake:
         self.cursor = cursor
         self.rewards = RewardSums()
         self.holding = Holding()
-        self.on_offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
-        self.on_close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
-        self.on_untruth: Callable[[PeerId, str], None] = lambda peer_id, text: None
-        self.on_held: Callable[[PeerId, str], None] = lambda peer_id, text: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
-        self.on_answered: Callable[[TrainGroup], None] = lambda group: None
-        self.on_examined: Callable[[ExamResult], None] = lambda result: None
+        self._calls = calls or IntakeCalls()
         self.exhausted: TaskError | None = None
         self._is_stopping = False
         self._opened_in: dict[GroupId, Step] = {}
@@ -140,20 +149,20 @@ class Intake:
                 case b.AskPrompts(again, fresh):
                     self._carry_out(self._batcher.handle(b.PromptsDrawn(self._draw(again, fresh))), outcome)
                 case b.OfferGroups(specs):
-                    self.on_offer(specs)
+                    self._calls.offer(specs)
                 case b.Close(group_ids, reason):
-                    self.on_close(group_ids, reason)
+                    self._calls.close(group_ids, reason)
                 case b.AccuseWorker(peer_id, text):
-                    self.on_untruth(peer_id, text)
+                    self._calls.untruth(peer_id, text)
                 case b.Fared(cursor, rewards):
                     self.prompts.fared(cursor, rewards)
                 case b.AskQuestions(version, numbers):
                     draws = tuple(self._exams.draw(version, number) for number in numbers)
                     self._carry_out(self._batcher.handle(b.QuestionsDrawn(version, draws)), outcome)
                 case b.Answered(group):
-                    self.on_answered(group)
+                    self._calls.answered(group)
                 case b.Examined(result):
-                    self.on_examined(result)
+                    self._calls.examined(result)
                 case b.WakeTrainer():
                     self._progress.set()
 
@@ -240,13 +249,13 @@ class Intake:
         is_held = scored.failure is not None and scored.failure.is_held_against_sender
         text = self.holding.scored(sender, scored.seconds, is_held)
         if text is not None and sender != NOBODY:
-            self.on_held(sender, text)
+            self._calls.held(sender, text)
 
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._scoring.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.on_failure(error)
+            self._calls.failed(error)
 
     # ---- batches out
 

@@ -3,7 +3,7 @@
 Guarantees: a batch is on the disk before it is trained on; the event loop keeps serving while a step runs, because the
 trainer has a thread of its own; publications and checkpoints are written beside the next steps; time is counted once,
 under the phase that spent it. Waits for: enough complete groups (intake), the trainer's thread, the version or
-checkpoint before the one that is due; `waits_for` says which and since when. Leaves to others: serving (daemon).
+checkpoint before the one that is due; `waits_for` says which and since when. Leaves to others: serving (shift).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from echo2.base.errors import TrainingError
@@ -29,11 +30,20 @@ from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.publisher import VersionPublisher
-from echo2.learner.runtime.record import RunFacts, StepTimes, audit_fields, left_out_by_worker, state_fields, step_row
+from echo2.learner.runtime.ranks import world_size
+from echo2.learner.runtime.record import (
+    RunFacts,
+    StepTimes,
+    audit_fields,
+    left_out_by_worker,
+    peak_flops_of,
+    state_fields,
+    step_row,
+)
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
 from echo2.learner.timing import Utilisation
-from echo2.outside import here, monotonic, unix_now
+from echo2.outside import monotonic, unix_now
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
@@ -41,8 +51,6 @@ EVALUATION = "evaluation"
 """What the loop waits for behind its last step."""
 NOT_FINITE_KEPT_MAX = 16
 """Batches kept for inspection; later ones are counted only."""
-AUDIT_BOUNDS_KEPT = 2
-"""Versions of so many staleness bounds are kept for audits, one a step at most: a rollout is looked at within a bound."""
 LEFT_OUT_LINES_MAX = 8
 """Workers named a step in the log; the metrics count all."""
 
@@ -55,35 +63,37 @@ class Snapshot:
     audited: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """Whom the loop works with. `stepped` is called behind each step's row."""
+
+    intake: Intake
+    publisher: VersionPublisher
+    auditor: Auditor
+    exams: Exams
+    sinks: list[Sink]
+    stepped: Callable[[], None] = lambda: None
+
+
 class TrainingLoop:
-    """Owns the trainer's thread. `facts` is what rows say beside their step; the daemon keeps it up to date."""
+    """Owns the trainer's thread. `facts` is what rows say beside their step; the coordinator's plan keeps it up to date."""
 
     def __init__(
-        self,
-        options: LearnerOptions,
-        prepared: Prepared,
-        intake: Intake,
-        publisher: VersionPublisher,
-        sinks: list[Sink],
-        executor: ThreadPoolExecutor,
+        self, options: LearnerOptions, prepared: Prepared, parts: LoopParts, executor: ThreadPoolExecutor
     ) -> None:
         self.options = options
         self.p = prepared
-        self.intake = intake
-        self.publisher = publisher
-        self.sinks = sinks
+        self.intake, self.publisher, self.auditor, self.exams = (
+            parts.intake, parts.publisher, parts.auditor, parts.exams,
+        )  # fmt: skip
+        self.sinks = parts.sinks
         self.executor = executor
-        self.facts = RunFacts(flops_per_position=prepared.model.flops_per_position)
-        share = 0.0 if options.trainer.lora_rank else options.audit_share
-        versions = AUDIT_BOUNDS_KEPT * options.staleness_bound + 2  # one before the oldest, for it may be leant to
-        self.auditor = Auditor(lambda: prepared.model.scorer(versions), share, here().rng, options.audit_fleet_share)
+        self.facts = RunFacts(
+            flops_per_position=prepared.model.flops_per_position, peak_flops=_peak_flops(prepared.model.device)
+        )
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
-        self.exams = Exams(prepared.folder.path, options.evaluation, prepared.examination, intake)
-        self.exams.on_row = self._evaluated
-        self.exams.on_answered = lambda group: self.auditor.consider((group,), unix_now())
-        self.on_step: Callable[[], None] = lambda: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._stepped = parts.stepped
         self.waiting: tuple[str, float] = ("", 0.0)
         self.checkpoint_s = 0.0  # that the newest one kept the loop
         self._checkpoint_task: asyncio.Task[None] | None = None
@@ -239,10 +249,10 @@ class TrainingLoop:
             "step %d: lag %.1f, %.2f s busy, %.2f s waiting, version %d",
             result.step, row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
         )  # fmt: skip
-        self.on_step()
+        self._stepped()
 
-    def _evaluated(self, row: Mapping[str, object]) -> None:
-        """To the sinks beside metrics.jsonl, which has rows of steps alone."""
+    def evaluated(self, row: Mapping[str, object]) -> None:
+        """An evaluation's row: to the sinks beside metrics.jsonl, which has rows of steps alone."""
         for sink in self.sinks[1:]:
             sink.write({**row, "step": self.step, "eval/version": row["step"]})
 
@@ -270,3 +280,9 @@ class TrainingLoop:
             for group in batch.groups
         ]
         (folder / f"step-{batch.step:08d}.json").write_text(json.dumps({"step": batch.step, "groups": groups}))
+
+
+def _peak_flops(device: torch.device) -> float:
+    """Of all ranks; 0 where it is not known."""
+    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
+    return peak * world_size()

@@ -54,7 +54,8 @@ def source_of(options: LearnerOptions) -> PromptSource:
 
 
 class Prompts:
-    """One task with the model's tokenizer."""
+    """One task with the model's tokenizer. `check_length` is the model's own, `context_tokens` the run's longest sequence;
+    `secret` the run's: whoever lacks it cannot know a seed before it is leased."""
 
     def __init__(
         self,
@@ -62,6 +63,10 @@ class Prompts:
         vocabulary_size: int,
         stop_token_ids: Sequence[int],
         source: PromptSource | None = None,
+        *,
+        check_length: Callable[[int], None] = lambda tokens: None,
+        context_tokens: int = 1 << 20,
+        secret: bytes = b"",
     ) -> None:
         source = source or source_of(options)
         self.tokenizer = source.tokenizer
@@ -81,9 +86,7 @@ class Prompts:
         limit_tokens = options.sampling.max_new_tokens
         self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
         self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
-        self.check_length: Callable[[int], None] = lambda tokens: None  # the model's own, once it is loaded
-        self.context_tokens = 1 << 20  # of the run's longest sequence; likewise
-        self.secret = b""  # of the run: whoever lacks it cannot know a seed before it is leased
+        self.check_length, self.context_tokens, self.secret = check_length, context_tokens, secret
         self.prompt_tokens_max = options.prompt_tokens_max
 
     def next_wanted(self, cursor: int) -> int:

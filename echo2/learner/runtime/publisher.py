@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from echo2.base.ids import Version
 from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import VersionPublished
 from echo2.learner.publication import BaseSchedule, Merge, MergeSchedule, PublicationSchedule
+from echo2.learner.runtime.broadcaster import Broadcaster
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
 from echo2.outside import monotonic
@@ -43,43 +43,6 @@ class PublishedArtifact:
     fingerprint: str
 
 
-class Broadcaster(Protocol):
-    """Takes an artifact's frames as they are encoded and moves them to the fleet."""
-
-    on_lost: Callable[[str], None]
-    """Told of what was published and lies no more as it was on this machine's disk."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Chunk bytes that left this machine."""
-        ...
-
-    async def publish(
-        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
-    ) -> int:
-        """Returns the artifact's size in bytes once it is sealed; draws the frames in a thread.
-
-        A keyframe is fetched by those who need it, a delta is pushed to all. One that is sealed already, because an
-        earlier process of this run published it, may be left as it is: then no frame is drawn.
-        """
-        ...
-
-    def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
-        """A delta that left before, as it was published; None where it is no longer kept."""
-        ...
-
-    async def publish_merged(
-        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
-    ) -> int:
-        """Offers a delta of several versions to those who ask; draws the frames in a thread. Returns its size."""
-        ...
-
-    @property
-    def spread_bytes_per_s(self) -> float:
-        """How fast one artifact gets to all workers; 0 while it is not known."""
-        ...
-
-
 @dataclass(slots=True)
 class ByteCounts:
     """Since the run's folder was begun, of this process."""
@@ -91,6 +54,15 @@ class ByteCounts:
     versions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PublisherCalls:
+    """Who is told: that workers may name a version from now on, that an artifact left, that publishing failed."""
+
+    left: Callable[[Version], None] = lambda version: None
+    published: Callable[[PublishedArtifact], None] = lambda artifact: None
+    failed: Callable[[BaseException], None] = lambda error: None
+
+
 class VersionPublisher:
     """`newest_tensors` are the weights of the version published last; of a sharded learner, this rank's rows of them."""
 
@@ -99,7 +71,7 @@ class VersionPublisher:
         broadcaster: Broadcaster,
         journal: Journal,
         schedule: PublicationSchedule,
-        on_version: Callable[[Version], None],
+        calls: PublisherCalls,
         key: int,
         choice: SettingChoice | None = None,
         executor: Executor | None = None,
@@ -108,7 +80,7 @@ class VersionPublisher:
         self.broadcaster = broadcaster
         self.journal = journal
         self.schedule = schedule
-        self._on_version = on_version
+        self.calls = calls
         self.key = key
         self.choice = choice or SettingChoice()
         self.merges = MergeSchedule()
@@ -121,11 +93,8 @@ class VersionPublisher:
         self.newest_fingerprint = 0
         self.bytes = ByteCounts()
         self.last: PublishedArtifact | None = None
-        self.on_published: Callable[[PublishedArtifact], None] = lambda artifact: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._task: asyncio.Task[None] | None = None
         self._is_taken_up = self._is_something_lost = False
-        broadcaster.on_lost = self.replace_lost
 
     @property
     def newest_version(self) -> Version:
@@ -204,7 +173,7 @@ class VersionPublisher:
         began = monotonic()
         await self.settled()
         waited_s = monotonic() - began
-        self._on_version(version)
+        self.calls.left(version)
         self.schedule.begin(version)
         self._begin(self._publish(version, tensors))
         return waited_s
@@ -221,7 +190,7 @@ class VersionPublisher:
     def _done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.on_failure(error)
+            self.calls.failed(error)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         self.journal.append(VersionPublished(version, ""))
@@ -308,7 +277,7 @@ class VersionPublisher:
             found = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
         artifact = PublishedArtifact(version, parent, size, full_bytes, monotonic() - began, f"{found:016x}")
         self.last = artifact
-        self.on_published(artifact)
+        self.calls.published(artifact)
         kind = "keyframe" if parent is None else f"delta from {parent}"
         _log.info(
             "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",

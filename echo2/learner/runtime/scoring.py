@@ -27,8 +27,8 @@ Allowed = Callable[[PeerId], None]
 class ScoringStreams:
     """`tell` takes what workers say."""
 
-    def __init__(self) -> None:
-        self.tell: Tell = lambda event: None
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
         self._leases: dict[PeerId, asyncio.Queue[ingest_pb2.ScoringLease | None]] = {}
 
     def lease(self, worker: PeerId, request: ScoreRequest, within_s: float) -> None:
@@ -60,7 +60,7 @@ class ScoringStreams:
             hearing.cancel()
             if self._leases.get(worker) is queue:
                 del self._leases[worker]
-                self.tell(scorings.ScorerGone(worker))
+                self._tell(scorings.ScorerGone(worker))
 
     async def _hear(
         self,
@@ -76,10 +76,10 @@ class ScoringStreams:
             match report.WhichOneof("kind"):
                 case "scorable":
                     versions = frozenset(map(Version, report.scorable.versions))
-                    self.tell(scorings.ScorerCame(worker, versions))
+                    self._tell(scorings.ScorerCame(worker, versions))
                 case "scores":
                     lease_id, scores = scores_from_message(report.scores)
-                    self.tell(scorings.ScoresCame(worker, lease_id, scores))
+                    self._tell(scorings.ScoresCame(worker, lease_id, scores))
                 case kind:
                     raise MalformedMessage(f"{worker}: expected versions or scores, got {kind}")
             await pause(monotonic() - begun, worker)

@@ -6,7 +6,7 @@ signatures, trees, repair (broadcast/runtime/node).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from echo2.base.ids import PeerId, Version
@@ -14,7 +14,7 @@ from echo2.broadcast.chunks import all_of
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import fluid_bound
 from echo2.learner.runtime.options import LearnerOptions, chunk_folder
@@ -28,7 +28,9 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2
 class SeedNode:
     """A `FleetBroadcaster` over the real node."""
 
-    def __init__(self, server: GatedServer, credentials: Credentials, options: LearnerOptions) -> None:
+    def __init__(
+        self, server: GatedServer, credentials: Credentials, options: LearnerOptions, calls: NodeCalls
+    ) -> None:
         self._transport = MixedTransport(
             credentials,
             lambda connection: self.node.accept(connection),  # noqa: PLW0108 - the node is made next
@@ -44,6 +46,7 @@ class SeedNode:
                 seed=options.seed,
             ),
             self._transport,
+            calls,
         )
         self.node.add_to_server(server)
 
@@ -84,17 +87,6 @@ class SeedNode:
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
         self.node.bans.name(peer_id, is_lifted=is_lifted)
         self.node.drop_banned()
-
-    def keep_places(self, is_proven: Callable[[PeerId], bool]) -> None:
-        self.node.is_proven = is_proven
-
-    @property
-    def on_lost(self) -> Callable[[str], None]:
-        return self.node.on_lost
-
-    @on_lost.setter
-    def on_lost(self, told: Callable[[str], None]) -> None:
-        self.node.on_lost = told
 
     @property
     def spread_bytes_per_s(self) -> float:

@@ -1,7 +1,7 @@
 """What the learner says to the coordinator, on its control session.
 
 Guarantees: the learner never waits for it; what is said while no stream is open goes nowhere, and the next hello, which
-carries every open group, makes up for it. Leaves to others: the stream (control/runtime/session), what orders mean (daemon).
+carries every open group, makes up for it. Leaves to others: the stream (control/runtime/session), what orders mean (orders).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a run folder to a learner that stands exactly where it stood.
 
 Guarantees: the last checkpoint is loaded and every batch that was recorded since is trained on again, in order (replay).
-Leaves to others: sockets and the fleet (daemon).
+Leaves to others: sockets and the fleet (shift).
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def prepare_with(
 ) -> Prepared:
     """As `prepare`, for whoever trains, and whoever asks."""
     trainer, model = team.trainer, team.model
-    prompts = Prompts(options, model.vocabulary_size, model.stop_token_ids, source)
-    prompts.check_length, prompts.context_tokens = model.check_length, min(options.longest_tokens, model.context_tokens)
-    prompts.secret = folder.secret()
+    prompts = Prompts(
+        options, model.vocabulary_size, model.stop_token_ids, source, check_length=model.check_length,
+        context_tokens=min(options.longest_tokens, model.context_tokens), secret=folder.secret(),
+    )  # fmt: skip
     base = team.snapshot()
     folder.check_identity(_identity_of(options, team, base), {"model_path": options.trainer.model_path})
     bound = options.staleness_bound

@@ -9,13 +9,14 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
+from echo2.broadcast.runtime.node_options import NodeCalls
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime.gate import GatedServer
@@ -132,7 +133,12 @@ class FollowerBroadcaster:
     spread_bytes_per_s: float = 0.0
     kept: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by parent (-1: a keyframe) and version
     merged: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    on_lost: Callable[[str], None] = lambda what: None
+    calls: NodeCalls = field(default_factory=NodeCalls)
+
+    def made(self, server: object, credentials: object, options: object, calls: NodeCalls) -> FollowerBroadcaster:
+        """By the learner, in the place of its node."""
+        self.calls = calls
+        return self
 
     async def publish(
         self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
@@ -182,8 +188,6 @@ class FollowerBroadcaster:
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None: ...
-
-    def keep_places(self, is_proven: Callable[[PeerId], bool]) -> None: ...
 
     def is_needed(self) -> bool:
         return False

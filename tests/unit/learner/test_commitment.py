@@ -13,6 +13,7 @@ from echo2.learner.audit import Habits
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.prompts import Prompts
 from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.scoring import ScoringStreams
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -40,7 +41,9 @@ def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(tmp_path: Path)
 
 
 def test_a_worker_does_not_choose_by_the_report_how_it_is_tested() -> None:
-    ingest = IngestService(cast(Any, None), RunId("r"), PeerId("coordinator"))
+    ingest = IngestService(
+        cast(Any, None), RunId("r"), PeerId("coordinator"), ScoringStreams(lambda event: None), lambda error: None
+    )
     worker = PeerId("w")
     assert ingest.habits_of(worker) == Habits(False, False)
     ingest._note_habits(worker, Habits(True, False))

@@ -27,11 +27,13 @@ from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.group import exam_version_of
-from echo2.learner.runtime.daemon import LearnerDaemon, RunSummary
+from echo2.learner.runtime.daemon import LearnerDaemon
+from echo2.learner.runtime.ending import RunSummary
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
 from echo2.learner.runtime.prometheus import gauge_name
 from echo2.learner.runtime.run_folder import RunFolder
+from echo2.learner.runtime.shift import LearnerShift
 from echo2.learner.runtime.startup import Prepared, export_run, prepare
 from echo2.trust.runtime.tls import open_channel
 from echo2.weights import Encoding, HostWeights, fingerprint
@@ -65,7 +67,7 @@ class Run:
         self.authority = new_authority()
         self.coordinator = Coordinator(self.authority, plan)
         self.follower = FollowerBroadcaster()
-        self.daemon = LearnerDaemon(options, **(made or {"make_broadcaster": lambda *_: self.follower}))
+        self.daemon = LearnerDaemon(options, **(made or {"make_broadcaster": self.follower.made}))
         self.workers: list[RandomWorker] = []
         self.at_step: dict[int, Any] = {}
 
@@ -73,15 +75,16 @@ class Run:
         await self.coordinator.start()
         learner = prepare_node(self.options.folder, self.authority, self.coordinator.address)
         running = asyncio.get_running_loop().create_task(self.daemon.run())
-        while not self.daemon.address and not running.done():
+        while self.daemon.shift is None and not running.done():
             await asyncio.sleep(0.01)
-        if not running.done():
-            assert self.daemon.loop is not None
-            original = self.daemon.loop.on_step
-            self.daemon.loop.on_step = lambda: (original(), self._stepped())[0]
+        address = ""
+        if self.daemon.shift is not None:
+            loop, address = self.daemon.shift.loop, self.daemon.shift.address
+            original = loop._stepped
+            loop._stepped = lambda: (original(), self._stepped())[0]
         tasks = []
         for _ in range(worker_count):
-            worker = RandomWorker(self.coordinator, self.daemon.address, learner, 60)
+            worker = RandomWorker(self.coordinator, address, learner, 60)
             worker.lag = lag
             self.workers.append(worker)
             tasks.append(asyncio.get_running_loop().create_task(worker.run()))
@@ -93,9 +96,13 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.coordinator.stop()
 
+    @property
+    def shift(self) -> LearnerShift:
+        assert self.daemon.shift is not None, "it has begun"
+        return self.daemon.shift
+
     def _stepped(self) -> None:
-        assert self.daemon.loop is not None
-        action = self.at_step.get(self.daemon.loop.step)
+        action = self.at_step.get(self.shift.loop.step)
         if action is not None:
             action()
 
@@ -156,7 +163,7 @@ def test_merged_deltas_lead_to_the_newest_version_whatever_the_setting(
 
 def test_what_the_disk_lost_of_the_published_is_replaced_by_a_keyframe(model_path: Path, tmp_path: Path) -> None:
     run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1))
-    run.at_step[3] = lambda: run.follower.on_lost("delta 0->1")
+    run.at_step[3] = lambda: run.follower.calls.lost("delta 0->1")
     summary = go(run.finish())
     keyframes = [version for version, parent in run.follower.versions if parent is None]
     assert keyframes[:2] == [0, 2], "these are due by their weight"
@@ -202,9 +209,8 @@ def test_rollouts_that_are_too_old_are_dropped_and_their_prompts_offered_again(
 
 def crash_image(run: Run, target: Path) -> dict[str, Any]:
     """What a kill would leave on the disk at this very instant, and the weights that are lost with the process."""
-    assert run.daemon.loop is not None
     shutil.copytree(run.options.folder, target, ignore=shutil.ignore_patterns("learner.lock", "*.partial"))
-    loop = run.daemon.loop
+    loop = run.shift.loop
     return {"step": loop.step, "masters": [master.clone() for master in loop.p.model.masters]}
 
 
@@ -259,8 +265,7 @@ def test_a_kill_in_the_last_step_keeps_neither_its_version_nor_its_evaluation_ba
     run = Run(options_for(tmp_path / "run", model_path, staleness_bound=4, kappa=4))
 
     def wait_for_the_last() -> None:
-        assert run.daemon.loop is not None
-        publisher, original = run.daemon.loop.publisher, run.daemon.loop.publisher.publish_soon
+        publisher, original = run.shift.loop.publisher, run.shift.loop.publisher.publish_soon
 
         async def killed(version: Version, tensors: Mapping[str, torch.Tensor]) -> float:
             crash_image(run, tmp_path / "crashed")
@@ -322,8 +327,7 @@ def test_a_run_folder_is_exported_from_its_newest_checkpoint(model_path: Path, t
     summary = go(run.finish())
     assert export_run(tmp_path / "run", tmp_path / "out", str(model_path)) == summary.steps
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    assert run.daemon.loop is not None
-    for name, tensor in run.daemon.loop.p.model.snapshot().items():
+    for name, tensor in run.shift.loop.p.model.snapshot().items():
         assert torch.equal(tensor, dict(exported.named_parameters())[name])
 
 
@@ -378,7 +382,7 @@ def test_nothing_is_taken_from_a_worker_that_the_coordinator_has_barred(model_pa
         tasks = []
 
         def bar() -> None:
-            barred = RandomWorker(run.coordinator, run.daemon.address, run.workers[0].learner, 60)
+            barred = RandomWorker(run.coordinator, run.shift.address, run.workers[0].learner, 60)
             order = coordinator_pb2.WorkerBanned(peer_id=barred.identity.peer_id, reason="by hand", is_banned=True)
             run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
             run.at_step[6] = lambda: tasks.append(asyncio.get_running_loop().create_task(report(barred)))
@@ -410,7 +414,7 @@ def test_another_batch_shape_or_model_is_refused(model_path: Path, tmp_path: Pat
 
 
 def test_without_a_join_link_the_first_start_says_so(model_path: Path, tmp_path: Path) -> None:
-    daemon = LearnerDaemon(options_for(tmp_path / "run", model_path), lambda s, c, o: FollowerBroadcaster())
+    daemon = LearnerDaemon(options_for(tmp_path / "run", model_path), lambda s, c, o, k: FollowerBroadcaster())
     with pytest.raises(EchoError, match="join link"):
         go(daemon.run())
 
@@ -448,8 +452,7 @@ def test_what_a_curriculum_remembers_outlives_a_restart(model_path: Path, tmp_pa
 
     def at_kill() -> None:
         crash_image(run, tmp_path / "crashed")
-        assert run.daemon.loop is not None
-        remembered.update(run.daemon.loop.p.prompts.curriculum.state())
+        remembered.update(run.shift.loop.p.prompts.curriculum.state())
 
     run.at_step[3] = at_kill
     go(run.finish())
@@ -468,9 +471,8 @@ def test_a_loss_that_stays_without_a_finite_value_ends_the_run_and_keeps_its_bat
     run = Run(replace(options, trainer=trainer))
 
     def spoil() -> None:
-        assert run.daemon.loop is not None
         with torch.no_grad():
-            for parameter in run.daemon.loop.p.model.hf_model.parameters():  # type: ignore[attr-defined]
+            for parameter in run.shift.loop.p.model.hf_model.parameters():  # type: ignore[attr-defined]
                 parameter.fill_(float("nan"))
 
     run.at_step[1] = spoil

@@ -14,9 +14,10 @@ from echo2.learner.batcher_events import Resumed
 from echo2.learner.history import SegmentBegan
 from echo2.learner.offers import OfferConfig
 from echo2.learner.runtime.ingest import STREAMS_PER_PEER_MAX, IngestService
-from echo2.learner.runtime.intake import Intake
+from echo2.learner.runtime.intake import Intake, IntakeCalls
 from echo2.learner.runtime.journal import Journal, read_journal
 from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.scoring import ScoringStreams
 from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
 from echo2.trust.identity import Identity, Role
@@ -39,10 +40,18 @@ class Stage:
         shelf = Shelf(ShelfConfig(2, 8, 4, 79), Ledger(2))
         self.journal = Journal(folder / "journal")
         self.journal.begin(SegmentBegan(RUN, Step(0), 0, (Version(0),)))
-        self.intake = Intake(shelf, self.journal, prompts, OfferConfig(8, 4, 2), 0)
+        self.failures: list[BaseException] = []
+        calls = IntakeCalls(failed=self.failures.append)
+        self.intake = Intake(shelf, self.journal, prompts, OfferConfig(8, 4, 2), 0, calls=calls)
         self.intake.tell(Resumed())
-        self.service = IngestService(self.intake, RunId(RUN), self.authority.identity.peer_id)
+        self.service = self.service_for()
         self.group_id = next(iter(self.intake.held.groups))
+
+    def service_for(self, *, requires_seeds: bool = False) -> IngestService:
+        return IngestService(
+            self.intake, RunId(RUN), self.authority.identity.peer_id, ScoringStreams(lambda event: None),
+            self.failures.append, requires_seeds=requires_seeds,
+        )  # fmt: skip
 
     async def play(self, scene: Callable[[RandomWorker, ingest_pb2_grpc.IngestStub], Awaitable[None]]) -> None:
         server = new_server()
@@ -182,8 +191,6 @@ def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_name
     async def broken(*arguments: object) -> None:
         raise OverflowError("planted")
 
-    failures: list[BaseException] = []
-    stage.intake.on_failure = failures.append
     monkeypatch.setattr(stage.intake.prompts, "answer", broken)
 
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
@@ -195,7 +202,7 @@ def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_name
             await asyncio.sleep(0)
         assert set(group.rewards.values()) == {None}
         assert worker.credentials.peer_id in caplog.text
-        assert not failures
+        assert not stage.failures
         call.cancel()
 
     asyncio.run(stage.play(scene))
@@ -203,7 +210,7 @@ def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_name
 
 def test_where_seeds_are_asked_for_nothing_is_taken_of_an_engine_that_draws_by_its_own(stage: Stage) -> None:
     """One that picks the best of several by reward would not be found."""
-    stage.service = IngestService(stage.intake, RunId(RUN), stage.authority.identity.peer_id, requires_seeds=True)
+    stage.service = stage.service_for(requires_seeds=True)
 
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
         stream = stub.Report()

@@ -94,16 +94,15 @@ def killed_as_it_left(model: Path, tmp_path: Path, version: int) -> Killed:
     run = new_run(options)
 
     def watch() -> None:
-        assert run.daemon.loop is not None
-        publisher = run.daemon.loop.publisher
-        told = publisher.on_published
+        publisher = run.shift.publisher
+        told = publisher.calls.published
 
         def killed_here(artifact: Any) -> None:
             if artifact.version == version and artifact.parent is not None:
                 crash_image(run, tmp_path / "crashed")
             told(artifact)
 
-        publisher.on_published = killed_here
+        publisher.calls = replace(publisher.calls, published=killed_here)
 
     run.at_step[1] = watch
     go(run.finish())

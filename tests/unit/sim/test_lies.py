@@ -85,8 +85,8 @@ def test_many_silent_identities_with_endless_room_starve_nobody(seed: int) -> No
 
 def auditor_of(world: World) -> Auditor:
     learner = world.daemons["learner"]
-    assert isinstance(learner, LearnerDaemon) and learner.loop is not None
-    return learner.loop.auditor
+    assert isinstance(learner, LearnerDaemon) and learner.shift is not None
+    return learner.shift.auditor
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -10,7 +10,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.manifest import ArtifactId, Header
 from echo2.broadcast.runtime.library import LibraryLimits
 from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
 from echo2.broadcast.stalls import FORGOTTEN_S, STALL_S
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
@@ -87,8 +87,8 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
     lost: list[str] = []
 
     async def scene() -> None:
-        node = BroadcastNode(learner, NodeOptions(tmp_path, limits=LibraryLimits(recent_bytes_max=0)))
-        node.on_lost = lost.append
+        options = NodeOptions(tmp_path, limits=LibraryLimits(recent_bytes_max=0))
+        node = BroadcastNode(learner, options, calls=NodeCalls(lost=lost.append))
         await node.start()
         artifact = ArtifactId(Version(1), None)
         await node.publish(artifact, iter([bytes(range(250))]), lambda: "print", 1000)

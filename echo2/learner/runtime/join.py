@@ -1,0 +1,51 @@
+"""The learner's way into a run: enrolment at its first start, and its credentials afterwards.
+
+Guarantees: identity and credentials are kept in the folder, so a restart needs no token; an unreachable coordinator is tried until
+it answers or the learner is stopped. Leaves to others: trust itself (trust).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from echo2.base.errors import ConfigError, Unreachable
+from echo2.control.backoff import Backoff
+from echo2.control.runtime.joining import enrolled, unless
+from echo2.control.waits import Waits
+from echo2.learner.runtime.options import LearnerOptions
+from echo2.outside import here
+from echo2.trust.identity import JoinLink, Role
+from echo2.trust.runtime.enrolling import find_coordinator
+from echo2.trust.runtime.tls import Credentials, load_credentials, load_or_create_identity, save_credentials
+
+PAUSE_S_MAX = 4.0
+
+
+async def join(options: LearnerOptions, waits: Waits, stopped: asyncio.Event) -> Credentials:
+    """Those of an earlier start of this run, or new ones."""
+    folder = options.folder / "node"
+    identity = load_or_create_identity(folder)
+    kept = load_credentials(folder, identity)
+    if kept is not None and kept.run_id == options.run_id:
+        return kept
+    if not options.join_link:
+        raise ConfigError(f"run {options.run_id}: expected a join link on the learner's first start, got none")
+    link = JoinLink.parse(options.join_link)
+    backoff = Backoff(here().rng, longest_s=PAUSE_S_MAX)
+    credentials = await unless(stopped, asyncio.create_task(enrolled(link, identity, Role.LEARNER, waits, backoff)))
+    if credentials is None:
+        raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+    keep(options, credentials)
+    return credentials
+
+
+def keep(options: LearnerOptions, credentials: Credentials) -> None:
+    """In the run's folder, for the next start."""
+    save_credentials(options.folder / "node", credentials)
+
+
+async def look_for_coordinator(options: LearnerOptions, credentials: Credentials) -> None:
+    """Has the credentials name the coordinator's address of now, where a link says how to find it."""
+    if options.join_link:
+        link = JoinLink.parse(options.join_link)
+        await find_coordinator(link, options.link_file, credentials, lambda found: keep(options, found))
