@@ -125,7 +125,7 @@ async def obey(node: BroadcastNode) -> None:
             blocks = iter([bytes([version, number]) * (BLOCK_BYTES // 2) for number in range(BLOCKS)])
             await node.publish(ArtifactId(Version(version), None), blocks, lambda: "whole", BLOCKS * BLOCK_BYTES)
         elif line[0] == "ban":
-            node._accuse(PEERS[line[1]], "the test says so", is_ban=True)
+            node._connections.accuse(PEERS[line[1]], "the test says so", is_ban=True)
 
 
 async def node(role: str, name: str, address: str, hub_address: str, folder: Path) -> None:

@@ -16,7 +16,7 @@ from echo2.base.ids import PeerId, Version
 from echo2.broadcast import stalls
 from echo2.broadcast.manifest import ArtifactId, Chunk
 from echo2.broadcast.runtime.library import LibraryLimits
-from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
@@ -34,7 +34,7 @@ import asyncio, sys
 from pathlib import Path
 from echo2.trust.runtime import tls
 from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
+from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 
@@ -307,7 +307,7 @@ def test_what_rots_at_the_learner_is_made_up_for_by_a_keyframe(tmp_path: Path, m
             await f.stop(worker)
             await learner.node.publish(delta, iter(BLOCKS), lambda: "p", 1 << 24)
             lost: list[str] = []
-            learner.node._calls = NodeCalls(lost=lost.append)
+            learner.node._lost = lost.append
             (file,) = learner.node.library.store.folder.glob("*.*")
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 1

@@ -36,7 +36,7 @@ def width_of(node: BroadcastNode, other: BroadcastNode) -> int:
 
 def wants(node: BroadcastNode, other: BroadcastNode, connections: int) -> None:
     """As if losses had shown it; loopback has none."""
-    striping = node._stripes._width(node._links[other.peer_id]).striping
+    striping = node._connections.stripes._width(node._connections.links[other.peer_id]).striping
     striping.count, striping.reason = connections, "the test wants them"
 
 

@@ -156,7 +156,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "        if written < (mark.safe if may_lack_the_end else mark.written):", "        if False:",
            ("tests/contract/test_state_store.py",)),
     Mutant("the learner's lost chunks are not made up for", "broadcast/runtime/node.py",
-           "                self._forget(key)\n                self.on_lost(str(artifact))\n", "                self._forget(key)\n",
+           "                self._forget(key)\n                self._lost(str(artifact))\n", "                self._forget(key)\n",
            (_UNIT + "broadcast/runtime/test_stalled.py",)),
     Mutant("a machine that was made though its answer was lost costs money for ever", "coordinator/runtime/provisioner.py",
            "            self._check_gone(machine, sightings.get(machine.machine_id))\n", "            pass\n",

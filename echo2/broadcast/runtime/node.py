@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
-from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError, Unreachable
+from echo2.base.errors import CorruptChunk, EchoError, ResourceError, StateError
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.chunks import signed_chunks
 from echo2.broadcast.events import (
@@ -25,8 +25,6 @@ from echo2.broadcast.events import (
     Event,
     Forgotten,
     HeaderSeen,
-    PeerDown,
-    PeerUp,
     PlanSet,
     SealSeen,
     SendChunk,
@@ -35,15 +33,14 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
-from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.room import expected_bytes
-from echo2.broadcast.runtime.bans import Bans, deserves_ban
+from echo2.broadcast.runtime.bans import Bans
 from echo2.broadcast.runtime.chunk_store import ChunkStore
-from echo2.broadcast.runtime.dialling import Dialling, Target
+from echo2.broadcast.runtime.connections import ConnectionCalls, Connections
+from echo2.broadcast.runtime.dialling import Dialling
 from echo2.broadcast.runtime.following import Following
 from echo2.broadcast.runtime.inbox import Inbox
 from echo2.broadcast.runtime.library import Library
-from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.meter import Meter
 from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
 from echo2.broadcast.runtime.outbox import control_frame
@@ -56,9 +53,7 @@ from echo2.broadcast.runtime.progress import (
 )
 from echo2.broadcast.runtime.reader import ArtifactReader
 from echo2.broadcast.runtime.restoring import restored
-from echo2.broadcast.runtime.shaper import NodeShaper
-from echo2.broadcast.runtime.stripes import Stripes
-from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
+from echo2.broadcast.runtime.transport import Connection, Transport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.uplink import UplinkWatch
 from echo2.broadcast.session import BroadcastSession
@@ -83,30 +78,34 @@ class BroadcastNode:
         transport: Transport | None = None,
         calls: NodeCalls | None = None,
     ) -> None:
-        self.credentials, self._calls = credentials, calls or NodeCalls()
+        self.credentials, self._lost = credentials, (calls or NodeCalls()).lost
         self.options = options
         self.peer_id = credentials.peer_id
         store = ChunkStore(options.folder, options.store_bytes)
         self.library = Library(
-            store, credentials.run_id, options.limits, options.lineage, lambda: self.following.link()
-        )  # noqa: PLW0108
+            store,
+            credentials.run_id,
+            options.limits,
+            options.lineage,
+            lambda: self.following.link(),  # noqa: PLW0108 - it is made next
+        )
         self.session = BroadcastSession(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter = Meter()
         self.following = Following(self.peer_id, self.library, self.meter, options.shape)
         self._grpc = GrpcTransport(credentials)
         self._transport: Transport = transport or self._grpc
-        self._shaper = NodeShaper(options.shape)
         self._dialling = Dialling(self.peer_id)
         self._inbox = Inbox(self.peer_id, self.library, self.meter)
-        self._links: dict[PeerId, PeerLink] = {}
-        self._stripes = Stripes(self.session, self._act, self._links, self._dial_further, self._spawn)
-        self._link_calls = LinkCalls(
-            self.library.frame, self.library.header_frame, self._chunk_sent, self._received, self._stripes.widened
-        )
-        self._uplink = UplinkWatch(self.meter, self.session, self._act, self._stripes.look)
-        self._dialling_now: set[PeerId] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.bans = Bans()
+        self._connections = Connections(
+            credentials, self._transport, options.shape, self.session, self._dialling, self.bans,
+            ConnectionCalls(
+                self.library.frame, self.library.header_frame, self._chunk_sent, self._received,
+                self._inbox.check_hello, (calls or NodeCalls()).is_proven, self._linked, self._act, self._spawn,
+            ),
+        )  # fmt: skip
+        self._uplink = UplinkWatch(self.meter, self.session, self._act, self._connections.stripes.look)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._reader = ArtifactReader(self.library)
@@ -127,7 +126,7 @@ class BroadcastNode:
         async for event in restored(self.library, self.peer_id):
             self._act(event)
         if self.library.unsound_files and self._inbox.publisher == self.peer_id:
-            self._calls.lost("a chunk file")
+            self._lost("a chunk file")
         self._is_running = True
         self._spawn(self._keep_connected())
         self._spawn(self._uplink.run())
@@ -140,8 +139,8 @@ class BroadcastNode:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.drop_connections()
-        self._links.clear()
+        await self._connections.close()
+        self._connections.links.clear()
         await self._transport.close()
         self.library.store.close()
         self._changed.set()
@@ -214,10 +213,10 @@ class BroadcastNode:
         for key, artifact in self.library.take_rotten():
             if self._inbox.publisher == self.peer_id:
                 self._forget(key)
-                self._calls.lost(str(artifact))
+                self._lost(str(artifact))
             else:
                 self._fetch_anew(key)
-        stalled = self.following.look(self._reader.version, bool(self._links), self._now())
+        stalled = self.following.look(self._reader.version, bool(self._connections.links), self._now())
         for key in stalled or ():
             self._act(Unwanted(key))
         if stalled is not None:
@@ -336,103 +335,32 @@ class BroadcastNode:
 
     async def accept(self, connection: Connection) -> None:
         """Serves a connection that a peer dialled, until it ends."""
-        if self._is_running and connection.peer.peer_id not in self.bans:
-            await self._serve(self._shaper.wrap(connection))
+        if self._is_running:
+            await self._connections.accept(connection)
 
     async def _keep_connected(self) -> None:
         """Waits CONNECT_INTERVAL_S between looks; dials those that are due."""
         while True:
             self._look_after()
-            self._stripes.tend(self._now())
-            for target, address in self._dialling.due(set(self._links) | self._dialling_now, self._now()):
-                if target.peer_id not in self.bans:
-                    self._dialling_now.add(target.peer_id)
-                    self._spawn(self._dial(target, address))
+            self._connections.tend(self._now())
             await asyncio.sleep(CONNECT_INTERVAL_S)
 
-    async def _dial(self, target: Target, address: str) -> None:
-        try:
-            connection = await self._transport.dial(address, target.peer_id)
-        except EchoError as error:  # also a peer ID that is none, of a plan
-            if target.failures == 0:
-                log.info("%s", error)
-            self._dialling.failed(target, str(error), self._now())
-            return
-        finally:
-            self._dialling_now.discard(target.peer_id)
-        target.failures = 0
-        await self._serve(self._shaper.wrap(connection), address)
-        self._dialling.failed(target, "the connection ended", self._now())
-
-    async def _dial_further(self, link: PeerLink) -> None:
-        """One more connection of a link that we dialled, until it ends."""
-        await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
-
-    async def _serve(self, connection: Connection, address: str = "", *, is_further: bool = False) -> None:
-        """One connection's life: hello both ways, then whatever comes."""
-        peer, link = connection.peer.peer_id, PeerLink(connection, self._link_calls, address)
-        try:
-            told = await hello_of(connection, self.credentials.run_id, is_further=is_further)
-            if self._inbox.check_hello(peer, told) or is_further:
-                await self._stripes.carry(connection)
-                return
-            if peer not in self.bans:  # since it was let in
-                await self._replace(link)
-            if self._links.get(peer) is link:
-                self._act(PeerUp(peer))
-                await link.run()
-        except Unreachable:
-            pass
-        except Exception as error:  # noqa: BLE001
-            self._accuse(peer, str(error), is_ban=deserves_ban(error, peer))
-        finally:
-            if self._links.get(peer) is link:
-                del self._links[peer]
-                self._act(PeerDown(peer))
-            await connection.close()
-
-    async def _replace(self, link: PeerLink) -> None:
-        """Enters the link, unless an older one to the same peer is to stay."""
-        old = self._links.get(link.peer_id)
-        if old is not None:
-            if not self._dialling.replaces(link.peer_id, link.connection.is_outgoing, old.connection.is_outgoing):
-                return
-            del self._links[link.peer_id]
-            self._act(PeerDown(link.peer_id))
-            await old.close()
-        held = [self._place_of(one) for one in self._links.values()]
-        gone = giving_way(self._place_of(link), held, has_plan=self._dialling.plan is not None)
-        if gone is not None:
-            self._accuse(gone, "gives way to a newcomer", is_ban=False)
-        self._links[link.peer_id] = link
+    def _linked(self) -> None:
         self._uplink.expect_new()
-
-    def _place_of(self, link: PeerLink) -> Place:
-        hosts = link.connection.remotes if isinstance(link.connection, Widenable) else ()
-        host, token = min((host for host, _ in hosts), default=""), link.connection.peer.token_id
-        is_planned = link.peer_id in self._dialling.targets
-        return Place(link.peer_id, host, is_planned, token, self._calls.is_proven(link.peer_id))
-
-    def _accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
-        self.bans.accused(peer, reason, is_ban=is_ban)
-        if (link := self._links.pop(peer, None)) is not None:
-            self._act(PeerDown(peer))
-            self._spawn(link.close())
 
     def drop_banned(self) -> None:
         """After `bans` was told of more: nothing goes to them or comes from them any longer."""
-        for peer in self.bans.among(list(self._links)):
-            self._accuse(peer, "the coordinator has banned it", is_ban=False)
+        self._connections.drop_banned()
 
     async def drop_connections(self) -> None:
         """Closes all connections, as a cut link would; they are dialled again."""
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await self._connections.close()
 
     def stats(self) -> NodeStats:
         """A picture of now, for heartbeats and the operator."""
         newest = max(self.library.entries.values(), key=lambda entry: entry.rank, default=None)
         return NodeStats(
-            links=self._stripes.statuses(),
+            links=self._connections.stripes.statuses(),
             sent_chunk_bytes=self.meter.sent_bytes,
             received_chunk_bytes=self.meter.received_bytes,
             duplicate_bytes=self.session.duplicates_bytes,
@@ -452,7 +380,7 @@ class BroadcastNode:
     def _waits_for(self) -> str:
         if self._inbox.publisher is None:
             return "a plan that names the publisher"
-        if not self._links and self._dialling.targets:
+        if not self._connections.links and self._dialling.targets:
             return self._dialling.waits_for()
         return self.library.waits_for(self._reader.version)
 
@@ -485,8 +413,8 @@ class BroadcastNode:
             if isinstance(action, Wake):
                 self._set_timer(action.at)
             elif isinstance(action, Accuse):
-                self._accuse(action.peer, action.reason, is_ban=True)
-            elif (link := self._links.get(action.peer)) is not None:
+                self._connections.accuse(action.peer, action.reason, is_ban=True)
+            elif (link := self._connections.links.get(action.peer)) is not None:
                 if isinstance(action, SendChunk):
                     link.send_chunk(action)
                 elif (frame := control_frame(action, self.library)) is not None:

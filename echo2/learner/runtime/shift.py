@@ -5,7 +5,8 @@
 
 Guarantees: a part is whole once it is made, and is handed at its making whom it tells; the first failure of any part ends the run
 with that failure; whatever ends it, the coordinator is told and everything is closed. Waits for: the training loop, the
-coordinator's stream, a failure; whichever comes first. Leaves to others: joining (join), loading (startup), steps (loop), the end (ending).
+coordinator's stream, a failure; whichever comes first. Leaves to others: joining (join), loading (startup), steps (loop), the end
+(ending).
 """
 
 from __future__ import annotations

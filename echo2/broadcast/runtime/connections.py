@@ -1,0 +1,166 @@
+"""Whom a node is connected with: one link to a peer, from its dialling to its end.
+
+    due --dial--> open --hello--> linked --+--> ended --pause--> due
+                   ^ |              ^      |--> replaced: by another connection of that peer (dialling)
+    accepted ------' '-- banned     |      |--> gave way to another peer, where all places are taken (places)
+                        or refused  |      '--> accused: by a bad frame or signature, by the session, by the coordinator's ban
+                                    '-- a further connection of a link joins it (stripes)
+
+Guarantees: a peer has one link at most, and the session hears of its end before it hears of the next; whoever breaks a rule is
+named, dropped and, where that is proven, banned. Waits for: hellos (HELLO_TIMEOUT_S), connections to end. Leaves to others: whom to
+dial and which connection stays (dialling), who gives way (places), frames (link, inbox).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from echo2.base.errors import EchoError, Unreachable
+from echo2.base.ids import PeerId
+from echo2.broadcast.events import Event, PeerDown, PeerUp, SendChunk
+from echo2.broadcast.manifest import ArtifactKey
+from echo2.broadcast.places import Place, giving_way
+from echo2.broadcast.runtime.bans import Bans, deserves_ban
+from echo2.broadcast.runtime.dialling import Dialling, Target
+from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
+from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
+from echo2.broadcast.runtime.stripes import Stripes
+from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
+from echo2.broadcast.session import BroadcastSession
+from echo2.trust.runtime.tls import Credentials
+
+log = logging.getLogger("echo2.broadcast")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionCalls:
+    """What connections ask of their node. `check_hello`: whether it is a further connection of a link; raises where it is no hello
+    of this run. `is_proven`: whether a peer has delivered work. `linked`: a new connection is to be measured."""
+
+    frame: Callable[[ArtifactKey, int], bytes | None]
+    header: Callable[[ArtifactKey], bytes | None]
+    sent: Callable[[SendChunk, int | None], None]
+    received: Callable[[PeerId, bytes], bool]
+    check_hello: Callable[[PeerId, bytes], bool]
+    is_proven: Callable[[PeerId], bool]
+    linked: Callable[[], None]
+    act: Callable[[Event], None]
+    spawn: Callable[[Coroutine[None, None, None]], None]
+
+
+class Connections:
+    """One per node."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        transport: Transport,
+        shape: LinkShape,
+        session: BroadcastSession,
+        dialling: Dialling,
+        bans: Bans,
+        calls: ConnectionCalls,
+    ) -> None:
+        self._run_id, self._transport, self._calls = credentials.run_id, transport, calls
+        self._dialling, self._bans = dialling, bans
+        self._shaper = NodeShaper(shape)
+        self.links: dict[PeerId, PeerLink] = {}
+        self.stripes = Stripes(session, calls.act, self.links, self._dial_further, calls.spawn)
+        self._link_calls = LinkCalls(calls.frame, calls.header, calls.sent, calls.received, self.stripes.widened)
+        self._dialling_now: set[PeerId] = set()
+
+    async def accept(self, connection: Connection) -> None:
+        """Serves a connection that a peer dialled, until it ends."""
+        if connection.peer.peer_id not in self._bans:
+            await self._serve(self._shaper.wrap(connection))
+
+    def tend(self, now: float) -> None:
+        """Dials those that are due, and widens or narrows what is there."""
+        self.stripes.tend(now)
+        for target, address in self._dialling.due(set(self.links) | self._dialling_now, now):
+            if target.peer_id not in self._bans:
+                self._dialling_now.add(target.peer_id)
+                self._calls.spawn(self._dial(target, address))
+
+    async def _dial(self, target: Target, address: str) -> None:
+        try:
+            connection = await self._transport.dial(address, target.peer_id)
+        except EchoError as error:  # also a peer ID that is none, of a plan
+            if target.failures == 0:
+                log.info("%s", error)
+            self._dialling.failed(target, str(error), asyncio.get_running_loop().time())
+            return
+        finally:
+            self._dialling_now.discard(target.peer_id)
+        target.failures = 0
+        await self._serve(self._shaper.wrap(connection), address)
+        self._dialling.failed(target, "the connection ended", asyncio.get_running_loop().time())
+
+    async def _dial_further(self, link: PeerLink) -> None:
+        """One more connection of a link that we dialled, until it ends."""
+        await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
+
+    async def _serve(self, connection: Connection, address: str = "", *, is_further: bool = False) -> None:
+        """One connection's life: hello both ways, then whatever comes."""
+        peer, link = connection.peer.peer_id, PeerLink(connection, self._link_calls, address)
+        try:
+            told = await hello_of(connection, self._run_id, is_further=is_further)
+            if self._calls.check_hello(peer, told) or is_further:
+                await self.stripes.carry(connection)
+                return
+            if peer not in self._bans:  # it may have been banned while its hello was on the way
+                await self._replace(link)
+            if self.links.get(peer) is link:
+                self._calls.act(PeerUp(peer))
+                await link.run()
+        except Unreachable:
+            pass  # links end all the time, and whoever dialled tries again
+        except Exception as error:  # noqa: BLE001 - whatever a peer's bytes bring about is that peer's fault, and ends its link alone
+            self.accuse(peer, str(error), is_ban=deserves_ban(error, peer))
+        finally:
+            if self.links.get(peer) is link:
+                del self.links[peer]
+                self._calls.act(PeerDown(peer))
+            await connection.close()
+
+    async def _replace(self, link: PeerLink) -> None:
+        """Enters the link, unless an older one to the same peer is to stay."""
+        while (old := self.links.get(link.peer_id)) is not None:  # while one closes, the next may have come
+            if not self._dialling.replaces(link.peer_id, link.connection.is_outgoing, old.connection.is_outgoing):
+                return
+            del self.links[link.peer_id]
+            self._calls.act(PeerDown(link.peer_id))
+            await old.close()
+        held = [self._place_of(one) for one in self.links.values()]
+        gone = giving_way(self._place_of(link), held, has_plan=self._dialling.plan is not None)
+        if gone is not None:
+            self.accuse(gone, "gives way to a newcomer", is_ban=False)
+        self.links[link.peer_id] = link
+        self._calls.linked()
+
+    def _place_of(self, link: PeerLink) -> Place:
+        hosts = link.connection.remotes if isinstance(link.connection, Widenable) else ()
+        host, token = min((host for host, _ in hosts), default=""), link.connection.peer.token_id
+        is_planned = link.peer_id in self._dialling.targets
+        return Place(link.peer_id, host, is_planned, token, self._calls.is_proven(link.peer_id))
+
+    def accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
+        """Drops the peer, and for a ban keeps it out."""
+        self._bans.accused(peer, reason, is_ban=is_ban)
+        if (
+            link := self.links.pop(peer, None)
+        ) is not None:  # at once: nothing more of it may be handled while it closes
+            self._calls.act(PeerDown(peer))
+            self._calls.spawn(link.close())
+
+    def drop_banned(self) -> None:
+        """After `bans` was told of more: nothing goes to them or comes from them any longer."""
+        for peer in self._bans.among(list(self.links)):
+            self.accuse(peer, "the coordinator has banned it", is_ban=False)
+
+    async def close(self) -> None:
+        """All of them, as a cut would; they are dialled again."""
+        await asyncio.gather(*(link.close() for link in self.links.values()))
