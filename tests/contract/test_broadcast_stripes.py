@@ -86,7 +86,7 @@ def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
             learner, worker = await widened(f)
-            first = learner._connections.links[worker.peer_id], worker._links[learner.peer_id]
+            first = learner._connections.links[worker.peer_id], worker._connections.links[learner.peer_id]
             accepted = next(link for link in first if not link.connection.is_outgoing)
             reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
             publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
@@ -96,7 +96,7 @@ def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_
             await until(lambda: accepted.width < WIDTH, "the cut is noticed")
             assert await reading == BLOCKS
             await publishing
-            assert (learner._connections.links[worker.peer_id], worker._links[learner.peer_id]) == first, "the link stayed"
+            assert (learner._connections.links[worker.peer_id], worker._connections.links[learner.peer_id]) == first, "the link stayed"
             await until(lambda: width_of(learner, worker) == width_of(worker, learner) == WIDTH, "it is widened again")
             assert await received(learner, worker, LATER) == BLOCKS
 
