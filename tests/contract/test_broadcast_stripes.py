@@ -11,6 +11,7 @@ from pathlib import Path
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Connection
@@ -38,6 +39,10 @@ def wants(node: BroadcastNode, other: BroadcastNode, connections: int) -> None:
     """As if losses had shown it; loopback has none."""
     striping = node._connections.stripes._width(node._connections.links[other.peer_id]).striping
     striping.count, striping.reason = connections, "the test wants them"
+
+
+def links_of(one: BroadcastNode, other: BroadcastNode) -> tuple[PeerLink, PeerLink]:
+    return one._connections.links[other.peer_id], other._connections.links[one.peer_id]
 
 
 async def widened(f: Fleet) -> tuple[BroadcastNode, BroadcastNode]:
@@ -86,7 +91,7 @@ def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
             learner, worker = await widened(f)
-            first = learner._connections.links[worker.peer_id], worker._connections.links[learner.peer_id]
+            first = links_of(learner, worker)
             accepted = next(link for link in first if not link.connection.is_outgoing)
             reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
             publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
@@ -96,7 +101,7 @@ def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_
             await until(lambda: accepted.width < WIDTH, "the cut is noticed")
             assert await reading == BLOCKS
             await publishing
-            assert (learner._connections.links[worker.peer_id], worker._connections.links[learner.peer_id]) == first, "the link stayed"
+            assert links_of(learner, worker) == first, "the link stayed"
             await until(lambda: width_of(learner, worker) == width_of(worker, learner) == WIDTH, "it is widened again")
             assert await received(learner, worker, LATER) == BLOCKS
 
