@@ -50,7 +50,7 @@ class RunSummary:
     export_folder: Path | None
 
 
-class Ending:
+class LearnerEnding:
     """`waits_for` is None until the training is over."""
 
     def __init__(

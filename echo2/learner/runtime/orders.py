@@ -19,7 +19,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2
 _log = logging.getLogger("echo2.learner")
 
 
-class Orders:
+class LearnerOrders:
     """One per learner."""
 
     def __init__(

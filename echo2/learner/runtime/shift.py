@@ -1,6 +1,6 @@
 """The learner's work from prepared weights to the good-bye: all its parts, made in one place.
 
-    made --run--> serves --> trains --+--> last step, prompts' end, stop --> Ending --> left
+    made --run--> serves --> trains --+--> last step, prompts' end, stop --> LearnerEnding --> left
                                       '--> a part failed, or the coordinator refused --> left, with that error
 
 Guarantees: a part is whole once it is made, and is handed at its making whom it tells; the first failure of any part ends the run
@@ -32,7 +32,7 @@ from echo2.learner.exam import ExamResult
 from echo2.learner.offers import OfferConfig, Reminders
 from echo2.learner.runtime.auditor import AuditCalls, Auditor, auditor_of
 from echo2.learner.runtime.broadcaster import BroadcasterFactory
-from echo2.learner.runtime.ending import Ending, RunSummary
+from echo2.learner.runtime.ending import LearnerEnding, RunSummary
 from echo2.learner.runtime.exams import Exams
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.intake import Intake, IntakeCalls
@@ -40,7 +40,7 @@ from echo2.learner.runtime.join import keep, look_for_coordinator
 from echo2.learner.runtime.loop import EVALUATION, LoopParts, TrainingLoop
 from echo2.learner.runtime.metrics import open_sinks
 from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.orders import Orders
+from echo2.learner.runtime.orders import LearnerOrders
 from echo2.learner.runtime.prometheus import PrometheusEndpoint
 from echo2.learner.runtime.publisher import PublishedArtifact, PublisherCalls, VersionPublisher
 from echo2.learner.runtime.reports import delivered_message, hello_of, published_message, report_of
@@ -123,8 +123,8 @@ class LearnerShift:
         self.loop = TrainingLoop(options, prepared, parts, threads.trainer)
         if options.metrics_port:
             self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
-        self._orders = Orders(self.loop, self._ingest, self._broadcaster, self.session)
-        self.ending = Ending(options, self.loop, self._broadcaster, self.session, stopped)
+        self._orders = LearnerOrders(self.loop, self._ingest, self._broadcaster, self.session)
+        self.ending = LearnerEnding(options, self.loop, self._broadcaster, self.session, stopped)
         if stopped.is_set():
             self.loop.stop()
 
