@@ -32,7 +32,12 @@ def test_broadcast_completes_though_no_coordinator_can_be_reached() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault("dies", 2), Fault("freezes", 2, for_s=3.0), Fault("is restarted", 0), Fault("is restarted", 2)],
+    [
+        Fault("dies", 2),
+        pytest.param(Fault("freezes", 2, for_s=3.0), marks=pytest.mark.soak),
+        Fault("is restarted", 0),
+        pytest.param(Fault("is restarted", 2), marks=pytest.mark.soak),
+    ],
     ids=lambda fault: f"{'worker' if fault.node else 'learner'} {fault.kind}",
 )
 def test_fault_of_a_process_keeps_nobody_from_the_version(fault: Fault) -> None:

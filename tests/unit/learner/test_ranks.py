@@ -64,7 +64,9 @@ def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return of
 
 
-@pytest.mark.parametrize("weights_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak), "float32-lora"])
+@pytest.mark.parametrize(
+    "weights_dtype", ["float32", *(pytest.param(name, marks=pytest.mark.soak) for name in ("bfloat16", "float32-lora"))]
+)
 def test_two_ranks_train_as_one_process_does(
     model_path: Path, trained: Callable[[str], Path], tmp_path: Path, weights_dtype: str
 ) -> None:
@@ -123,6 +125,7 @@ def assert_each_rank_coded_its_rows(folder: Path, summary: dict[str, Any]) -> No
     assert other["newest"] == 6 and 0.4 * elements < other["own_elements"] <= 0.5 * elements
 
 
+@pytest.mark.soak
 def test_a_rank_that_cannot_code_its_rows_ends_the_run_with_its_error_and_the_next_start_sends_them(
     model_path: Path, tmp_path: Path
 ) -> None:
