@@ -81,6 +81,7 @@ class SimWorker:
         self.asked_at: float | None = None
         self.is_active, self.is_first, self.is_refused = True, True, False
         self.tokens = self.finished = 0
+        self.born = time.time()
         self._call: Any = None
         self._said: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._work_tasks: dict[str, asyncio.Task[None]] = {}
@@ -158,7 +159,7 @@ class SimWorker:
             engine="simulated", provider=("vast", "runpod", "own")[self.index % 3], price_usd_per_hour=self.price,
             is_spot=self.index % 3 == 0, addresses=[f"10.0.{self.index // 250}.{self.index % 250}:7000"],
             link=pb.Link(uplink_bytes_per_s=up, downlink_bytes_per_s=4 * up, rtt_s=rng.uniform(0.01, 0.12)),
-            held_tickets=list(self.held.values()),
+            region=("eu-nl", "us-tx", "")[self.index % 3], held_tickets=list(self.held.values()),
         )  # fmt: skip
 
     def _granted(self, grant: pb.LeaseGrant) -> None:
@@ -215,6 +216,12 @@ class SimWorker:
             pb.WorkerMessage(lease_request=pb.LeaseRequest(free_rollouts=GROUP_SIZE, version=self.ledger.version))
         )
 
+    def _log(self) -> pb.LogTail:
+        text = "<b>learner</b>: no answer for 12 s; trying again in 4 s"
+        return pb.LogTail(
+            lines=[pb.LogLine(unix_s=self.born, text=text), pb.LogLine(unix_s=self.born, is_error=True, text=text)]
+        )
+
     async def _beat(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, self.beat_s))
         while True:
@@ -227,7 +234,7 @@ class SimWorker:
                 tokens_per_s=150 * rate,
                 rollout_s_mean=self.work_s / self.speed, rollout_s_p95=1.3 * self.work_s / self.speed, swap_s=0.02,
                 apply_s=0.05, newest_chunk_count=40, newest_chunks_held=40 if self.index % 4 else held,
-                newest_version_in_flight=self.ledger.version,
+                newest_version_in_flight=self.ledger.version, log=self._log() if self.index % 5 == 4 else None,
             )  # fmt: skip
             self._write(pb.WorkerMessage(heartbeat=beat))
             self.ledger.heartbeats += self._call is not None
@@ -278,11 +285,31 @@ class SimLearner:
         tasks = [asyncio.create_task(self._offer()), asyncio.create_task(self._step())]
         try:
             while (order := await self._call.read()) is not grpc.aio.EOF:
+                if order.WhichOneof("kind") == "wanted":
+                    await self._write(pb.LearnerMessage(shown=self._shown(order.wanted)))
                 if order.WhichOneof("kind") == "refusal":
                     raise SystemExit(f"the learner was refused: {order.refusal.code}: {order.refusal.message}")
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _shown(self, wanted: pb.RolloutsWanted) -> pb.RolloutsShown:
+        """Rollouts as hostile models might write them."""
+        step, hostile = self.ledger.step, "<img src=x onerror=alert(1)> 1 + 2 =\n3 "
+        rollouts = [
+            pb.RolloutSummary(
+                rollout_id=f"g{index}/0", step=step, reward=index / 8, token_count=600, oldest_version=max(0, step - 2),
+                newest_version=step, finish_reason="stop", completion=hostile * 4,
+            )
+            for index in range(8)
+        ]  # fmt: skip
+        if not wanted.rollout_id:
+            return pb.RolloutsShown(request=wanted.request, rollouts=rollouts)
+        tokens = [
+            pb.TokenShown(token_id=place, text=hostile[place % len(hostile)], logprob=-(place % 5), version=step - (place < 300))
+            for place in range(wanted.offset, min(600, wanted.offset + 512))
+        ]  # fmt: skip
+        return pb.RolloutsShown(request=wanted.request, rollouts=rollouts[:1], tokens=tokens, prompt=hostile)
 
     async def _offer(self) -> None:
         pause_s = 0.1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import re
 import socket
 import sys
@@ -17,7 +19,8 @@ from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daem
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
 from echo2.worker.engine import SwapMode
-from echo2.worker.options import EmulatedLink, EngineChoice, Quantisation, WorkerOptions
+from echo2.worker.options import EmulatedLink, EngineChoice, MachinePlace, Quantisation, WorkerOptions
+from echo2.worker.place import place_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as well
 
@@ -79,6 +82,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         link_file=link_file(own.link),
         seed=config.run.seed,
         model_path=config.model.path,
+        place=place_of(MachinePlace(worker.provider, worker.region), os.environ),
     )
 
 
@@ -94,9 +98,12 @@ def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
 
     limit_arenas()  # before the first thread
     from echo2.worker.runtime.daemon import WorkerDaemon  # pays for gRPC after bad arguments were refused
+    from echo2.worker.runtime.log_tail import LogTail
     from echo2.worker.runtime.progress import progress_for
 
-    return WorkerDaemon(options, progress_for(sys.stderr, as_json))
+    tail = LogTail()
+    logging.getLogger("echo2").addHandler(tail)
+    return WorkerDaemon(options, progress_for(sys.stderr, as_json), log=tail)
 
 
 if __name__ == "__main__":

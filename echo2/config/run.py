@@ -349,6 +349,12 @@ class WorkerSection(Section):
     ] = "recompute_kv"
     price_usd_per_hour: Annotated[float, Field(ge=0, description="What this machine costs.")] = 0.0
     is_spot: Annotated[bool, Field(description="Whether the machine may be taken away at any time.")] = False
+    provider: Annotated[
+        str, Field(max_length=64, description="Who rents it out, for the dashboard; empty: found out where possible.")
+    ] = ""
+    region: Annotated[
+        str, Field(max_length=64, description="Where it stands, for the dashboard; empty: found out where possible.")
+    ] = ""
     uplink_limit: Annotated[BytesPerSecond, Field(description="Never sends faster; 0: no limit.")] = 0.0
     emulated_uplink: Annotated[BytesPerSecond, Field(description="Shapes its sending, for trials; 0: off.")] = 0.0
     emulated_downlink: Annotated[BytesPerSecond, Field(description="Shapes its receiving, for trials; 0: off.")] = 0.0

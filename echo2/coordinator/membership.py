@@ -242,7 +242,8 @@ class Membership:
         member.heard_at = now
         if heartbeat is not None:
             links = heartbeat.links if heartbeat.links is not None else member.heartbeat.links
-            member.heartbeat, member.heartbeat_at = replace(heartbeat, links=links), now
+            log = heartbeat.log if heartbeat.log is not None else member.heartbeat.log
+            member.heartbeat, member.heartbeat_at = replace(heartbeat, links=links, log=log), now
             member.measures.observe(heartbeat, now)
         return member
 

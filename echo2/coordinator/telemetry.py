@@ -28,6 +28,15 @@ class ReportedLink:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReportedLine:
+    """A warning or error of a worker's own log."""
+
+    unix_s: float
+    is_error: bool
+    text: str
+
+
 _STEP_0, _VERSION_0, _UNKNOWN_LINK = Step(0), Version(0), LinkReport()
 
 
@@ -47,6 +56,7 @@ class WorkerHello:
     held_leases: tuple[HeldLease, ...] = ()
     model_digest: str = ""
     quantisation: str = ""
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,7 @@ class Heartbeat:
     memory_total_bytes: int = 0
     reach: Access | None = None  # how it is met, as found out; None: as its hello says
     links: tuple[ReportedLink, ...] | None = None  # None: as before
+    log: tuple[ReportedLine, ...] | None = None  # newest last; None: as before
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,14 @@ HELD_LEASES_MAX = 1024
 GROUPS_PER_MESSAGE_MAX = 65_536
 LINKS_MAX = 64
 BANNED_MAX = 20_000
+LOG_LINES_MAX = 20
+LOG_CHARS_MAX = 300
+ROLLOUTS_SHOWN_MAX = 64
+TOKENS_SHOWN_MAX = 512
+SENDERS_SHOWN_MAX = 8
+TOKEN_CHARS_MAX = 64
+SHOWN_CHARS_MAX = 4000
+"""What operators look at: texts that workers and models wrote."""
 ATTEMPT_MAX = 1 << 20
 COUNT_MAX = 1 << 62
 SIZE_BYTES_MAX = 1 << 60
@@ -170,7 +178,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "protocol_version": _U32, "name": Text(64), "run_id": Text(64), "addresses": _ADDRESSES,
         "price_usd_per_hour": Number(PRICE_USD_PER_HOUR_MAX), "gpu": Text(100), "engine": Text(64),
         "slot_count": Number(1 << 20), "held_tickets": Listed(HELD_LEASES_MAX), "provider": Text(64),
-        "model_digest": _HEX, "quantisation": Text(32),
+        "model_digest": _HEX, "quantisation": Text(32), "region": Text(64),
     },
     "Link": {"uplink_bytes_per_s": _RATE, "downlink_bytes_per_s": _RATE, "rtt_s": Number(60)},
     "Heartbeat": {
@@ -184,6 +192,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     "Reach": {"addresses": _ADDRESSES},
     "LinkTable": {"links": Listed(LINKS_MAX)},
     "PeerLink": {"peer_id": _ID, "kind": Text(32), "reason": Text(400)},
+    "LogTail": {"lines": Listed(LOG_LINES_MAX)},
+    "LogLine": {"unix_s": _UNIX_S, "text": Text(LOG_CHARS_MAX)},
     "LeaseRequest": {"free_rollouts": Number(FREE_ROLLOUTS_MAX), "version": _VERSION},
     "LeaseProgress": {
         "lease_id": _ID, "finished_rollouts": Number(ROLLOUTS_PER_GROUP_MAX), "tokens": Number(GROUP_TOKENS_MAX),
@@ -229,6 +239,19 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "encode_s": _SECONDS, "fingerprint": _HEX,
     },
     "LearnerLeaving": {"reason": _TEXT},
+    "RolloutsShown": {
+        "request": _COUNT, "rollouts": Listed(ROLLOUTS_SHOWN_MAX), "tokens": Listed(TOKENS_SHOWN_MAX),
+        "prompt": Text(SHOWN_CHARS_MAX, False),
+    },
+    "RolloutSummary": {
+        "rollout_id": _ID, "step": _VERSION, "reward": _REWARD, "token_count": Number(ROLLOUT_TOKENS_MAX),
+        "oldest_version": _VERSION, "newest_version": _VERSION, "finish_reason": Text(32),
+        "peer_ids": Listed(SENDERS_SHOWN_MAX, _ID), "completion": Text(SHOWN_CHARS_MAX, False),
+    },
+    "TokenShown": {
+        "token_id": Number(TOKEN_ID_MAX), "text": Text(TOKEN_CHARS_MAX, False), "logprob": Number(0.01, -1e6),
+        "version": _VERSION,
+    },
     # ---- coordinator -> learner
     "LearnerWelcome": {"run_id": _ID, "heartbeat_interval_s": _SECONDS},
     "PlanUpdate": {
@@ -236,6 +259,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "predicted_broadcast_s": Number(math.inf), "usd_per_hour": _USD, "reason": Text(20_000, False),
     },
     "WorkerBanned": {"peer_id": _ID, "reason": _WORDS},
+    "RolloutsWanted": {"request": _COUNT, "rollout_id": _ID, "offset": Number(ROLLOUT_TOKENS_MAX)},
     "BannedPeer": {"peer_id": _ID},
     "WorkerAccused": {"peer_id": _ID, "reason": _TEXT},
     # ---- operator

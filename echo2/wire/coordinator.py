@@ -21,6 +21,7 @@ from echo2.coordinator.telemetry import (
     LearnerReport,
     LinkReport,
     PublishedVersion,
+    ReportedLine,
     ReportedLink,
     WorkerHello,
 )
@@ -79,6 +80,7 @@ def heartbeat_from_message(message: pb.Heartbeat, whose: str) -> Heartbeat:
         link=link_from_message(message.link),
         reach=_reach(message.reach) if message.HasField("reach") else None,
         links=_links(message.links) if message.HasField("links") else None,
+        log=tuple(core_of(one, ReportedLine) for one in message.log.lines) if message.HasField("log") else None,
     )
 
 
@@ -108,6 +110,8 @@ def heartbeat_to_message(heartbeat: Heartbeat) -> pb.Heartbeat:
     if heartbeat.links is not None:
         links = [message_of(one, pb.PeerLink) for one in heartbeat.links]
         message.links.CopyFrom(pb.LinkTable(links=links))
+    if heartbeat.log is not None:
+        message.log.CopyFrom(pb.LogTail(lines=[message_of(one, pb.LogLine) for one in heartbeat.log]))
     return message
 
 

@@ -38,6 +38,14 @@ class EmulatedLink:
 
 
 @dataclass(frozen=True, slots=True)
+class MachinePlace:
+    """Whose machine this is, and in which region, for the operator's totals; empty: not known."""
+
+    provider: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """What a worker holds at most, and how long it waits."""
 
@@ -80,6 +88,7 @@ class WorkerOptions:
     seed: int = 0
     draft_tokens: int = 0  # vLLM guesses so many tokens ahead; whether that pays depends on the task's repetitions
     quantisation: Quantisation = Quantisation.NONE  # cheaper memory against exactness: no rule can weigh these
+    place: MachinePlace = field(default_factory=MachinePlace)
     model_path: str = ""  # folder or hub id of the base model, where this machine may have it; an adapter needs it
 
     def __post_init__(self) -> None:

@@ -99,6 +99,10 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         assert await _clipped(page) == []
         await _drains_by_keyboard(page, daemon)
         await _releases_the_quarantined_and_bans(page, daemon)
+        await _shows_totals_budget_and_events_in_short(page)
+        await _shows_a_worker_from_near(page)
+        await _shows_a_rollout_token_by_token(page)
+        await _drains_and_releases_the_selected(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
         await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 5", timeout=WAIT_MS)
@@ -109,6 +113,71 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 18, 24)"
         assert await _clipped(page) == []
         await shoot(page, "live-390-dark")
+
+
+async def _shows_totals_budget_and_events_in_short(page: Any) -> None:
+    totals = await page.locator("#fleet-totals").inner_text()
+    for name in ("GPU", "H100", "Provider", "runpod", "Region", "eu-nl", "us-tx", "not known"):
+        assert name in totals, f"{name} is not among the totals: {totals}"
+    budget = await page.locator("#budget-text").inner_text()
+    assert "of $50.00 spent" in budget and "/h" in budget, budget
+    assert "broadcast plan" not in await page.locator("#event-list").inner_text()
+    texts = await page.locator("#event-list li span:last-child").all_inner_texts()
+    assert len([one for one in texts if "(the newest of" in one or one.startswith("cheapest")]) <= 4, texts
+
+
+async def _shows_a_worker_from_near(page: Any) -> None:
+    """Its own words are hostile: they are seen as they are, and do nothing."""
+    row = page.locator("#fleet-body tr").filter(has_text="error: <b>learner</b>: no answer for 12 s").first
+    await row.locator("td.name button").click()
+    dialog = page.locator("#worker-dialog")
+    await dialog.wait_for(timeout=WAIT_MS)
+    text = await dialog.inner_text()
+    assert "<b>learner</b>: no answer for 12 s" in text and await dialog.locator("b").count() == 0
+    for fact in ("Joined", "Lost", "no lease", "Cost", "million useful tokens", "warning", "error"):
+        assert fact in text, fact
+    await page.screenshot(path=SCREENSHOTS / "worker-1440-light.png")
+    await dialog.get_by_role("button", name="Close").click()
+
+
+async def _shows_a_rollout_token_by_token(page: Any) -> None:
+    await page.locator("#rollouts").scroll_into_view_if_needed()
+    first = page.locator("#rollouts-body tr").first
+    await first.wait_for(timeout=WAIT_MS)
+    assert "<img src=x onerror=alert(1)>" in await first.inner_text() and await page.locator("main img").count() == 0
+    await first.locator("button").click()
+    await page.locator("#rollout-tokens .token").nth(511).wait_for(timeout=WAIT_MS)
+    assert "reward 0 · trained on in step" in await page.locator("#rollout-facts").inner_text()
+    await page.locator("#rollout-tokens .token").nth(3).hover()
+    told = await page.locator("#rollout-token").inner_text()
+    assert told.startswith("Token 4 of 600: id 3, log-probability -3 (4.98 %), sampled by version "), told
+    await page.locator("#rollout-colour").select_option("version")
+    assert await page.locator("#rollout-legend").inner_text()
+    await page.screenshot(path=SCREENSHOTS / "rollout-1440-light.png")
+    await page.get_by_role("button", name="Later tokens").click()
+    await page.wait_for_function("() => document.querySelectorAll('.token').length === 88", timeout=WAIT_MS)
+    assert await page.get_by_role("button", name="Later tokens").is_disabled()
+    await page.locator("#rollout-dialog").get_by_role("button", name="Close").click()
+
+
+async def _drains_and_releases_the_selected(page: Any, daemon: CoordinatorDaemon) -> None:
+    assert daemon.hub is not None
+    boxes, bulk = page.locator("#fleet-body td.pick input"), page.locator("#bulk")
+    for place in (0, 1):
+        await boxes.nth(place).check()
+    await bulk.get_by_text("2 selected").wait_for(timeout=WAIT_MS)
+    await page.screenshot(path=SCREENSHOTS / "selected-1440-light.png")
+    await bulk.get_by_role("button", name="Drain").click()
+    await bulk.wait_for(state="hidden", timeout=WAIT_MS)
+    settings = [member.setting for member in daemon.hub.membership.members.values()]
+    assert settings.count(OperatorSetting.DRAINING) >= 2
+    await page.locator("#fleet-gone").uncheck()
+    name = await page.locator("#fleet-body td.name button").first.inner_text()
+    await boxes.first.check()
+    await bulk.get_by_role("button", name="Release…").click()
+    await page.locator("#confirm-reason input").first.fill("too dear")
+    await page.locator("#confirm-go").click()
+    await page.locator("#event-list").get_by_text(f"{name} leaves: too dear").first.wait_for(timeout=WAIT_MS)
 
 
 async def _clipped(page: Any) -> list[str]:
@@ -124,7 +193,7 @@ async def _clipped(page: Any) -> list[str]:
 async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
     assert daemon.hub is not None
     button = page.locator("#fleet-body tr").first.get_by_role("button", name="Drain")
-    name = await page.locator("#fleet-body td.name .chip, #fleet-body td.name span span").first.text_content()
+    name = await page.locator("#fleet-body td.name button").first.text_content()
     await page.locator("#fleet-filter").focus()
     for _ in range(40):
         await page.keyboard.press("Tab")
@@ -146,7 +215,7 @@ async def _releases_the_quarantined_and_bans(page: Any, daemon: CoordinatorDaemo
     await row.get_by_text("quarantined").first.wait_for(timeout=WAIT_MS)
     assert await row.locator(f'[title*="{finding}"]').count() >= 1, "the finding is nowhere in the row"
     await shoot(page, "quarantined-1440-light")
-    await row.get_by_role("button", name=f"Release {member.name}").click()
+    await row.get_by_role("button", name=f"Lift quarantine {member.name}").click()
     await row.get_by_role("button", name=f"Ban {member.name}").wait_for(timeout=WAIT_MS)
     assert member.setting is OperatorSetting.AUTOMATIC
     await row.get_by_role("button", name=f"Ban {member.name}").click()
@@ -311,7 +380,7 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
 def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
     async def scene() -> None:
         async with browser() as chromium:
-            async with running(options(tmp_path, plan_interval_s=0.5, lease_timeout_s=60.0)) as daemon:
+            async with running(options(tmp_path, plan_interval_s=0.5, lease_timeout_s=60.0, usd_budget=50.0)) as daemon:
                 await _empty(chromium, daemon)
                 async with fleet(daemon, 6):
                     await _alive(chromium, daemon)

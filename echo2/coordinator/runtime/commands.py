@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
 from echo2.coordinator.lease_waits import slowest, waits
-from echo2.coordinator.membership import Activation, Member, OperatorSetting
+from echo2.coordinator.membership import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.provisioning import MachineOffer, Provider
+from echo2.coordinator.runtime.asking import RolloutDesk
 from echo2.coordinator.runtime.ending import dismiss
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.providers.manual import join_command
@@ -59,7 +60,14 @@ class Commands:
         providers: Mapping[str, Provider],
     ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
+        self.rollouts = RolloutDesk(self._to_learner)
         self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
+
+    def _to_learner(self, order: pb.LearnerOrder) -> bool:
+        if self.hub.learner is None:
+            return False
+        self.hub.learner.send(order)
+        return True
 
     def _machine_link(self, label: str, uses: int) -> tuple[Token, str]:
         return self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, uses)
@@ -120,6 +128,27 @@ class Commands:
             dismiss(self.hub, member.peer_id, "the operator sends it home: the run does not need it")
         self.hub.flush_now()
         return len(idle)
+
+    async def release_workers(self, peer_ids: Sequence[str], reason: str) -> int:
+        """Gives back the rented machines that they are on and sends the others home. Returns how many workers that ends."""
+        members = self.hub.membership.members
+        for peer_id in peer_ids:
+            if peer_id not in members:
+                raise MalformedMessage(f"worker: expected one of this run, got {peer_id[:80]!r}")
+        chosen = [members[PeerId(peer_id)] for peer_id in peer_ids]
+        living = [member for member in chosen if member.last_liveness is not Liveness.GONE]
+        on_machine = {
+            one.peer_id: machine.machine_id
+            for machine in self.hub.money.machines.values() if machine.is_open
+            for one in self.hub.money.workers_of(machine)
+        }  # fmt: skip
+        for member in living:
+            if member.peer_id not in on_machine:
+                dismiss(self.hub, member.peer_id, reason)
+        self.hub.flush_now()
+        for machine_id in dict.fromkeys(on_machine[one.peer_id] for one in living if one.peer_id in on_machine):
+            await self.provisioner.release(machine_id, reason)
+        return len(living)
 
     # ---- looking
 

@@ -163,7 +163,7 @@ class CoordinatorDaemon:
         store.write(StoreChanges(meta={name: str(number) for name, number in bound.items()}))
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
         commands = Commands(hub, options.link_host, enrol_port, offers, providers)
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub, commands.rollouts), services)
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
         service = EnrolmentService(hub, authority, self.services_address)
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrolment)

@@ -23,6 +23,7 @@ from echo2.broadcast.dialable import NAMED_MAX, dialable
 from echo2.broadcast.reachability import Access
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.runtime.accusation import accused
+from echo2.coordinator.runtime.asking import RolloutDesk
 from echo2.coordinator.runtime.enrolment import caller_host
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.session import Order, StreamSession, refusal_of
@@ -140,8 +141,8 @@ class LearnerParty:
 
     role = Role.LEARNER
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, desk: RolloutDesk) -> None:
+        self._hub, self._desk = hub, desk
 
     async def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: StreamSession[pb.LearnerOrder]) -> None:
         _expect_hello(first, f"learner {peer_id}")
@@ -165,6 +166,9 @@ class LearnerParty:
             case "accused":
                 check(message.accused, whose)
                 accused(self._hub, PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
+            case "shown":
+                check(message.shown, whose)
+                self._desk.answered(message.shown)
             case "leaving":
                 check(message.leaving, whose)
                 self._hub.learner_leaving(message.leaving.reason)
@@ -183,8 +187,8 @@ def _expect_hello(first: Any, whose: str) -> None:
 class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves both kinds of stream until they end or `stop` is called."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, desk: RolloutDesk) -> None:
+        self._hub, self._desk = hub, desk
         self._rates = RateLimiter(hub.options.limits.messages_per_s, MESSAGES_BURST, hub.options.limits.workers_max)
         self._hellos = RateLimiter(HELLOS_PER_S, HELLOS_BURST, hub.options.limits.workers_max)
         self._shares = FairShares()
@@ -196,7 +200,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         await self._serve(context, party, lambda refusal: pb.WorkerOrder(refusal=refusal))
 
     async def LearnerSession(self, request_iterator: AsyncIterator[pb.LearnerMessage], context: Any) -> None:
-        await self._serve(context, LearnerParty(self._hub), lambda refusal: pb.LearnerOrder(refusal=refusal))
+        await self._serve(
+            context, LearnerParty(self._hub, self._desk), lambda refusal: pb.LearnerOrder(refusal=refusal)
+        )
 
     async def _serve(self, context: Any, party: StreamRole[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
         try:

@@ -23,6 +23,7 @@ from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.learner.batch import Batch
 from echo2.learner.pace import StepPace, step_line
+from echo2.learner.recent import RecentRollouts
 from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.checkpoint import shelf_state
 from echo2.learner.runtime.exams import Exams
@@ -101,6 +102,7 @@ class TrainingLoop:
         self._is_stopping = self._was_stopped = False
         self._is_warm = False
         self.pace = StepPace()
+        self.recent = RecentRollouts()
 
     @property
     def step(self) -> int:
@@ -242,6 +244,7 @@ class TrainingLoop:
             "rewards/held": self.intake.holding.completions_held,
             "rewards/held_s": self.intake.holding.seconds_held,
         }
+        self.recent.add(batch)
         self._write(row)
         self.pace.made(int(result.step), monotonic())
         _log.info("%s", step_line(row, self.options.steps, self.pace))

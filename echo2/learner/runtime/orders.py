@@ -14,6 +14,7 @@ from echo2.learner.runtime.broadcaster import FleetBroadcaster
 from echo2.learner.runtime.ingest import IngestService
 from echo2.learner.runtime.loop import TrainingLoop
 from echo2.learner.runtime.session import LearnerSession
+from echo2.learner.runtime.showing import answer
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 _log = logging.getLogger("echo2.learner")
@@ -39,6 +40,9 @@ class LearnerOrders:
             case "banned":
                 self._broadcaster.bar(PeerId(order.banned.peer_id), is_lifted=not order.banned.is_banned)
                 self._bar(order.banned)
+            case "wanted":
+                tokenizer = self._loop.p.prompts.tokenizer
+                self._session.show(answer(self._loop.recent, tokenizer, order.wanted))
             case _:
                 pass  # of a newer release
 

@@ -69,6 +69,10 @@ class LearnerSession:
     def delivered(self, delivered: coordinator_pb2.WorkersDelivered) -> None:
         self._control.send(coordinator_pb2.LearnerMessage(delivered=delivered))
 
+    def show(self, shown: coordinator_pb2.RolloutsShown) -> None:
+        """The answer to what an operator looks at."""
+        self._control.send(coordinator_pb2.LearnerMessage(shown=shown))
+
     async def leave(self, reason: str) -> None:
         """Says good-bye behind everything queued."""
         leaving = coordinator_pb2.LearnerLeaving(reason=reason)

@@ -25,6 +25,7 @@ from echo2.worker.runtime import machine as machine_check
 from echo2.worker.runtime.addresses import listen_host
 from echo2.worker.runtime.control import CommandAnswer, ControlServer
 from echo2.worker.runtime.join import join
+from echo2.worker.runtime.log_tail import LogTail
 from echo2.worker.runtime.make_engine import ENGINES, Engines
 from echo2.worker.runtime.preemption import source_of
 from echo2.worker.runtime.progress import ProgressLines, ShowsProgress
@@ -38,7 +39,11 @@ class WorkerDaemon:
     """One worker. Make it on the loop that runs it."""
 
     def __init__(
-        self, options: WorkerOptions, progress: ShowsProgress | None = None, engines: Engines = ENGINES
+        self,
+        options: WorkerOptions,
+        progress: ShowsProgress | None = None,
+        engines: Engines = ENGINES,
+        log: LogTail | None = None,
     ) -> None:
         link = JoinLink.parse(options.join_link)
         self.options = replace(options, listen_host=listen_host(options, link))
@@ -47,6 +52,7 @@ class WorkerDaemon:
         self._engines = engines
         self._progress: ShowsProgress = progress or ProgressLines()
         self._link = link
+        self._log = log
         if options.preemption_notice:
             source_of(options.preemption_notice)  # a wrong one is refused before anything starts
         self._stopped = asyncio.Event()
@@ -72,6 +78,7 @@ class WorkerDaemon:
                 self.shift = Shift(
                     self.options, self._link, credentials, equipment, self._engines, self.waits, self._progress
                 )
+                self.shift.telling.log = self._log
                 await self.shift.run()
         finally:
             if self.shift is not None:

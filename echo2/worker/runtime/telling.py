@@ -25,6 +25,7 @@ from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import CommandAnswer
 from echo2.worker.runtime.desk import Desk
+from echo2.worker.runtime.log_tail import LogTail
 from echo2.worker.runtime.reporting import Reporting
 from echo2.worker.runtime.weights import WeightKeeper
 
@@ -72,10 +73,12 @@ class Telling:
         self._gpu, self._choice, self._price, self._look_at_memory = machine
         self._clock = SteadyClock()
         self.slot_count = options.slot_count  # of the engine, once it is known
+        self.log: LogTail | None = None  # of this process; None: it has none of its own
+        self._told_lines = 0
         self.findings: dict[str, Finding] = {}
 
     def hello(self) -> coordinator_pb2.WorkerHello:
-        self._told_links = None  # another stream, perhaps another coordinator
+        self._told_links, self._told_lines = None, 0  # another stream, perhaps another coordinator
         quantisation = self._options.quantisation
         return coordinator_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
@@ -90,6 +93,8 @@ class Telling:
             link=self._link(),
             held_tickets=self._held_tickets(),
             quantisation="" if quantisation is Quantisation.NONE else quantisation.value,
+            provider=self._options.place.provider,
+            region=self._options.place.region,
         )
 
     def found(self, finding: Finding) -> None:
@@ -145,7 +150,15 @@ class Telling:
             memory_total_bytes=total_bytes,
             reach=reach_of(self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator),
             links=self._links_if_changed(node),
+            log=self._log_if_news(),
         )
+
+    def _log_if_news(self) -> coordinator_pb2.LogTail | None:
+        """Nothing where nothing went wrong yet: the coordinator then keeps what the process before this one said last."""
+        if self.log is None or self.log.count == self._told_lines:
+            return None
+        self._told_lines = self.log.count
+        return self.log.message()
 
     def _wait(self, live: Version | None, node: NodeStats) -> tuple[str, float]:
         """What holds this worker up longest, and for how many seconds; empty while it generates."""
@@ -179,9 +192,9 @@ class Telling:
 
     def status(self, engine: Engine | None, keeper: WeightKeeper | None) -> CommandAnswer:
         """For `echo-worker status`."""
-        told, beats = self._told_links, self._beats
+        told, beats, lines = self._told_links, self._beats, self._told_lines
         beat = self.heartbeat(engine, keeper)
-        self._told_links, self._beats = told, beats  # the owner was told, not the coordinator
+        self._told_links, self._beats, self._told_lines = told, beats, lines  # the owner was told, not the coordinator
         facts = self.where.transport.facts
         return {
             "run": self.run_id,

@@ -22,11 +22,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from echo2.base.errors import EchoError, MalformedMessage
+from echo2.base.ids import PeerId
 from echo2.coordinator.planner_input import plan_config
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.planning import make_plan, snapshot_of
 from echo2.coordinator.runtime.web.feed import Feed
 from echo2.coordinator.runtime.web.guard import BodyRefused, body_refused
+from echo2.coordinator.runtime.web.looking import csv_of, log_value, rollout_value, rollouts_value
 from echo2.coordinator.runtime.web.metrics import exposition, families_of
 from echo2.coordinator.runtime.web.openapi import document
 from echo2.coordinator.runtime.web.state import StateView, command_of, machine_value, plan_value
@@ -38,6 +40,12 @@ KEEPALIVE_S = 2.0
 """Where nothing changes the page hears the time, so that it can tell quiet from death."""
 STREAMS_MAX = 64
 WHAT_IFS_AT_ONCE = 1
+PEERS_AT_ONCE = 1000
+WORKER_COLUMNS = (
+    "name", "peer_id", "state", "activation", "gpu", "engine", "provider", "region", "is_spot", "price", "usd_spent",
+    "tokens_per_s", "rollouts_per_s", "usd_per_mtok", "version", "lag", "leases", "running", "slots", "memory_used",
+    "memory_total", "uplink", "downlink", "rtt_s", "joined", "heard", "finished_rollouts", "given_up", "waits_for", "said",
+)  # fmt: skip
 Body = dict[str, Any]
 
 
@@ -57,10 +65,12 @@ class Web:
 
         routes = [
             Route("/", self._index), Route("/api/session", self._session), Route("/api/state", self._state),
-            Route("/api/series", self._series), Route("/api/stream", self._stream),
+            Route("/api/series", self._series), Route("/api/worker", self._worker),
+            Route("/api/workers.csv", self._workers_csv), Route("/api/series.csv", self._series_csv),
+            Route("/api/rollouts", self._rollouts), Route("/api/rollout", self._rollout), Route("/api/stream", self._stream),
             Route("/api/what-if", self._what_if), Route("/api/openapi.json", self._openapi),
             act("/api/workers/state", self._set_worker), act("/api/workers/dismiss", self._dismiss),
-            act("/api/tokens", self._create_token),
+            act("/api/workers/release", self._release_workers), act("/api/tokens", self._create_token),
             act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
             act("/api/machines", self._rent), act("/api/machines/release", self._release),
             act("/api/machines/command", self._machine_command), act("/api/machines/notice", self._notice),
@@ -86,6 +96,28 @@ class Web:
 
     async def _series(self, request: Request) -> Response:
         return JSONResponse(self._view.samples())
+
+    async def _worker(self, request: Request) -> Response:
+        member = self._commands.hub.membership.members.get(PeerId(request.query_params.get("peer_id", "")))
+        if member is None:
+            raise MalformedMessage("peer_id: expected a worker of this run")
+        return JSONResponse({**self._view.worker(member.peer_id), "peer_id": member.peer_id, "log": log_value(member)})
+
+    async def _rollouts(self, request: Request) -> Response:
+        return JSONResponse(await rollouts_value(self._commands))
+
+    async def _rollout(self, request: Request) -> Response:
+        query = request.query_params
+        return JSONResponse(await rollout_value(self._commands, query.get("id", ""), query.get("offset", "0")))
+
+    async def _workers_csv(self, request: Request) -> Response:
+        rows = [{"peer_id": peer_id, **row} for peer_id, row in self._view.workers().items()]
+        return csv_of(rows, WORKER_COLUMNS, "workers.csv")
+
+    async def _series_csv(self, request: Request) -> Response:
+        columns = self._view.samples()
+        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        return csv_of(rows, list(columns), "steps.csv")
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(document())
@@ -144,8 +176,14 @@ class Web:
     # ---- acting
 
     def _set_worker(self, body: Body) -> Body:
-        self._commands.set_worker(_text(body, "peer_id"), _text(body, "activation"), _text(body, "reason", ""))
-        return {}
+        chosen = _peers(body)
+        for peer_id in chosen:
+            self._commands.set_worker(peer_id, _text(body, "activation"), _text(body, "reason", ""))
+        return {"count": len(chosen)}
+
+    async def _release_workers(self, body: Body) -> Body:
+        reason = _line(_text(body, "reason", "") or "released by the operator", "reason")
+        return {"count": await self._commands.release_workers(_peers(body), reason)}
 
     def _dismiss(self, body: Body) -> Body:
         return {"count": self._commands.dismiss_idle()}
@@ -222,6 +260,16 @@ def _text(body: Body, name: str, default: str | None = None) -> str:
     if not isinstance(value, str) or len(value) > 1000:
         raise MalformedMessage(f"{name}: expected a text of up to 1000 characters")
     return value
+
+
+def _peers(body: Body) -> list[str]:
+    """One worker, or several at once."""
+    if "peer_ids" not in body:
+        return [_text(body, "peer_id")]
+    chosen = body["peer_ids"]
+    if not isinstance(chosen, list) or len(chosen) > PEERS_AT_ONCE or not all(isinstance(one, str) for one in chosen):
+        raise MalformedMessage(f"peer_ids: expected a list of up to {PEERS_AT_ONCE} peer ids")
+    return list(dict.fromkeys(chosen))
 
 
 def _line(text: str, whose: str) -> str:

@@ -8,6 +8,9 @@ _OBJECT = {"type": "object"}
 _TEXT, _NUMBER, _INTEGER = {"type": "string"}, {"type": "number"}, {"type": "integer"}
 
 
+_TEXTS = {"type": "array", "items": _TEXT}
+
+
 def _answer(text: str, schema: dict[str, Any] | None = None, kind: str = "application/json") -> dict[str, Any]:
     return {"200": {"description": text, "content": {kind: {"schema": schema or _OBJECT}}}}
 
@@ -36,6 +39,42 @@ def _queries(**names: str) -> list[dict[str, Any]]:
     ]
 
 
+def _texts(*names: str) -> list[dict[str, Any]]:
+    return [{"name": name, "in": "query", "required": name != "offset", "schema": _TEXT} for name in names]
+
+
+def _looks() -> dict[str, Any]:
+    """What only looks."""
+    return {
+        "/api/session": _get("What an action needs.", "`csrf`: the value of the header x-echo2-csrf."),
+        "/api/state": _get("The whole run, section by section.", "Sections as the page shows them."),
+        "/api/series": _get("The run's curves.", "Columns, oldest first."),
+        "/api/worker": _get(
+            "One worker.", "Its row, and `log`: its own newest warnings and errors.", parameters=_texts("peer_id")
+        ),
+        "/api/workers.csv": _get("The fleet as a table.", "One line a worker.", "text/csv"),
+        "/api/series.csv": _get("The curves as a table.", "One line a step.", "text/csv"),
+        "/api/rollouts": _get("Recent rollouts that were trained on.", "`rollouts`: newest first."),
+        "/api/rollout": _get(
+            "One of them, token by token.",
+            "Its prompt, and its tokens from `offset` on with log-probabilities and versions.",
+            parameters=_texts("id", "offset"),
+        ),
+        "/api/stream": _get(
+            "Changes as they come.", "Server-sent events; each holds the sections and rows that changed.",
+            "text/event-stream",
+        ),
+        "/api/what-if": _get(
+            "The planner's answer if things were otherwise.", "A plan.",
+            parameters=_queries(
+                staleness_bound="S; 0 or absent: as it is", uplink_factor="scales the learner's uplink",
+                fleet_size="number of workers", target_utilisation="0 to 1", usd_per_hour_cap="USD/h",
+            ),
+        ),
+        "/api/openapi.json": _get("This document.", "OpenAPI 3.1."),
+    }  # fmt: skip
+
+
 def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
     return {
@@ -44,28 +83,18 @@ def document() -> dict[str, Any]:
         "security": [{"bearer": []}, {}],
         "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
         "paths": {
-            "/api/session": _get("What an action needs.", "`csrf`: the value of the header x-echo2-csrf."),
-            "/api/state": _get("The whole run, section by section.", "Sections as the page shows them."),
-            "/api/series": _get("The run's curves.", "Columns, oldest first."),
-            "/api/stream": _get(
-                "Changes as they come.", "Server-sent events; each holds the sections and rows that changed.",
-                "text/event-stream",
-            ),
-            "/api/what-if": _get(
-                "The planner's answer if things were otherwise.", "A plan.",
-                parameters=_queries(
-                    staleness_bound="S; 0 or absent: as it is", uplink_factor="scales the learner's uplink",
-                    fleet_size="number of workers", target_utilisation="0 to 1", usd_per_hour_cap="USD/h",
-                ),
-            ),
-            "/api/openapi.json": _get("This document.", "OpenAPI 3.1."),
+            **_looks(),
             "/api/workers/state": _post(
-                "Sets what a worker does.", "Nothing.",
+                "Sets what one worker does, or several.", "`count`: how many.",
                 {
-                    "peer_id": _TEXT, "reason": _TEXT,
+                    "peer_id": _TEXT, "peer_ids": _TEXTS, "reason": _TEXT,
                     "activation": {"enum": ["automatic", "active", "standby", "draining", "quarantined", "banned"]},
                 },
-                ["peer_id", "activation"],
+                ["activation"],
+            ),
+            "/api/workers/release": _post(
+                "Ends workers: their rented machines are given back, the others are sent home.", "`count`: how many.",
+                {"peer_id": _TEXT, "peer_ids": _TEXTS, "reason": _TEXT}, [],
             ),
             "/api/workers/dismiss": _post(
                 "Sends home all workers that stand by and are on no rented machine.", "`count`: how many.", {}, []

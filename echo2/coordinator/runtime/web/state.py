@@ -6,7 +6,6 @@ section of the page, so that a stream of changes sends only the sections that ch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from typing import Any
@@ -19,7 +18,9 @@ from echo2.coordinator.membership import Activation, Liveness, Member
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.provisioning import RentedMachine
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.web.numbers import finite
 from echo2.coordinator.saved import CurvePoint
+from echo2.coordinator.telemetry import Heartbeat
 from echo2.cost_model.calibration import Estimate
 from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.cost_model.prediction import Predicted, PredictionLog
@@ -30,11 +31,6 @@ VERSIONS_SHOWN = 16
 MACHINES_SHOWN = 50
 PAID_SHOWN = 30
 STEPS_TIMED = 20
-
-
-def finite(value: float | None, digits: int = 6) -> float | None:
-    """JSON has no infinity; what is not finite is not known."""
-    return round(value, digits) if value is not None and math.isfinite(value) else None
 
 
 class StateView:
@@ -256,7 +252,7 @@ class StateView:
             "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
             "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),
             "joined": round(member.joined_at, 1), "given_up": 0 if given is None else sum(given.ways.values()),
-            "trouble": "" if given is None else given.reason,
+            "trouble": "" if given is None else given.reason, "region": hello.region, **_newest_line(beat),
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
             "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
@@ -298,6 +294,15 @@ class StateView:
             "usd": [finite(s.usd_spent, 4) for s in samples],
             "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
         }  # fmt: skip
+
+
+def _newest_line(beat: Heartbeat) -> dict[str, Any]:
+    """What a worker's own log said last: an error where it keeps one, else a warning."""
+    lines = beat.log or ()
+    newest = next((one for one in reversed(lines) if one.is_error), lines[-1] if lines else None)
+    if newest is None:
+        return {"said": "", "said_at": None, "said_error": False}
+    return {"said": newest.text, "said_at": finite(newest.unix_s, 1), "said_error": newest.is_error}
 
 
 def seconds_per_step(points: Sequence[CurvePoint]) -> float | None:

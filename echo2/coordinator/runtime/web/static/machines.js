@@ -1,6 +1,6 @@
 // Machines: offers, what is rented, what the planner advises, and the journal of paid actions.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { clock, dash, seconds, usd } from "./format.js";
+import { clock, dash, joined, seconds, usd } from "./format.js";
 const kinds = { wanted: "info", starting: "info", running: "good", ending: "warn", releasing: "warn", gone: "" };
 const perHour = (x) => x ? `${usd(x)}/h` : "no price";
 export function showCommand(command, text) {
@@ -60,6 +60,6 @@ export function drawMachines(state, mode, now) {
   if (focused) [...document.querySelectorAll("#machines [aria-label]")].find((one) => one.getAttribute("aria-label") === focused)?.focus();
 }
 export function drawJournal(money) {
-  const all = [...(money.journal || [])].reverse();
-  $("journal").replaceChildren(...(all.length ? all.map((one) => make("li", {}, make("time", {}, clock(one.at)), make("span", { class: "n" }, perHour(one.per_hour)), make("span", {}, make("b", {}, `${one.action} ${one.whom}`), one.spent ? ` ${usd(one.spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for yet.")]));
+  const all = joined([...(money.journal || [])].reverse(), (one) => `${one.action} ${one.reason}`);
+  $("journal").replaceChildren(...(all.length ? all.map(({ first: one, count, all: few }) => make("li", {}, make("time", {}, clock(one.at)), make("span", { class: "n" }, count > 1 ? `${count} times` : perHour(one.per_hour)), make("span", {}, make("b", {}, `${one.action} ${few.map((each) => each.whom).join(", ")}${count > few.length ? ` and ${count - few.length} more` : ""}`), count === 1 && one.spent ? ` ${usd(one.spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for yet.")]));
 }

@@ -1,9 +1,11 @@
 // The page: one stream of changes in, sections drawn from what they hold. Every action goes through the JSON API.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { bytes, clock, dash, number, percent, rate, seconds, usd, whole } from "./format.js";
+import { bytes, clock, dash, joined, number, percent, rate, seconds, usd, whole } from "./format.js";
 import { drawLags, drawSeries, redrawAll } from "./charts.js";
 import { ageFleet, fleet, updateFleet } from "./fleet.js";
 import { drawJournal, drawMachines, showCommand } from "./machines.js";
+import { rolloutsAt } from "./rollouts.js";
+import { drawBudget } from "./totals.js";
 import { drawTree, drawVersions } from "./tree.js";
 
 const state = { headline: {}, run: {}, learner: {}, money: {}, plan: {}, broadcast: {}, leases: {}, machines: null, waits: [], tokens: [], events: [] };
@@ -44,7 +46,7 @@ function drawTiles() {
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
     tile("Pool", `${active}`, `/ ${workers.length} workers`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
     tile("To the end", end ? seconds(end.left) : r.finished ? "done" : dash, "", end ? `about ${usd(end.usd)} more` : r.finished ? "all steps are trained" : "after two steps"),
-    tile("Spent", usd(m.spent ?? 0), m.budget ? `/ ${usd(m.budget)}` : "", `${m.spent > 0 ? percent(m.useful / m.spent, 0) : "100 %"} on work · ${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
+    tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? percent(m.useful / m.spent, 0) : "100 %"} on work · ${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
     tile("Published", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of full snapshots` : "no version yet"),
   );
 }
@@ -103,11 +105,19 @@ function revoke(token) {
   ask($("confirm-dialog"));
 }
 const kinds = new Set();
+const IS = " is "; // in "NAME is standby now: REASON"
+const alike = (e) => e.kind === "activation" ? e.text.slice(e.text.indexOf(IS)) : e.kind === "plan" ? "plan" : e; // others each stand alone
+function eventText({ first, count, all }) {
+  if (count === 1) return first.text;
+  if (first.kind === "plan") return `${first.text} (the newest of ${count} plans)`;
+  const names = all.map((e) => e.text.slice(0, e.text.indexOf(IS)));
+  return `${names.join(", ")}${count > names.length ? ` and ${count - names.length} more` : ""}${alike(first)}`;
+}
 function drawEvents() {
   const select = $("event-kind");
   for (const { kind } of state.events) if (!kinds.has(kind)) { kinds.add(kind); select.append(make("option", {}, kind)); }
-  const shown = state.events.filter((e) => !select.value || e.kind === select.value).slice(-120).reverse();
-  $("event-list").replaceChildren(...shown.map((e) => make("li", {}, make("time", {}, clock(e.at)), make("span", { class: "quiet" }, e.kind), make("span", {}, e.text))));
+  const shown = state.events.filter((e) => !select.value || e.kind === select.value).reverse();
+  $("event-list").replaceChildren(...joined(shown, alike).slice(0, 120).map((one) => make("li", {}, make("time", {}, clock(one.first.at)), make("span", { class: "quiet" }, one.first.kind), make("span", {}, eventText(one)))));
 }
 $("event-kind").onchange = drawEvents;
 
@@ -174,6 +184,8 @@ function take(message) {
   else if (message.plan?.is_known && planShown !== planKey()) touched ? askWhatIf() : resetSliders(); // the answer beside it is of now, too
   if (message.plan) planShown = planKey();
   if (message.learner || message.run) drawLagsNow();
+  if (message.learner) rolloutsAt(state.learner);
+  if (message.money || message.learner || message.run) drawBudget(state.money, toTheEnd());
   if (message.broadcast || message.workers) { drawTree(state.broadcast, fleet(), state.learner); drawVersions(state.broadcast); }
   if (message.leases) drawLeases();
   if (message.machines || message.run) state.machines && drawMachines(state.machines, state.run.planner_mode, now());

@@ -26,7 +26,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., lease_progress: _Optional[_Union[LeaseProgress, _Mapping]] = ..., lease_ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol_version", "name", "run_id", "addresses", "price_usd_per_hour", "is_spot", "gpu", "engine", "slot_count", "link", "provider", "model_digest", "quantisation", "held_tickets")
+    __slots__ = ("protocol_version", "name", "run_id", "addresses", "price_usd_per_hour", "is_spot", "gpu", "engine", "slot_count", "link", "provider", "model_digest", "quantisation", "held_tickets", "region")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class WorkerHello(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_FIELD_NUMBER: _ClassVar[int]
     HELD_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     run_id: str
@@ -55,7 +56,8 @@ class WorkerHello(_message.Message):
     model_digest: str
     quantisation: str
     held_tickets: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.LeaseTicket]
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., price_usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ..., gpu: _Optional[str] = ..., engine: _Optional[str] = ..., slot_count: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., provider: _Optional[str] = ..., model_digest: _Optional[str] = ..., quantisation: _Optional[str] = ..., held_tickets: _Optional[_Iterable[_Union[_rollout_pb2.LeaseTicket, _Mapping]]] = ...) -> None: ...
+    region: str
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., price_usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ..., gpu: _Optional[str] = ..., engine: _Optional[str] = ..., slot_count: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., provider: _Optional[str] = ..., model_digest: _Optional[str] = ..., quantisation: _Optional[str] = ..., held_tickets: _Optional[_Iterable[_Union[_rollout_pb2.LeaseTicket, _Mapping]]] = ..., region: _Optional[str] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
@@ -68,7 +70,7 @@ class Link(_message.Message):
     def __init__(self, uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("version", "has_version", "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "swap_s", "apply_s", "link", "sent_chunk_bytes", "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "waits_for", "waits_since_s", "fingerprint", "memory_used_bytes", "memory_total_bytes", "reach", "links")
+    __slots__ = ("version", "has_version", "running_sequences", "waiting_sequences", "sampled_tokens", "finished_rollouts", "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "swap_s", "apply_s", "link", "sent_chunk_bytes", "received_chunk_bytes", "newest_chunk_count", "newest_chunks_held", "newest_version_in_flight", "waits_for", "waits_since_s", "fingerprint", "memory_used_bytes", "memory_total_bytes", "reach", "links", "log")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +96,7 @@ class Heartbeat(_message.Message):
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     REACH_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
     version: int
     has_version: bool
     running_sequences: int
@@ -119,7 +122,24 @@ class Heartbeat(_message.Message):
     memory_total_bytes: int
     reach: Reach
     links: LinkTable
-    def __init__(self, version: _Optional[int] = ..., has_version: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., finished_rollouts: _Optional[int] = ..., rollouts_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., rollout_s_mean: _Optional[float] = ..., rollout_s_p95: _Optional[float] = ..., swap_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., sent_chunk_bytes: _Optional[int] = ..., received_chunk_bytes: _Optional[int] = ..., newest_chunk_count: _Optional[int] = ..., newest_chunks_held: _Optional[int] = ..., newest_version_in_flight: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., links: _Optional[_Union[LinkTable, _Mapping]] = ...) -> None: ...
+    log: LogTail
+    def __init__(self, version: _Optional[int] = ..., has_version: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., finished_rollouts: _Optional[int] = ..., rollouts_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., rollout_s_mean: _Optional[float] = ..., rollout_s_p95: _Optional[float] = ..., swap_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., sent_chunk_bytes: _Optional[int] = ..., received_chunk_bytes: _Optional[int] = ..., newest_chunk_count: _Optional[int] = ..., newest_chunks_held: _Optional[int] = ..., newest_version_in_flight: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., links: _Optional[_Union[LinkTable, _Mapping]] = ..., log: _Optional[_Union[LogTail, _Mapping]] = ...) -> None: ...
+
+class LogTail(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[LogLine]
+    def __init__(self, lines: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("unix_s", "is_error", "text")
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    IS_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    is_error: bool
+    text: str
+    def __init__(self, unix_s: _Optional[float] = ..., is_error: _Optional[bool] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Reach(_message.Message):
     __slots__ = ("addresses", "access")
@@ -296,7 +316,7 @@ class Refusal(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LearnerMessage(_message.Message):
-    __slots__ = ("hello", "report", "offer", "close", "published", "leaving", "accused", "delivered")
+    __slots__ = ("hello", "report", "offer", "close", "published", "leaving", "accused", "delivered", "shown")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +325,7 @@ class LearnerMessage(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     hello: LearnerHello
     report: LearnerReport
     offer: OfferGroups
@@ -313,7 +334,8 @@ class LearnerMessage(_message.Message):
     leaving: LearnerLeaving
     accused: WorkerAccused
     delivered: WorkersDelivered
-    def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ..., delivered: _Optional[_Union[WorkersDelivered, _Mapping]] = ...) -> None: ...
+    shown: RolloutsShown
+    def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ..., delivered: _Optional[_Union[WorkersDelivered, _Mapping]] = ..., shown: _Optional[_Union[RolloutsShown, _Mapping]] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
     __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens")
@@ -448,18 +470,20 @@ class LearnerLeaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class LearnerOrder(_message.Message):
-    __slots__ = ("welcome", "plan", "broadcast_plan", "refusal", "banned")
+    __slots__ = ("welcome", "plan", "broadcast_plan", "refusal", "banned", "wanted")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     BROADCAST_PLAN_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     welcome: LearnerWelcome
     plan: PlanUpdate
     broadcast_plan: _broadcast_pb2.BroadcastPlan
     refusal: Refusal
     banned: WorkerBanned
-    def __init__(self, welcome: _Optional[_Union[LearnerWelcome, _Mapping]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., banned: _Optional[_Union[WorkerBanned, _Mapping]] = ...) -> None: ...
+    wanted: RolloutsWanted
+    def __init__(self, welcome: _Optional[_Union[LearnerWelcome, _Mapping]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., banned: _Optional[_Union[WorkerBanned, _Mapping]] = ..., wanted: _Optional[_Union[RolloutsWanted, _Mapping]] = ...) -> None: ...
 
 class LearnerWelcome(_message.Message):
     __slots__ = ("run_id", "heartbeat_interval_s")
@@ -506,6 +530,62 @@ class WorkerAccused(_message.Message):
     reason: str
     is_certain: bool
     def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_certain: _Optional[bool] = ...) -> None: ...
+
+class RolloutsWanted(_message.Message):
+    __slots__ = ("request", "rollout_id", "offset")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    rollout_id: str
+    offset: int
+    def __init__(self, request: _Optional[int] = ..., rollout_id: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class RolloutsShown(_message.Message):
+    __slots__ = ("request", "rollouts", "tokens", "prompt")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    rollouts: _containers.RepeatedCompositeFieldContainer[RolloutSummary]
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenShown]
+    prompt: str
+    def __init__(self, request: _Optional[int] = ..., rollouts: _Optional[_Iterable[_Union[RolloutSummary, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[TokenShown, _Mapping]]] = ..., prompt: _Optional[str] = ...) -> None: ...
+
+class RolloutSummary(_message.Message):
+    __slots__ = ("rollout_id", "step", "reward", "token_count", "oldest_version", "newest_version", "finish_reason", "peer_ids", "completion")
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PEER_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    rollout_id: str
+    step: int
+    reward: float
+    token_count: int
+    oldest_version: int
+    newest_version: int
+    finish_reason: str
+    peer_ids: _containers.RepeatedScalarFieldContainer[str]
+    completion: str
+    def __init__(self, rollout_id: _Optional[str] = ..., step: _Optional[int] = ..., reward: _Optional[float] = ..., token_count: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., peer_ids: _Optional[_Iterable[str]] = ..., completion: _Optional[str] = ...) -> None: ...
+
+class TokenShown(_message.Message):
+    __slots__ = ("token_id", "text", "logprob", "version")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    text: str
+    logprob: float
+    version: int
+    def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
 class WorkersDelivered(_message.Message):
     __slots__ = ("workers",)

@@ -1,0 +1,76 @@
+// Recent rollouts, and one of them token by token. All texts come from models and workers: they are only ever set as text.
+import { $, ask, make, setText } from "./dom.js";
+import { number, whole } from "./format.js";
+const AGAIN_MS = 5000, PAGE = 512;
+let askedAt = 0, isAsking = false, isSeen = false, stepShown = -1, shown = null;
+const versions = (r) => r.oldest_version === r.newest_version ? `v${r.newest_version}` : `v${r.oldest_version} – v${r.newest_version}`;
+const label = (text) => text.trim() ? text : "(nothing but spaces)";
+function row(r) {
+  const open = make("button", { type: "button", class: "link", "aria-label": `Tokens of rollout ${r.id}`, onclick: () => openRollout(r.id, 0) }, label(r.completion));
+  const cell = (name, text, kind) => make("td", { class: kind, "data-label": name }, make("span", {}, text));
+  return make("tr", {}, make("td", { class: "wide name completion", "data-label": "Completion" }, open), cell("Reward", number(r.reward), "n"), cell("Step", whole(r.step), "n"), cell("Tokens", `${whole(r.token_count)}${r.finish_reason === "length" ? " (cut)" : ""}`, "n"), cell("Versions", versions(r)), cell("Worker", r.workers.join(", ") || "–"));
+}
+async function fetched(path) {
+  const response = await fetch(path), answer = await response.json();
+  if (!response.ok) throw new Error(answer.error || response.statusText);
+  return answer;
+}
+function tell(text) { $("rollouts-table").hidden = true; $("rollouts-empty").hidden = false; setText($("rollouts-empty"), text); setText($("rollouts-note"), ""); }
+async function load() {
+  if (isAsking) return;
+  isAsking = true; askedAt = Date.now();
+  try {
+    const { rollouts, problem } = await fetched("/api/rollouts");
+    if (!rollouts.length) { tell(problem || "Rollouts are shown once a step has trained on them, since the learner was started."); return; }
+    $("rollouts-table").hidden = false; $("rollouts-empty").hidden = true;
+    setText($("rollouts-note"), `the ${rollouts.length} newest that were trained on`);
+    $("rollouts-body").replaceChildren(...rollouts.map(row));
+  } catch (error) { tell(error instanceof TypeError ? "The coordinator does not answer." : error.message); }
+  finally { isAsking = false; }
+}
+export function rolloutsAt(learner) { // called with each change of the learner
+  if (!learner.is_connected) { if (learner.is_known && stepShown < 0) tell("The learner keeps them, and it is not connected."); return; }
+  if (!isSeen || learner.step === stepShown || !learner.step || Date.now() - askedAt < AGAIN_MS) return;
+  stepShown = learner.step; load();
+}
+new IntersectionObserver((entries) => { isSeen = entries.some((one) => one.isIntersecting); if (isSeen && !askedAt) load(); }).observe($("rollouts"));
+$("rollouts-again").onclick = load;
+
+function colourOf(token, by) {
+  if (by === "version") return `hsl(${(token.version * 47) % 360} 60% 50% / .28)`;
+  const doubt = Math.min(1, -Math.min(0, token.logprob) / 4); // 0: certain; 1: drawn at e^-4 or less
+  return `color-mix(in srgb, var(--bad) ${Math.round(70 * doubt)}%, transparent)`;
+}
+const chance = (logprob) => { const p = Math.exp(Math.min(0, logprob)); return p >= 0.0001 ? `${(100 * p).toFixed(2)} %` : "under 0.01 %"; };
+function point(i) {
+  const token = shown.tokens[i];
+  setText($("rollout-token"), `Token ${whole(shown.offset + i + 1)} of ${whole(shown.token_count)}: id ${token.id}, log-probability ${token.logprob} (${chance(token.logprob)}), sampled by version ${token.version}`);
+}
+function drawTokens() {
+  const by = $("rollout-colour").value;
+  setText($("rollout-legend"), by === "version" ? [...new Set(shown.tokens.map((t) => t.version))].map((v) => `v${v}`).join(", ") : "red: unlikely when it was drawn");
+  $("rollout-tokens").replaceChildren(...shown.tokens.map((token, i) => {
+    const span = make("span", { class: "token", tabindex: i ? -1 : 0, style: `background:${colourOf(token, by)}` }, token.text || "·");
+    span.onmouseenter = span.onfocus = () => point(i);
+    return span;
+  }));
+}
+async function openRollout(id, offset) {
+  try {
+    shown = await fetched("/api/rollout?" + new URLSearchParams({ id, offset }));
+  } catch (error) { tell(error instanceof TypeError ? "The coordinator does not answer." : error.message); $("rollout-dialog").close(); return; }
+  setText($("rollout-title"), `Rollout ${shown.id}`);
+  setText($("rollout-facts"), `reward ${number(shown.reward)} · trained on in step ${whole(shown.step)} · ${whole(shown.token_count)} tokens, ended by ${shown.finish_reason === "length" ? "the length limit" : shown.finish_reason} · ${versions(shown)} · sampled on ${shown.workers.join(", ") || "an unknown worker"}`);
+  setText($("rollout-prompt"), shown.prompt); setText($("rollout-token"), "Point at a token, or move through them with the arrow keys.");
+  $("rollout-back").disabled = !offset; $("rollout-on").disabled = offset + shown.tokens.length >= shown.token_count;
+  $("rollout-back").onclick = () => openRollout(id, Math.max(0, offset - PAGE)); $("rollout-on").onclick = () => openRollout(id, offset + PAGE);
+  drawTokens();
+  if (!$("rollout-dialog").open) ask($("rollout-dialog"));
+}
+$("rollout-colour").onchange = drawTokens;
+$("rollout-tokens").onkeydown = (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], here = document.activeElement;
+  if (!step || !here.classList.contains("token")) return;
+  const next = step > 0 ? here.nextElementSibling : here.previousElementSibling;
+  if (next) { here.tabIndex = -1; next.tabIndex = 0; next.focus(); } event.preventDefault();
+};
