@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from echo2.base.errors import ConfigError
 from echo2.config.fields import RATE
 from echo2.config.presets import PRESETS
 from echo2.config.run import RunConfig
+from echo2.config.wording import problem
 
 ERRORS_SHOWN_MAX = 10
 
@@ -67,18 +67,6 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, str]:
     if waiting is not None:
         raise ConfigError(f"command line: expected a value after --{waiting}, got nothing")
     return found
-
-
-def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Every option's dotted name."""
-    names: list[str] = []
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            names += option_names(kind, f"{prefix}{name}.")
-        else:
-            names.append(f"{prefix}{name}")
-    return names
 
 
 def to_toml(config: BaseModel, with_descriptions: bool = False, notes: Mapping[str, str] | None = None) -> str:
@@ -153,26 +141,8 @@ def _value_of(text: str) -> object:
         return text
 
 
-def _meant(name: str) -> str:
-    """The option of the same section that is spelled most like `name`, else one of that name in another; or nothing."""
-    section, _, own = name.rpartition(".")
-    known = [option.rpartition(".") for option in option_names()]
-    like = get_close_matches(own, [last for first, _, last in known if first == section], 1, 0.65)
-    elsewhere = [f"{first}.{last}" for first, _, last in known if last == own]
-    return f"{section}.{like[0]}" if like else (elsewhere[0] if elsewhere else "")
-
-
 def _explained(error: ValidationError, files: Sequence[Path]) -> str:
     where = f" in {', '.join(str(path) for path in files)}" if files else ""
-    details = []
-    for item in error.errors()[:ERRORS_SHOWN_MAX]:
-        name = ".".join(str(part) for part in item["loc"]) or "config"
-        if item["type"] == "extra_forbidden":
-            near = _meant(name)
-            advice = f"did you mean {near}?" if near else "`echo2 config show` lists them"
-            details.append(f"{name}: no such option ({advice})")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            details.append(f"{name}: {message}" + ("" if "got " in message else f", got {item['input']!r}"))
+    details = [problem(item) for item in error.errors()[:ERRORS_SHOWN_MAX]]
     more = len(error.errors()) - ERRORS_SHOWN_MAX
     return f"config{where}: " + "; ".join(details) + (f"; and {more} more" if more > 0 else "")

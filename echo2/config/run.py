@@ -96,14 +96,16 @@ class SamplingSection(Section):
 
 
 class StalenessSection(Section):
-    bound: Annotated[int, Field(ge=1, le=64, description="S: no token older than this many steps is trained on.")] = 4
+    bound: Annotated[
+        int, Field(ge=0, le=64, description="S: no token older than this many steps is trained on; 0: synchronous.")
+    ] = 4
     kappa: Annotated[int, Field(ge=0, description="Steps between publications; 0: the planner chooses.")] = 0
 
     @model_validator(mode="after")
     def _kappa_fits(self) -> Self:
-        if self.kappa > self.bound:
+        if self.kappa > max(1, self.bound):
             raise ValueError(
-                f"kappa: expected at most the staleness bound {self.bound} (0: the planner chooses), got {self.kappa}"
+                f"kappa: expected at most the staleness bound {max(1, self.bound)} (0: the planner chooses), got {self.kappa}"
             )
         return self
 

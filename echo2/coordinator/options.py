@@ -86,10 +86,11 @@ class CoordinatorOptions:
                 "heartbeat_interval_s < suspect_after_s < gone_after_s: expected that order, got "
                 f"{self.heartbeat_interval_s}, {self.suspect_after_s}, {self.gone_after_s}"
             )
-        if not 1 <= self.staleness_bound <= 64:
-            raise ConfigError(f"staleness_bound: expected 1 to 64, got {self.staleness_bound}")
-        if not 0 <= self.fixed_kappa <= self.staleness_bound:
-            raise ConfigError(f"fixed_kappa: expected 0 (choose) to {self.staleness_bound}, got {self.fixed_kappa}")
+        if not 0 <= self.staleness_bound <= 64:
+            raise ConfigError(f"staleness_bound: expected 0 (synchronous) to 64, got {self.staleness_bound}")
+        kappa_max = max(1, self.staleness_bound)
+        if not 0 <= self.fixed_kappa <= kappa_max:
+            raise ConfigError(f"fixed_kappa: expected 0 (choose) to {kappa_max}, got {self.fixed_kappa}")
         for name in ("lease_timeout_s", "report_interval_s", "plan_interval_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}: expected above 0 and at most a day, got {getattr(self, name)}")

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from echo2.cli import coordinator, learner, main, worker
-from echo2.config.load import option_names
+from echo2.config.wording import option_names
 from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).parents[2]

@@ -105,7 +105,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await _drains_and_releases_the_selected(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
-        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 5", timeout=WAIT_MS)
+        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 4", timeout=WAIT_MS)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "the page is wider than 390 px"

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
-from echo2.config.load import load_config, option_names, parse_overrides, to_toml
+from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.config.presets import PRESETS
 from echo2.config.run import RunConfig
+from echo2.config.wording import WHY, option_names
 
 OPTIONS = Path(__file__).with_name("options.txt")
 
@@ -58,22 +59,47 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("learner.lr", "-1", r"learner\.lr: .*greater than 0, got -1"),
+        ("learner.lr", "-1", r"learner\.lr: expected a number above 0, got -1$"),
         ("learner.lrr", "1", r"learner\.lrr: no such option \(did you mean learner\.lr\?\)"),
         ("learner.kappa", "1", r"learner\.kappa: no such option \(did you mean staleness\.kappa\?\)"),
         ("learner.colour", "1", r"learner\.colour: no such option \(`echo2 config show` lists them\)"),
         ("worker.uplink_limit", "300", r"worker\.uplink_limit: rate: expected a number with a unit, .*, got 300"),
         ("staleness.kappa", "9", "at most the staleness bound 4 .*got 9"),
-        ("staleness.bound", "0", r"staleness\.bound: .*greater than or equal to 1, got 0"),
+        (
+            "staleness.bound",
+            "65",
+            r"staleness\.bound: expected a whole number from 0 to 64, got 65 \(0 is synchronous; beyond 64",
+        ),
         ("worker.emulated_uplink", "3 parsecs", r"worker\.emulated_uplink: rate: expected bit/s"),
         ("coordinator.heartbeat_interval", "true", r"coordinator\.heartbeat_interval: expected a number"),
         ("coordinator.gone_after", "1s", "heartbeat_interval < suspect_after < gone_after"),
-        ("run.name", "../x", r"run\.name: "),
+        ("run.name", "../x", r"run\.name: expected 1 to 63 letters, .*, got '\.\./x' \(it names a folder\)"),
+        ("learner.steps", "many", r"learner\.steps: expected a whole number of at least 1, got 'many'$"),
+        ("learner.steps", "1.5", r"learner\.steps: expected a whole number of at least 1, got 1\.5$"),
+        ("learner.advantage", "gpro", r"learner\.advantage: expected one of grpo, dr_grpo, .*, got 'gpro'$"),
+        ("learner.sinks", '["wandbb"]', r"learner\.sinks\.0: expected a list of tensorboard, .*, got 'wandbb'$"),
+        ("learner.drop_equal_groups", "perhaps", r"drop_equal_groups: expected true or false, got 'perhaps'$"),
+        ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, got 3"),
+        ("learner", "3", r"learner: expected a section of options, got 3"),
+        ("lerner.lr", "3", r"lerner: no such option \(did you mean \[learner\]\?\)"),
+        ("worker.region", '"' + "x" * 65 + '"', r"worker\.region: expected a text of at most 64 characters, got"),
+        ("broadcast.chunk_bytes", "1", r"chunk_bytes: expected a whole number from 4096 to 4194304, got 1 \(smaller"),
     ],
 )
 def test_bad_value_is_refused_by_name(name: str, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config((), None, {name: text})
+
+
+def test_a_bound_that_no_arithmetic_explains_has_its_reason() -> None:
+    """Ports and shares explain themselves; whatever else ends somewhere says why there."""
+    bounded = set()
+    for section_name, section in RunConfig.model_fields.items():
+        for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
+            most = [one.le for one in field.metadata if type(one).__name__ == "Le"]
+            bounded |= {f"{section_name}.{name}"} if most and most[0] not in (1, 65535) else set()
+    assert bounded - set(WHY) == set()
+    assert set(WHY) <= set(option_names())
 
 
 def test_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
