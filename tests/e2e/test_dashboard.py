@@ -105,7 +105,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await _drains_and_releases_the_selected(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
-        await page.wait_for_function("() => document.querySelectorAll('#fleet-body tr').length === 4", timeout=WAIT_MS)
+        await _lists_who_has_not_gone(page, daemon)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "the page is wider than 390 px"
@@ -178,6 +178,19 @@ async def _drains_and_releases_the_selected(page: Any, daemon: CoordinatorDaemon
     await page.locator("#confirm-reason input").first.fill("too dear")
     await page.locator("#confirm-go").click()
     await page.locator("#event-list").get_by_text(f"{name} leaves: too dear").first.wait_for(timeout=WAIT_MS)
+
+
+async def _lists_who_has_not_gone(page: Any, daemon: CoordinatorDaemon) -> None:
+    assert daemon.hub is not None
+    until = asyncio.get_running_loop().time() + WAIT_MS / 1000
+    while True:
+        shown = sorted(await page.locator("#fleet-body td.name button").all_inner_texts())
+        living = sorted(member.name for member in daemon.hub.membership.living())
+        if shown == living:
+            break
+        assert asyncio.get_running_loop().time() < until, f"shown {shown}, there are {living}"
+        await asyncio.sleep(0.2)
+    assert len(living) < 6, "one was banned and one released"
 
 
 async def _clipped(page: Any) -> list[str]:
