@@ -105,7 +105,9 @@ def _expected(field: FieldInfo) -> str:
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_of_kind(part) for part in get_args(kind))
     expected = _of_kind(kind)
-    low = next((one for one in reversed(field.metadata) if isinstance(one, Ge | Gt)), None)  # the field's own comes last
+    low = next(
+        (one for one in reversed(field.metadata) if isinstance(one, Ge | Gt)), None
+    )  # the field's own comes last
     high = next((one for one in field.metadata if isinstance(one, Le | Lt)), None)
     length = next((one.max_length for one in field.metadata if "MaxLen" in type(one).__name__), None)
     match low, high:
