@@ -5,14 +5,17 @@ Guarantees: enrols once per identity folder and keeps the certificate; every cal
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
-from echo2.base.errors import EchoError
+from echo2.base.errors import EchoError, MalformedMessage
+from echo2.cost_model.offers import MarketOffer
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.runtime.enrolling import enrol
 from echo2.trust.runtime.tls import (
@@ -22,9 +25,12 @@ from echo2.trust.runtime.tls import (
     open_channel,
     save_credentials,
 )
+from echo2.wire.bounds import OFFERS_MAX, TEXT_CHARS_MAX, check
+from echo2.wire.coordinator import offered_machine_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
+OUTLOOK_TIMEOUT_S = 30.0
 
 
 class OperatorClient:
@@ -75,6 +81,25 @@ class OperatorClient:
         except grpc.aio.AioRpcError as error:
             raise self._explained(error) from None
         return str(reply.join_link)
+
+    async def outlook(self, offers: Sequence[MarketOffer], prices: str, learner_usd_per_hour: float) -> dict[str, Any]:
+        """What to do next and how predictions came out; at most `OFFERS_MAX` offers of the market."""
+        request = coordinator_pb2.GetOutlookRequest(
+            offers=[offered_machine_to_message(one) for one in offers[:OFFERS_MAX]], prices=prices[:TEXT_CHARS_MAX],
+            learner_usd_per_hour=learner_usd_per_hour,
+        )  # fmt: skip
+        try:
+            reply = await self._stub.GetOutlook(request, timeout=OUTLOOK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error) from None
+        check(reply, "the coordinator's outlook")
+        try:
+            value = json.loads(reply.outlook_json)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise MalformedMessage("the coordinator's outlook: expected a JSON object, got something else")
+        return value
 
     def _explained(self, error: grpc.aio.AioRpcError) -> EchoError:
         return error_of(error, f"coordinator {self._link.peer_id} at {self._link.address}")

@@ -49,12 +49,28 @@ def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help="parameters of the model, where its config.json is not here",
     )
     parser.add_argument("--what-if", action="append", default=[], metavar="NAME=VALUE,..", help=", ".join(WHAT_IF))
+    parser.add_argument(
+        "--live", metavar="RUN", help="what to do next with a running run: its folder or an operator's link"
+    )
+    parser.add_argument("--history", metavar="RUN", help="how a running run's predictions came out")
+    parser.add_argument(
+        "--learner-usd-per-hour",
+        type=float,
+        default=0.0,
+        metavar="USD",
+        help="with --live: what the learner costs beside workers",
+    )
+    parser.add_argument("--offline", action="store_true", help="with --live: fetch no prices")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--explain", action="store_true", help="show the calculation")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="cost and utilisation against S and kappa")
 
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    if own.live or own.history:
+        from echo2.cli.plan_live import show  # loads gRPC: only this pays for it
+
+        return show(own.live or own.history, own.history is not None, own)
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     catalogue = load_catalogue(own.catalogue)

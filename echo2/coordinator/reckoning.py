@@ -1,4 +1,4 @@
-"""What the planners predicted, next to what happened: utilisation, T_bcast, money.
+"""What the planners predicted, next to what happened: utilisation, T_bcast, money; and what was acted on (track_record).
 
 Guarantees: bounded memory; a broadcast is compared with the prediction made when that very version was published; money is
 compared only while plans are carried out. Leaves to others: measuring, showing (runtime).
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from echo2.coordinator.board import VersionRow
+from echo2.coordinator.board import LearnerBoard, VersionRow
 from echo2.coordinator.telemetry import LearnerReport
+from echo2.coordinator.track_record import TrackRecord
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.prediction import Predicted, PredictionLog
 
@@ -18,18 +19,26 @@ from echo2.cost_model.prediction import Predicted, PredictionLog
 class Reckoning:
     """One door for each thing that happens."""
 
+    board: LearnerBoard
     log: PredictionLog = field(default_factory=PredictionLog)
+    track: TrackRecord = field(default_factory=TrackRecord)
     _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
     _compared: VersionRow | None = None
 
     def planned(self, plan: Plan, is_acted_on: bool, now: float) -> None:
         """A plan was adopted."""
         self.log.predict(Predicted.UTILISATION, plan.predicted_utilisation, now)
+        hello, step = self.board.hello, self.board.report.step
+        self.track.planned(plan, is_acted_on, max(0, hello.step_limit - step) if hello is not None else 0, now)
         if is_acted_on:
             self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour, now)
 
     def step_made(self, report: LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step; `spent_usd` on all workers so far."""
+        self.track.step_made(report.step, report.train_s, self.board.train_s, now)
+        hello = self.board.hello
+        if hello is not None and 0 < hello.step_limit <= report.step:
+            self.track.finished(now)
         if report.utilisation > 0:
             self.log.measure(Predicted.UTILISATION, report.utilisation, now)
         if self._spent is not None and now > self._spent[0]:

@@ -71,7 +71,7 @@ class Sightings:
         passed_s = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
         self._looked_at = now
         self._began = now if self._began is None else self._began
-        size, lengths, held = _work_of(board)
+        size, lengths, held = work_of(board)
         for member in members:
             if member.peer_id not in worth.proven and member.peer_id not in self.seen:
                 continue
@@ -144,7 +144,7 @@ class Sightings:
         return tuple(found)
 
 
-def _work_of(board: LearnerBoard) -> tuple[ModelSize | None, RunLengths, float]:
+def work_of(board: LearnerBoard) -> tuple[ModelSize | None, RunLengths, float]:
     """The model, its lengths, and tokens in a sequence's cache; no size while no rollout was trained on."""
     hello, report = board.hello, board.report
     if hello is None or not report.trained_rollouts:

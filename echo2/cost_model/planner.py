@@ -31,6 +31,7 @@ UTILISATION_TOLERANCE = 0.005
 # How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
 REHEARSED_MAX = 3
+REHEARSED_PERIODS, CLOSE = 2, 0.01
 EVERY_POOL_CHECKS_MAX = 60
 NEIGHBOURHOOD_WORKERS_MAX = 40
 NEIGHBOURS_MAX = 30
@@ -75,6 +76,18 @@ def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
     facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=True)
     made = plan_of(facts, found, None, f"cheapest of {config.kappas[0]}..{config.kappas[-1]} steps a version")
     return made if made.is_feasible else None
+
+
+def promised(snapshot: FleetSnapshot, config: PlanConfig) -> Evaluation:
+    """What all workers of `snapshot` together promise under the best period: the relations of each, then a rehearsal of
+    the best, two where they are close. It chooses no pool."""
+    planner = _Planner.of(snapshot, config, None)
+    everybody = planner.search.columns.is_available
+    found = [planner.search.evaluate(planner.period(kappa), everybody) for kappa in config.kappas]
+    first = sorted(found, key=lambda one: (-round(one.utilisation, 3), -round(one.least_slack, 6), one.kappa))
+    close = [one for one in first if one.utilisation >= first[0].utilisation - CLOSE and first[0].utilisation < 1.0]
+    rehearsed = [refined(planner.search, one) for one in (close or first[:1])[:REHEARSED_PERIODS]]
+    return max(rehearsed, key=lambda one: (round(one.utilisation, 3), one.least_slack))
 
 
 @dataclass(slots=True)

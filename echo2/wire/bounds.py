@@ -41,6 +41,7 @@ TREES_MAX = 256
 HELD_LEASES_MAX = 1024
 GROUPS_PER_MESSAGE_MAX = 65_536
 LINKS_MAX = 64
+OFFERS_MAX = 512
 BANNED_MAX = 20_000
 LOG_LINES_MAX = 20
 LOG_CHARS_MAX = 300
@@ -278,6 +279,12 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     "Event": {"unix_s": _UNIX_S, "kind": Text(32), "text": Text(20_000, False)},
     "CreateTokenRequest": {"role": _WORDS, "lifetime_s": _SECONDS, "use_limit": _U32, "label": Text(9000, False)},
     "CreateTokenReply": {"token_id": _ID, "join_link": _TEXT},
+    "OfferedMachine": {
+        "provider": _ID, "instance": _TEXT, "region": _TEXT, "gpu": _ID, "gpu_count": _U32, "gpu_memory_gib": Number(1e6),
+        "usd_per_hour": Number(PRICE_USD_PER_HOUR_MAX),
+    },
+    "GetOutlookRequest": {"offers": Listed(OFFERS_MAX), "prices": _TEXT, "learner_usd_per_hour": Number(PRICE_USD_PER_HOUR_MAX)},
+    "GetOutlookReply": {"outlook_json": Data(1 << 20)},
     # ---- enrolment.proto
     "EnrolRequest": {"protocol_version": _U32, "token": _SECRET, "role": _WORDS, "certificate_request_der": _PEM},
     "EnrolReply": {

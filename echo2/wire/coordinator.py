@@ -25,6 +25,7 @@ from echo2.coordinator.telemetry import (
     ReportedLink,
     WorkerHello,
 )
+from echo2.cost_model.offers import MarketOffer
 from echo2.wire.bounds import check
 from echo2.wire.broadcast import access_from_message, access_to_message
 from echo2.wire.by_name import core_of, message_of
@@ -176,3 +177,12 @@ def delivered_from_message(message: pb.WorkersDelivered, whose: str) -> Delivere
 def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:
     check(message, whose)
     return core_of(message, PublishedVersion, parent=Version(message.parent) if message.has_parent else None)
+
+
+def offered_machine(message: pb.OfferedMachine) -> MarketOffer:
+    """Of a message that was checked. ConfigError where no such machine can be."""
+    return core_of(message, MarketOffer)
+
+
+def offered_machine_to_message(offer: MarketOffer) -> pb.OfferedMachine:
+    return message_of(offer, pb.OfferedMachine)

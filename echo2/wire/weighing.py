@@ -36,6 +36,7 @@ CALLS: Mapping[str, CallLimits] = {
     "/echo2.v1.Coordinator/WorkerSession": CallLimits(2 << 20, 65_536),
     "/echo2.v1.Coordinator/LearnerSession": CallLimits(16 << 20, 262_144),
     "/echo2.v1.Ingest/Report": CallLimits(8 << 20, 65_536),
+    "/echo2.v1.Operator/GetOutlook": CallLimits(256 << 10, 8_192),
 }
 """The others carry a name, a token or a ticket each, and take the defaults."""
 PEER_FRAME = CallLimits(8 << 20, 256)

@@ -47,6 +47,7 @@ RUN_HERE = (
 
 BY = (  # pattern; the test's file; the function or class in it that runs the command
     (r"echo2 run .*", "tests/e2e/test_local_run.py", "started"),
+    (r"echo2 plan --(live|history) .*", "tests/unit/cli/test_plan_live.py", "test_the_commands_of_the_page"),
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py", "test_the_commands_of_the_page"),
     (r"echo2 demo(?!.*--(engine|model)).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
     (r"echo2 export.*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),

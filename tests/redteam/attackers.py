@@ -100,6 +100,7 @@ async def _unary(channel: grpc.aio.Channel, path: str, data: bytes) -> int:
 UNARY = {
     "Operator/GetStatus": coordinator_pb2.GetStatusRequest,
     "Operator/CreateToken": coordinator_pb2.CreateTokenRequest,
+    "Operator/GetOutlook": coordinator_pb2.GetOutlookRequest,
     "Renewal/Renew": enrolment_pb2.RenewRequest,
 }
 OF_STRANGERS = {

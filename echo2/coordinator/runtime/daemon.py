@@ -32,11 +32,12 @@ from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.experience_file import known
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.operator import OperatorService
+from echo2.coordinator.runtime.outlook import OutlookDesk
 from echo2.coordinator.runtime.pauses import Pauses, ShortPauses
 from echo2.coordinator.runtime.planning import Planning
 from echo2.coordinator.runtime.probe import ProbeService
 from echo2.coordinator.runtime.providers.offers import MakeProvider, load_offers, make_provider
-from echo2.coordinator.runtime.remembering import remember
+from echo2.coordinator.runtime.remembering import PREDICTIONS, remember
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.store import SqlStore
 from echo2.coordinator.runtime.web.server import OpenedPage
@@ -164,7 +165,7 @@ class CoordinatorDaemon:
         self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
         commands = Commands(hub, options.link_host, enrol_port, offers, providers)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub, commands.rollouts), services)
-        coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
+        coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands, OutlookDesk(commands)), services)
         service = EnrolmentService(hub, authority, self.services_address)
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrolment)
         probe_pb2_grpc.add_ProbeServicer_to_server(ProbeService(hub), enrolment)
@@ -182,7 +183,13 @@ class CoordinatorDaemon:
         dashboard = page_port.page(commands, options.folder, own)
         self.dashboard_url = dashboard.url
         await self._run_until_stopped(
-            hub, commands, dashboard, _renew_own(own, authority), _tick(hub, pauses), _checkpoints(store), remember(hub)
+            hub,
+            commands,
+            dashboard,
+            _renew_own(own, authority),
+            _tick(hub, pauses),
+            _checkpoints(store),
+            remember(hub, saved.meta.get(PREDICTIONS, "")),
         )
 
     def _is_banned(self, peer: PeerId) -> bool:

@@ -88,7 +88,7 @@ class Hub:
         self.keeper = Keeper(store, self.book, self.membership, self.tokens, options.limits.events_kept)
         self.workers: dict[PeerId, WorkerSession] = {}
         self.learner: LearnerSession | None = None
-        self.reckoning = Reckoning()
+        self.reckoning = Reckoning(self.board)
         self.proven = MetAddresses()
         self.plan: Plan | None = None
         self.plan_update: pb.PlanUpdate | None = None

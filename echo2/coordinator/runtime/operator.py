@@ -5,7 +5,8 @@ Guarantees: a caller of another role gets PERMISSION_DENIED, a wrong argument IN
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -13,9 +14,11 @@ from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, NotAllowed, TrustError
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.outlook import OutlookDesk
 from echo2.trust.identity import Role
 from echo2.trust.runtime.tls import peer_of
 from echo2.wire.bounds import check
+from echo2.wire.coordinator import offered_machine
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 
@@ -23,10 +26,18 @@ Reply = TypeVar("Reply")
 
 
 class OperatorService(coordinator_pb2_grpc.OperatorServicer):
-    def __init__(self, commands: Commands) -> None:
-        self._commands = commands
+    def __init__(self, commands: Commands, outlook: OutlookDesk) -> None:
+        self._commands, self._outlook = commands, outlook
 
     async def _answer(self, request: Message, context: Any, act: Callable[[], Reply]) -> Reply:
+        """What `act` gives, once the caller and the request have been looked at."""
+
+        async def later() -> Reply:
+            return act()
+
+        return await self._awaited(request, context, later)
+
+    async def _awaited(self, request: Message, context: Any, act: Callable[[], Awaitable[Reply]]) -> Reply:
         try:
             caller = peer_of(context)
             if caller.role is not Role.OPERATOR:
@@ -34,7 +45,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
                     f"{caller.peer_id}: expected the role operator, its certificate says {caller.role.value}"
                 )
             check(request, str(caller.peer_id))
-            return act()
+            return await act()
         except EchoError as error:
             is_trust = isinstance(error, TrustError)
             status = grpc.StatusCode.PERMISSION_DENIED if is_trust else grpc.StatusCode.INVALID_ARGUMENT
@@ -52,3 +63,11 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
             return pb.CreateTokenReply(token_id=token.token_id, join_link=link)
 
         return await self._answer(request, context, act)
+
+    async def GetOutlook(self, request: pb.GetOutlookRequest, context: Any) -> pb.GetOutlookReply:
+        async def act() -> pb.GetOutlookReply:
+            market = [offered_machine(one) for one in request.offers]
+            value = await self._outlook.value(market, request.prices, request.learner_usd_per_hour)
+            return pb.GetOutlookReply(outlook_json=json.dumps(value).encode())
+
+        return await self._awaited(request, context, act)

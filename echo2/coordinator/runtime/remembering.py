@@ -1,6 +1,7 @@
-"""Keeps what this run sees of each kind of machine in the machines file, for later runs.
+"""Keeps what this run sees of each kind of machine in the machines file, for later runs, and its predictions in its state.
 
-Waits `LOOK_S` between looks at the fleet and writes every `WRITE_S`, when the run is finished and when the coordinator stops.
+Waits `LOOK_S` between looks at the fleet and writes the file every `WRITE_S`, when the run is finished and when the coordinator
+stops.
 A file that cannot be written is told once and ends nothing. Leaves to others: what is seen (sightings), the file
 (experience_file).
 """
@@ -12,27 +13,37 @@ import logging
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import PeerId
+from echo2.coordinator.planner_input import believed_rate, is_measured, measured_speed, prior_speed
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.coordinator.runtime.experience_file import add
+from echo2.coordinator.runtime.experience_file import add, known
 from echo2.coordinator.runtime.hub import PREEMPTION_WORD, Hub
 from echo2.coordinator.sightings import Sightings
+from echo2.cost_model.kinds import kind_of_name
+from echo2.cost_model.next_actions import Interval
 from echo2.outside import unix_now
 from echo2.outside.guard import noting
 
 LOOK_S = 10.0
 WRITE_S = 600.0
+PREDICTIONS = "predictions"
+"""In the state's `meta`."""
 _log = logging.getLogger("echo2.coordinator")
 
 
-async def remember(hub: Hub) -> None:
-    """Until cancelled; does nothing where nothing is to be kept."""
-    if hub.options.machines_file is None:
-        await asyncio.Event().wait()
+async def remember(hub: Hub, kept: str) -> None:
+    """Until cancelled. `kept`: the predictions of an earlier process."""
     sightings, written_at, was_finished = Sightings(hub.options.run_id, built_in_catalogue()), hub.clock.now(), False
+    hub.reckoning.track.restore(kept)
+    changes = hub.reckoning.track.changes
     try:
         while True:
             with noting("looking at machines"):
                 look(hub, sightings)
+                compare_rates(hub)
+            if changes != hub.reckoning.track.changes:
+                changes = hub.reckoning.track.changes
+                hub.keeper.meta(PREDICTIONS, hub.reckoning.track.to_json())
+                hub.flush_soon()
             is_finished = hub.ending.finish is not None
             if hub.clock.now() - written_at >= WRITE_S or (is_finished and not was_finished):
                 written_at = hub.clock.now()
@@ -56,8 +67,28 @@ def look(hub: Hub, sightings: Sightings) -> None:
     sightings.look(members, rented, hub.board, hub.book.worth, preempted, hub.clock.now())
 
 
+def compare_rates(hub: Hub) -> None:
+    """What a worker that has not been measured is taken to do, and what it then did."""
+    living, catalogue, now = list(hub.membership.living()), built_in_catalogue(), hub.clock.now()
+    measured = [one for one in living if is_measured(one)]
+    speeds = [(one.hello.gpu, measured_speed(one)) for one in measured]
+    experience, track = known(hub.options.machines_file), hub.reckoning.track
+    for worker in measured:
+        if worker.is_proven:
+            track.rate_measured(worker.peer_id, believed_rate(worker), now)
+    for worker in living if speeds else ():
+        if not is_measured(worker):
+            rate = prior_speed(worker.hello.gpu, speeds, catalogue, experience).rollouts_per_s
+            told = experience.belief(kind_of_name(worker.hello.gpu, catalogue)[0])
+            ends = rate * told.low / told.ratio, rate * told.high / told.ratio
+            track.rate_expected(
+                worker.peer_id, f"worker {worker.name}, {worker.hello.gpu or 'cpu'}", Interval(rate, *ends), now
+            )
+
+
 def _write(hub: Hub, sightings: Sightings) -> None:
-    assert hub.options.machines_file is not None, "remembered only where there is a file"
+    if hub.options.machines_file is None:
+        return
     try:
         add(hub.options.machines_file, sightings.records(unix_now()))
     except EchoError as error:

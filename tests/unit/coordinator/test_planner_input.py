@@ -182,7 +182,8 @@ def test_predictions_stand_next_to_what_happened() -> None:
     from echo2.cost_model.planner import plan
     from tests.unit.cost_model.fleets import snapshot, worker
 
-    reckoning, made = Reckoning(), board(10.0)
+    made = board(10.0)
+    reckoning = Reckoning(made)
     chosen = plan(snapshot(tuple(worker(f"w{i}") for i in range(8))), PlanConfig(4))
     reckoning.planned(chosen, True, 0.0)
     for at in (10.0, 20.0):

@@ -124,7 +124,7 @@ async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Nod
     await worker.close()
 
 
-UNARY = ("GetStatus", "CreateToken")
+UNARY = ("GetStatus", "CreateToken", "GetOutlook")
 
 
 async def raw_call(channel: grpc.aio.Channel, path: str, data: bytes) -> str:

@@ -25,6 +25,7 @@ from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import PeerId
 from echo2.coordinator.planner_input import plan_config
 from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.outlook import OutlookDesk
 from echo2.coordinator.runtime.planning import make_plan, snapshot_of
 from echo2.coordinator.runtime.web.feed import Feed
 from echo2.coordinator.runtime.web.guard import BodyRefused, body_refused
@@ -58,6 +59,7 @@ class Web:
         self._feed = Feed(self._view)
         self._streams = 0
         self._what_ifs = asyncio.Semaphore(WHAT_IFS_AT_ONCE)
+        self._desk = OutlookDesk(commands)
 
     def application(self) -> Starlette:
         def act(path: str, action: Callable[[Body], Body | Awaitable[Body]]) -> Route:
@@ -68,7 +70,7 @@ class Web:
             Route("/api/series", self._series), Route("/api/worker", self._worker),
             Route("/api/workers.csv", self._workers_csv), Route("/api/series.csv", self._series_csv),
             Route("/api/rollouts", self._rollouts), Route("/api/rollout", self._rollout), Route("/api/stream", self._stream),
-            Route("/api/what-if", self._what_if), Route("/api/openapi.json", self._openapi),
+            Route("/api/what-if", self._what_if), Route("/api/outlook", self._outlook), Route("/api/openapi.json", self._openapi),
             act("/api/workers/state", self._set_worker), act("/api/workers/dismiss", self._dismiss),
             act("/api/workers/release", self._release_workers), act("/api/tokens", self._create_token),
             act("/api/tokens/revoke", self._revoke_token), act("/api/plan/apply", self._apply_plan),
@@ -172,6 +174,10 @@ class Web:
                 make_plan, changed_snapshot(snapshot, what_if), changed_config(config, what_if), None
             )
         return JSONResponse(plan_value(plan, "what-if", ""))
+
+    async def _outlook(self, request: Request) -> Response:
+        """The best next actions, from the run's own offers, and how earlier predictions came out."""
+        return JSONResponse(await self._desk.for_page())
 
     # ---- acting
 

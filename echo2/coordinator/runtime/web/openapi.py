@@ -64,6 +64,10 @@ def _looks() -> dict[str, Any]:
             "Changes as they come.", "Server-sent events; each holds the sections and rows that changed.",
             "text/event-stream",
         ),
+        "/api/outlook": _get(
+            "What to do next: the three best actions, each with what it would bring.",
+            "`before`, `actions` and `history`; at most ten seconds old.",
+        ),
         "/api/what-if": _get(
             "The planner's answer if things were otherwise.", "A plan.",
             parameters=_queries(

@@ -49,7 +49,7 @@ class StateView:
             "money": self._money(),
             "machines": self._machines(),
             "headline": self._headline(),
-            "plan": plan_value(*self._plan_now()) | {"errors": errors_value(hub.reckoning.log)},
+            "plan": plan_value(*self._plan_now()) | {"errors": errors_value(hub.reckoning.log)} | self._expected(),
             "broadcast": self._broadcast(),
             "leases": self._leases(),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in self._commands.waits()],
@@ -81,6 +81,21 @@ class StateView:
             return None, mode, "nothing: the run is finished"
         is_anybody = any(one.last_liveness is Liveness.ALIVE for one in hub.membership.members.values())
         return (hub.plan, mode, hub.plan_waits_for) if is_anybody else (None, mode, "a worker: none is connected")
+
+    def _expected(self) -> dict[str, Any]:
+        """The plan's utilisation as the wall clock will have it, 9 times of 10 within the interval."""
+        hub = self._commands.hub
+        if hub.plan is None:
+            return {}
+        told = hub.reckoning.track.expected(hub.plan.predicted_utilisation)
+        return {
+            "expected": {
+                "utilisation": finite(told.expected, 4),
+                "low": finite(told.low, 4),
+                "high": finite(told.high, 4),
+            },
+            "history": hub.reckoning.track.value(),
+        }
 
     def _headline(self) -> dict[str, str]:
         found = headline(run_facts(self._commands))
@@ -326,7 +341,7 @@ def run_facts(commands: Commands) -> HeadlineFacts:
     return HeadlineFacts(
         finished=hub.ending.text, open_machines=sum(one.is_open for one in hub.money.machines.values()),
         has_learner=hub.board.hello is not None, is_learner_there=hub.board.is_connected, step=int(report.step),
-        utilisation=report.utilisation, predicted=plan.predicted_utilisation if plan is not None else report.utilisation,
+        utilisation=report.utilisation, predicted=_expected(commands) if plan is not None else report.utilisation,
         target=options.target_utilisation, alive=sum(one.last_liveness is Liveness.ALIVE for one in members),
         workers=len(members), is_budget_spent=0 < options.usd_budget <= money.usd_chosen, usd_budget=options.usd_budget,
         usd_per_hour=money.usd_per_hour, spare=len(idle),
@@ -334,6 +349,12 @@ def run_facts(commands: Commands) -> HeadlineFacts:
         surplus=len(surplus), plan_usd_per_hour=plan.usd_per_hour if plan is not None else 0.0, wishes="; ".join(wishes),
         may_act=options.planner_mode is PlannerMode.AUTO, shortage=_shortage(broken),
     )  # fmt: skip
+
+
+def _expected(commands: Commands) -> float:
+    """Of the wall clock, for the plan that stands: the planner's prediction, moved by what this run missed so far."""
+    plan = commands.hub.plan
+    return commands.hub.reckoning.track.expected(plan.predicted_utilisation).expected if plan is not None else 0.0
 
 
 def _shortage(term: Term | None) -> str:

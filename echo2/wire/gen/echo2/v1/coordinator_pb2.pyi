@@ -693,6 +693,42 @@ class Event(_message.Message):
     text: str
     def __init__(self, unix_s: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
+class OfferedMachine(_message.Message):
+    __slots__ = ("provider", "instance", "region", "gpu", "gpu_count", "gpu_memory_gib", "usd_per_hour", "is_spot")
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    GPU_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GPU_MEMORY_GIB_FIELD_NUMBER: _ClassVar[int]
+    USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    IS_SPOT_FIELD_NUMBER: _ClassVar[int]
+    provider: str
+    instance: str
+    region: str
+    gpu: str
+    gpu_count: int
+    gpu_memory_gib: float
+    usd_per_hour: float
+    is_spot: bool
+    def __init__(self, provider: _Optional[str] = ..., instance: _Optional[str] = ..., region: _Optional[str] = ..., gpu: _Optional[str] = ..., gpu_count: _Optional[int] = ..., gpu_memory_gib: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ...) -> None: ...
+
+class GetOutlookRequest(_message.Message):
+    __slots__ = ("offers", "prices", "learner_usd_per_hour")
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    PRICES_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    offers: _containers.RepeatedCompositeFieldContainer[OfferedMachine]
+    prices: str
+    learner_usd_per_hour: float
+    def __init__(self, offers: _Optional[_Iterable[_Union[OfferedMachine, _Mapping]]] = ..., prices: _Optional[str] = ..., learner_usd_per_hour: _Optional[float] = ...) -> None: ...
+
+class GetOutlookReply(_message.Message):
+    __slots__ = ("outlook_json",)
+    OUTLOOK_JSON_FIELD_NUMBER: _ClassVar[int]
+    outlook_json: bytes
+    def __init__(self, outlook_json: _Optional[bytes] = ...) -> None: ...
+
 class CreateTokenRequest(_message.Message):
     __slots__ = ("role", "lifetime_s", "use_limit", "label")
     ROLE_FIELD_NUMBER: _ClassVar[int]

@@ -163,6 +163,11 @@ class OperatorStub:
                 request_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
                 response_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
                 _registered_method=True)
+        self.GetOutlook = channel.unary_unary(
+                '/echo2.v1.Operator/GetOutlook',
+                request_serializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookRequest.SerializeToString,
+                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -181,6 +186,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetOutlook(self, request, context):
+        """What to do next, and how earlier predictions came out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +205,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.CreateToken,
                     request_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.FromString,
                     response_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.SerializeToString,
+            ),
+            'GetOutlook': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOutlook,
+                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookRequest.FromString,
+                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,6 +267,33 @@ class Operator:
             '/echo2.v1.Operator/CreateToken',
             echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
             echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOutlook(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/echo2.v1.Operator/GetOutlook',
+            echo2_dot_v1_dot_coordinator__pb2.GetOutlookRequest.SerializeToString,
+            echo2_dot_v1_dot_coordinator__pb2.GetOutlookReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,99 @@
+"""What to do next with this run: the fleet as it is now, its offers and the market's, weighed in a thread.
+
+Guarantees: one weighing at a time; the page's answer is as old as `PAGE_S` at most and made only when asked for. Leaves to
+others: what is best (cost_model/next_actions), doing it (commands, provisioner).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from typing import Any
+
+from echo2.coordinator.membership import Activation, Liveness, Member
+from echo2.coordinator.outlook import Candidates, Work, limits_text, own_offers, value_of
+from echo2.coordinator.planner_input import is_measured, plan_config
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.experience_file import known
+from echo2.coordinator.runtime.planning import snapshot_of
+from echo2.coordinator.sightings import work_of
+from echo2.cost_model.next_actions import Candidate, Situation, next_actions
+from echo2.cost_model.offers import MarketOffer
+from echo2.cost_model.snapshot import FleetSnapshot, WorkerEstimate
+
+PAGE_S = 10.0
+OWN_PRICES = "the coordinator's offers file"
+
+
+class OutlookDesk:
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+        self._one_at_a_time = asyncio.Semaphore(1)
+        self._kept: tuple[float, dict[str, Any]] | None = None
+
+    async def for_page(self) -> dict[str, Any]:
+        now = self._commands.hub.clock.now()
+        if self._kept is None or now - self._kept[0] > PAGE_S:
+            self._kept = now, await self.value((), "", 0.0)
+        return self._kept[1]
+
+    async def value(self, market: Sequence[MarketOffer], prices: str, learner_usd_per_hour: float) -> dict[str, Any]:
+        """`market`: more offers than the run's own, from where `prices` says."""
+        hub = self._commands.hub
+        snapshot, plan = await snapshot_of(hub), hub.plan
+        if hub.ending.finish is not None:
+            return self._unknown(f"nothing: {hub.ending.text}")
+        if snapshot is None or plan is None:
+            return self._unknown(hub.plan_waits_for or "a first plan")
+        members = hub.membership.members
+        estimates = {one.worker_id: one for one in snapshot.workers}
+        there = [members[one] for one in estimates if one in members and members[one].last_liveness is Liveness.ALIVE]
+        pool = frozenset(one.peer_id for one in there if one.last_activation is Activation.ACTIVE)
+        needed = set(plan.pool)
+        # On the bill and not at work, or at work and not needed: where the plan keeps its terms.
+        spare = tuple(sorted(one.peer_id for one in there if one.peer_id not in needed)) if plan.is_feasible else ()
+        report = hub.board.report
+        told = Situation(
+            snapshot, plan_config(hub.options, hub.board), plan.kappa, pool, spare, hub.money.sums().usd_per_hour,
+            learner_usd_per_hour, report.trained_tokens / report.trained_rollouts if report.trained_rollouts else 0.0,
+            _rate_error(there, estimates.values()), hub.reckoning.track.bias, hub.reckoning.track.reach,
+        )  # fmt: skip
+        candidates = self._candidates(snapshot, there, market)
+        async with self._one_at_a_time:
+            found = await asyncio.to_thread(next_actions, told, candidates)
+        limits = limits_text(plan)
+        names = {peer_id: members[peer_id].name for peer_id in estimates if peer_id in members}
+        told_prices = "; ".join(filter(None, (OWN_PRICES if hub.options.offers_file is not None else "", prices)))
+        value = value_of(found, report.utilisation, limits, told_prices or "none: no offers file, no catalogue", names)
+        return value | {"history": hub.reckoning.track.value()}
+
+    def _unknown(self, waits_for: str) -> dict[str, Any]:
+        return {"is_known": False, "waits_for": waits_for, "history": self._commands.hub.reckoning.track.value()}
+
+    def _candidates(
+        self, snapshot: FleetSnapshot, there: Sequence[Member], market: Sequence[MarketOffer]
+    ) -> list[Candidate]:
+        """None while nobody knows the model or the length of a rollout."""
+        hub, catalogue = self._commands.hub, built_in_catalogue()
+        size, lengths, held = work_of(hub.board)
+        if size is None:
+            return []
+        report = hub.board.report
+        work = Work(size, lengths, held, report.trained_tokens / report.trained_rollouts)
+        estimates = {one.worker_id: one for one in snapshot.workers}
+        measured = [(one.hello.gpu, estimates[one.peer_id]) for one in there if is_measured(one)]
+        made = Candidates(snapshot, measured, work, catalogue, known(hub.options.machines_file))
+        machines = hub.money.machines.values()
+        rented = {
+            offer.name: sum(one.is_open and one.offer == offer.name for one in machines) for offer in hub.money.offers
+        }
+        return [*made.of_run(own_offers(hub.money.offers, catalogue), rented), *made.of_market(market)]
+
+
+def _rate_error(members: Sequence[Member], estimates: Iterable[WorkerEstimate]) -> float:
+    """Of the whole pool's rate, relative: workers' errors are taken as independent."""
+    total = sum(one.rollouts_per_s for one in estimates)
+    found = [member.measures.estimate("rollouts_per_s") for member in members]
+    return sqrt(sum(one.error**2 for one in found if one is not None)) / total if total > 0 else 0.0
