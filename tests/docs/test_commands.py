@@ -41,7 +41,7 @@ COMMENTED = sorted(
 )
 
 RUN_HERE = (
-    r"echo2 (config show|plan|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*"
+    r"echo2 (config show|plan(?! --(?:live|history))|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*"
     r"|python -m tests\.fuzz_targets"
 )
 
