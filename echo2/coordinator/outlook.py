@@ -31,7 +31,7 @@ TAIL_OVER_MEAN, LONGEST_OVER_MEAN = 2.4, 2.8
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RunWork:
     """What a machine would do in this run. `tokens_each`: in a sequence's cache; `tokens_per_rollout`: mean."""
 
     size: ModelSize
@@ -74,7 +74,7 @@ class Candidates:
         self,
         snapshot: FleetSnapshot,
         measured: Sequence[tuple[str, WorkerEstimate]],
-        work: Work,
+        work: RunWork,
         catalogue: Mapping[str, GpuType],
         experience: Experience,
     ) -> None:

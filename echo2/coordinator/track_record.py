@@ -41,7 +41,7 @@ class Quantity(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptPrediction:
     """One prediction and what came. `about`: what was acted on. Of a finish both are seconds from `at`; of a rate rollouts/s."""
 
     what: str
@@ -65,7 +65,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenPrediction:
     """`model`: as the planner says, before this run's misses. `began`: the end of the first step after it, and the learner's busy
     seconds by then; None before."""
 
@@ -81,11 +81,11 @@ class _Open:
 class TrackRecord:
     """`misses`: measured minus the model's."""
 
-    records: deque[Kept] = field(default_factory=lambda: deque(maxlen=RECORDS_MAX))
+    records: deque[KeptPrediction] = field(default_factory=lambda: deque(maxlen=RECORDS_MAX))
     misses: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
     changes: int = 0
-    _plan: _Open | None = None
-    _finish: _Open | None = None
+    _plan: _OpenPrediction | None = None
+    _finish: _OpenPrediction | None = None
     _rates: dict[str, tuple[float, Interval, str]] = field(default_factory=dict)
     _step: int = 0
     _step_at: float = 0.0
@@ -121,14 +121,14 @@ class TrackRecord:
         self._close(now)
         about = f"kappa = {plan.kappa}, {len(plan.pool)} workers"
         model = plan.predicted_utilisation
-        self._plan = _Open(about, now, model, self.expected(model), key)
+        self._plan = _OpenPrediction(about, now, model, self.expected(model), key)
         if steps_left > 0 and model > 0:
             told = self.expected(model)
             busy_s = steps_left * self._step_s
             low, high = (busy_s / max(one, 0.01) for one in (told.high, told.low))
             middle = busy_s / max(told.expected, 0.01)
             low, high = min(low, middle * (1 - FINISH_SPREAD)), max(high, middle * (1 + FINISH_SPREAD))
-            self._finish = self._finish or _Open(about, now, middle, Interval(middle, low, high), key)
+            self._finish = self._finish or _OpenPrediction(about, now, middle, Interval(middle, low, high), key)
 
     def step_made(self, step: int, took_s: float, usual_s: float, now: float) -> None:
         """`step` is done; it took `took_s` of the learner, as one does `usual_s`. Steps that were made before a restart from a
@@ -143,7 +143,7 @@ class TrackRecord:
             again = self._plan
             self._close(now)
             began = self._step, now, self._busy_s
-            self._plan = _Open(again.about, now, again.model, self.expected(again.model), again.key, began)
+            self._plan = _OpenPrediction(again.about, now, again.model, self.expected(again.model), again.key, began)
 
     def _close(self, now: float) -> None:
         open_one, self._plan = self._plan, None
@@ -174,7 +174,7 @@ class TrackRecord:
 
     def _keep(self, what: Quantity, about: str, at: float, told: Interval, measured: float, now: float) -> None:
         self.changes += 1
-        self.records.append(Kept(what.value, about, at, told.expected, told.low, told.high, measured, now))
+        self.records.append(KeptPrediction(what.value, about, at, told.expected, told.low, told.high, measured, now))
 
     # ---- as it is kept and shown
 
@@ -200,7 +200,7 @@ class TrackRecord:
         """What an earlier process kept."""
         try:
             told = json.loads(text or "{}")
-            rows = [Kept(**row) for row in told.get("records", ())][-RECORDS_MAX:]
+            rows = [KeptPrediction(**row) for row in told.get("records", ())][-RECORDS_MAX:]
             misses = [float(one) for one in told.get("misses", ())][-NEWEST:]
         except (AttributeError, TypeError, ValueError):
             return

@@ -12,7 +12,7 @@ from math import sqrt
 from typing import Any
 
 from echo2.coordinator.membership import Activation, Liveness, Member
-from echo2.coordinator.outlook import Candidates, Work, limits_text, own_offers, value_of
+from echo2.coordinator.outlook import Candidates, RunWork, limits_text, own_offers, value_of
 from echo2.coordinator.planner_input import is_measured, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.commands import Commands
@@ -81,7 +81,7 @@ class OutlookDesk:
         if size is None:
             return []
         report = hub.board.report
-        work = Work(size, lengths, held, report.trained_tokens / report.trained_rollouts)
+        work = RunWork(size, lengths, held, report.trained_tokens / report.trained_rollouts)
         estimates = {one.worker_id: one for one in snapshot.workers}
         measured = [(one.hello.gpu, estimates[one.peer_id]) for one in there if is_measured(one)]
         made = Candidates(snapshot, measured, work, catalogue, known(hub.options.machines_file))
