@@ -151,6 +151,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         trains_on_truncated=learner.train_on_truncated,
         advantage=ADVANTAGES[learner.advantage],
         token_budget=learner.token_budget,
+        attention=learner.attention,
         gradient_checkpointing=(
             gradient_checkpointing(config).value
             if learner.gradient_checkpointing == "auto"

@@ -192,6 +192,12 @@ class LearnerSection(Section):
             description="Computes layers again in the backward pass: less memory, a third more time; auto: by the model."
         ),
     ] = "auto"
+    attention: Annotated[
+        Literal["auto", "dense", "flex"],
+        Field(
+            description="Attention over packed rows: a dense mask, or FlexAttention by blocks; auto: flex on a GPU where both agree."
+        ),
+    ] = "auto"
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...], Field(description="Where metrics go beside metrics.jsonl.")
     ] = ()

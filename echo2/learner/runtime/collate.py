@@ -1,14 +1,15 @@
 """A planned micro-batch as tensors.
 
-Guarantees: a completion attends to its prompt and to itself only, its positions count on from the prompt's end, and
-padding attends to itself (a row of a softmax is never empty). Leaves to others: the layout (learner/packing).
+Guarantees: a completion attends to its prompt and to itself only, and its positions count on from the prompt's end. Leaves to
+others: the layout (learner/packing), masks (attention).
 
 Shapes: B rows, W positions of a row, T sampled tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,27 +17,25 @@ from torch import Tensor
 
 from echo2.learner.batch import TrainGroup
 from echo2.learner.packing import GroupLengths, MicroBatch
+from echo2.learner.runtime.attention import Tree
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """What the forward pass takes. `predictor_T`: flat position (row * W + column) whose hidden state predicts token i.
-
-    `mask_BWW` is True where attention is allowed; None for a row layout that plain causal attention serves.
-    """
+    """What the forward pass takes. `predictor_T`: flat position (row * W + column) whose hidden state predicts token i."""
 
     token_ids_BW: Tensor
     positions_BW: Tensor
-    mask_BWW: Tensor
+    tree: Tree
     predictor_T: Tensor
     target_T: Tensor
 
     def to(self, device: torch.device) -> PackedInputs:
         if device.type == "cpu":
             return self
-        moved = (t.to(device, non_blocking=True) for t in (self.token_ids_BW, self.positions_BW, self.mask_BWW))
-        ids, positions, mask = moved
-        return PackedInputs(ids, positions, mask, self.predictor_T.to(device), self.target_T.to(device))
+        given = (self.token_ids_BW, self.positions_BW, self.predictor_T, self.target_T)
+        ids, positions, predictor, target = (tensor.to(device, non_blocking=True) for tensor in given)
+        return PackedInputs(ids, positions, self.tree.to(device), predictor, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,31 @@ class PackedBatch:
         return replace(self, rollout_R=self.rollout_R + rollouts) if rollouts else self
 
 
+def collated(groups: Sequence[TrainGroup], layout: Iterable[MicroBatch], multiple: int = 1) -> Iterator[PackedBatch]:
+    """Each micro-batch as tensors, in order: the next one is made while the caller computes with the last, no more."""
+    with ThreadPoolExecutor(1, "collate") as pool:
+        made: Future[PackedBatch] | None = None
+        for micro in layout:
+            following = pool.submit(collate, groups, micro, multiple)
+            if made is not None:
+                yield made.result()
+            made = following
+        if made is not None:
+            yield made.result()
+
+
 def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:
     return [GroupLengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
 
 
-def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
-    """Lays out one micro-batch of `groups`."""
+def collate(groups: Sequence[TrainGroup], micro: MicroBatch, multiple: int = 1) -> PackedBatch:
+    """Lays out one micro-batch of `groups`, its rows padded to a `multiple` of positions."""
     first_rollout = _flat_offsets(groups)
-    shape = (len(micro.rows), micro.width)
+    width = -(-micro.width // multiple) * multiple
+    shape = (len(micro.rows), width)
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    # Two tokens see one another if both are of one unit and the earlier is of the prompt (part 0) or of the same part.
-    unit, part = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
+    unit = -torch.arange(1, width + 1, dtype=torch.int32).repeat(len(micro.rows), 1)
+    part = torch.zeros(shape, dtype=torch.int32)
     predictors: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
@@ -82,7 +95,7 @@ def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
             unit[b, start:end] = number
             ids[b, start : start + len(prompt)] = torch.tensor(prompt)
             positions[b, start : start + len(prompt)] = torch.arange(len(prompt))
-            last_of_prompt = b * micro.width + start + len(prompt) - 1
+            last_of_prompt = b * width + start + len(prompt) - 1
             column = start + len(prompt)
             for member_number, member in enumerate(piece.members):
                 rollout = group.rollouts[member]
@@ -91,23 +104,15 @@ def collate(groups: Sequence[TrainGroup], micro: MicroBatch) -> PackedBatch:
                 ids[b, column : column + count] = torch.tensor(text)
                 positions[b, column : column + count] = torch.arange(len(prompt), len(prompt) + count)
                 part[b, column : column + count] = member_number + 1
-                base = b * micro.width + column
+                base = b * width + column
                 predictors += [base + place - 1 if place else last_of_prompt for place in sampled_at]
                 targets += rollout.token_ids
                 behaviour += group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
                 sequence += [len(flat)] * len(rollout.token_ids)
                 flat.append(first_rollout[piece.group] + member)
                 column += count
-    inputs = PackedInputs(ids, positions, _mask(unit, part), torch.tensor(predictors), torch.tensor(targets))
+    inputs = PackedInputs(ids, positions, Tree(unit, part), torch.tensor(predictors), torch.tensor(targets))
     return PackedBatch(inputs, torch.tensor(behaviour, dtype=torch.float32), torch.tensor(sequence), torch.tensor(flat))
-
-
-def _mask(unit_BW: Tensor, part_BW: Tensor) -> Tensor:
-    width = unit_BW.shape[1]
-    same_unit = unit_BW[:, :, None] == unit_BW[:, None, :]
-    visible_part = (part_BW[:, None, :] == 0) | (part_BW[:, :, None] == part_BW[:, None, :])
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    return same_unit & visible_part & causal  # padding is a unit of its own, causal: it sees itself
 
 
 def _flat_offsets(groups: Sequence[TrainGroup]) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
+from echo2.learner.runtime.attention import BLOCK, Attention, Tree, block_mask, dense_mask
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, on_host, own_part
 from echo2.learner.runtime.snapshots import VersionScorer, scorer_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 LOGIT_BYTES_MAX = 64 << 20
 """Logits of more bytes than this are computed in pieces, and again in the backward pass."""
@@ -39,16 +43,33 @@ class Policy(nn.Module):
         self.hf_model = hf_model
         self.temperature = temperature if temperature > 0 else 1.0
         self.slices_head = slices_head
+        self.attention = Attention.DENSE
         self.uses_float_mask = hf_model.config._attn_implementation == "eager"
+
+    def attend_by(self, attention: Attention) -> None:
+        """Switches the model's attention; its numbers stay those of `DENSE` up to rounding."""
+        self.hf_model.set_attn_implementation({Attention.DENSE: "sdpa", Attention.FLEX: "flex_attention"}[attention])
+        self.attention = attention
+        self.uses_float_mask = self.hf_model.config._attn_implementation == "eager"
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows come as long as a multiple of this."""
+        return BLOCK if self.attention is Attention.FLEX else 1
+
+    def _mask(self, tree: Tree) -> Tensor | BlockMask:
+        if self.attention is Attention.FLEX:
+            return block_mask(tree)
+        mask_B1WW = dense_mask(tree)[:, None]
+        if self.uses_float_mask:
+            return torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
+        return mask_B1WW
 
     def forward(self, inputs: PackedInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats."""
-        mask_B1WW = inputs.mask_BWW[:, None]
-        if self.uses_float_mask:
-            mask_B1WW = torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
         arguments = {
             "input_ids": inputs.token_ids_BW,
-            "attention_mask": mask_B1WW,
+            "attention_mask": self._mask(inputs.tree),
             "position_ids": inputs.positions_BW,
             "use_cache": False,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
@@ -39,6 +40,7 @@ class TrainerOptions:
     token_budget: int = 16384
     row_tokens: int = 0  # 0: from the model's width
     gradient_checkpointing: bool = False
+    attention: Literal["auto", "dense", "flex"] = "auto"
     updates_per_batch: int = 1  # optimiser updates of one step, each on its share of the groups
     trains_on_truncated: bool = True  # completions cut off at the longest length
     scales_lr_by_ess: bool = False

@@ -24,6 +24,7 @@ from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.history import History, SegmentBegan
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
+from echo2.learner.runtime.attention_choice import choose_attention
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
 from echo2.learner.runtime.coding import LocalCoder
 from echo2.learner.runtime.examination import Examination
@@ -83,6 +84,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     model = PolicyModel(
         given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks, _adapter_of(given)
     )
+    choose_attention(model.policy, given.attention, device, ranks)
     return Team(Trainer(model, given, options.steps))
 
 

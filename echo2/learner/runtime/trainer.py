@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.correction import Segments, believed, learning_rate_scale, score_norm_sq_proxy
 from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens, PolicyLoss, loss_metrics, policy_loss
 from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
-from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collate, lengths_of
+from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collated, lengths_of
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.learner.runtime.ranks import Ranks, whole
@@ -69,14 +69,15 @@ class _Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The groups of one update, laid out. `counted` of this rank's micro-batches `packed` count; `rollouts` are its places in
-    the flat list of the batch. `proximal`: by micro-batch, the policy's log-probabilities before the batch's first update;
-    empty where there is one update, for then they are the current ones.
+    """The groups of one update, laid out. The first `counted` of this rank's micro-batches `own` count; `rollouts` are its
+    places in the flat list of the batch. `proximal`: by micro-batch, the policy's log-probabilities before the batch's first
+    update; empty where there is one update, for then they are the current ones.
     """
 
-    packed: list[PackedBatch]
-    counted: int
+    groups: Sequence[TrainGroup]
     layout: list[MicroBatch]
+    own: list[MicroBatch]
+    counted: int
     rollouts: slice
     proximal: list[Tensor] = field(default_factory=list)
 
@@ -114,7 +115,7 @@ class Trainer:
         advantages = self._advantages(batch.groups, parts)
         if len(parts) > 1:
             for part in parts:
-                part.proximal.extend(self._policy_logprobs(part.packed))
+                part.proximal.extend(logprobs_T for _, logprobs_T in self._policy_logprobs(part))
         watch.lap("forward")
         left_out_N = torch.zeros(batch.rollout_count)
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
@@ -159,11 +160,16 @@ class Trainer:
         first = 0
         for groups in (batch.groups[begin:end] for begin, end in pairwise(bounds)):
             layout = plan_microbatches(lengths_of(groups), self._limits_of(groups))
-            packed = [collate(groups, micro).behind(first) for micro in self._own_share(layout)]
+            counted = len(layout[self.ranks.rank :: self.ranks.count])
             last = first + sum(len(group.rollouts) for group in groups)
-            parts.append(_Part(packed, len(layout[self.ranks.rank :: self.ranks.count]), layout, slice(first, last)))
+            parts.append(_Part(groups, layout, self._own_share(layout), counted, slice(first, last)))
             first = last
         return parts
+
+    def _packed(self, part: _Part) -> Iterator[PackedBatch]:
+        """This rank's micro-batches, made one ahead of the device."""
+        for micro in collated(part.groups, part.own, self.model.policy.row_multiple):
+            yield micro.behind(part.rollouts.start)
 
     def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
         """For several ranks, micro-batches small enough that each rank has one to compute."""
@@ -187,7 +193,7 @@ class Trainer:
         layout = plan_microbatches(lengths_of(groups), self.packing_limits)
         found: dict[int, Tensor] = {}
         with torch.no_grad():
-            for micro in (collate(groups, plan) for plan in layout):
+            for micro in collated(groups, layout, self.model.policy.row_multiple):
                 logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
                 for index, rollout in enumerate(micro.rollout_R.tolist()):
                     found[rollout] = logprobs_T[micro.sequence_T == index].cpu()
@@ -195,10 +201,11 @@ class Trainer:
 
     # ---- parts of a step
 
-    def _policy_logprobs(self, packed: Sequence[PackedBatch]) -> list[Tensor]:
+    def _policy_logprobs(self, part: _Part) -> Iterator[tuple[PackedBatch, Tensor]]:
         """Of each micro-batch, by a forward pass without gradient."""
-        with torch.no_grad():
-            return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in packed]
+        for micro in self._packed(part):
+            with torch.no_grad():
+                yield micro, self.model.policy(micro.inputs.to(self.model.device))[0]
 
     def _accumulate(
         self, part: _Part, advantages: Advantages, totals: BatchTotals, left_out_N: Tensor, watch: _Stopwatch
@@ -206,7 +213,8 @@ class Trainer:
         """Adds the gradient of each micro-batch to the model's; the metric sums over all ranks, and the largest ratio."""
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         ratio_max = 0.0
-        for number, micro in enumerate(part.packed):
+        for number, micro in enumerate(self._packed(part)):
+            watch.lap("load")
             proximal_T = part.proximal[number] if part.proximal else None
             loss, left_out_R = self._loss(micro, advantages, totals, number < part.counted, proximal_T)
             left_out_N[micro.rollout_R] += left_out_R
@@ -235,9 +243,9 @@ class Trainer:
         """Needs a forward pass of its own, for the ratios are wanted before the loss."""
         log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
         for part in parts:
-            for micro, logprobs_T in list(zip(part.packed, self._policy_logprobs(part.packed), strict=True))[
-                : part.counted
-            ]:
+            for number, (micro, logprobs_T) in enumerate(self._policy_logprobs(part)):
+                if number >= part.counted:
+                    continue
                 every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
                 segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
                 believed_T = believed(logprobs_T.cpu(), micro.behaviour_T, segments)

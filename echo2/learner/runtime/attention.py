@@ -1,0 +1,96 @@
+"""Who sees whom in packed rows, as the attention of the device wants it.
+
+A row holds units one behind the other; a unit is a prompt (part 0) and some of its completions (parts 1, 2, ...): a tree of
+depth one. A token sees the tokens before it that are of its unit and of the prompt or of its own part. Padding sees itself
+alone: a row of a softmax is never empty, and nothing is computed for it.
+
+Two forms, of the same numbers: a dense mask, which any attention takes and which costs the square of a row in memory; and
+the blocks of 128 by 128 that hold anything at all, for FlexAttention, which computes no other. Both are made on the device
+from two integers a token. Leaves to others: the layout (learner/packing), the model.
+
+Shapes: B rows, W positions of a row, N blocks of a row.
+
+Sources. FlexAttention: Dong et al., arXiv 2412.05496.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Positions of a side of a block: FlexAttention's own default."""
+
+
+class Attention(enum.Enum):
+    """What computes attention over packed rows."""
+
+    DENSE = "dense"  # torch's scaled_dot_product_attention with a mask of W x W
+    FLEX = "flex"  # torch's FlexAttention with a mask of blocks; no gradient on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """`unit_BW` and `part_BW`, int32. Each position of padding is a unit of its own."""
+
+    unit_BW: Tensor
+    part_BW: Tensor
+
+    def to(self, device: torch.device) -> Tree:
+        return Tree(self.unit_BW.to(device, non_blocking=True), self.part_BW.to(device, non_blocking=True))
+
+    def visible(self, b: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether `key` is seen from `query` in row `b`; index tensors that broadcast."""
+        part = self.part_BW[b, key]
+        same_part = (part == 0) | (part == self.part_BW[b, query])
+        return (self.unit_BW[b, key] == self.unit_BW[b, query]) & same_part & (key <= query)
+
+
+def dense_mask(tree: Tree) -> Tensor:
+    """bool_BWW, True where attention is allowed."""
+    unit_BW, part_BW = tree.unit_BW, tree.part_BW
+    width = unit_BW.shape[1]
+    same_unit = unit_BW[:, :, None] == unit_BW[:, None, :]
+    visible_part = (part_BW[:, None, :] == 0) | (part_BW[:, :, None] == part_BW[:, None, :])
+    causal = torch.ones(width, width, dtype=torch.bool, device=unit_BW.device).tril()
+    return same_unit & visible_part & causal
+
+
+def block_mask(tree: Tree) -> BlockMask:
+    """The blocks that hold anything, and those that hold everything, for which no mask is evaluated.
+
+    Made from one band of 128 queries after another, so that W x W exists nowhere: 2 MiB for a row of 16,384.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, width = tree.unit_BW.shape
+    assert width % BLOCK == 0, "rows of whole blocks"
+    blocks, device = width // BLOCK, tree.unit_BW.device
+    any_BNN = torch.zeros(rows, blocks, blocks, dtype=torch.bool, device=device)
+    all_BNN = torch.zeros_like(any_BNN)
+    b, key = torch.arange(rows, device=device)[:, None, None], torch.arange(width, device=device)[None, None, :]
+    for band in range(blocks):
+        query = torch.arange(band * BLOCK, (band + 1) * BLOCK, device=device)[None, :, None]
+        seen = tree.visible(b, query, key).view(rows, BLOCK, blocks, BLOCK)
+        any_BNN[:, band] = seen.any(3).any(1)
+        all_BNN[:, band] = seen.all(3).all(1)
+    partial, full = _ordered(any_BNN & ~all_BNN), _ordered(all_BNN)
+
+    def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return tree.visible(b, query, key)
+
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(width, width))
+
+
+def _ordered(held_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each band of queries holds, and which, first to last; for the one head that all share."""
+    numbers_BN = held_BNN.sum(-1, dtype=torch.int32)
+    indices_BNN = torch.argsort(held_BNN.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return numbers_BN[:, None], indices_BNN[:, None]

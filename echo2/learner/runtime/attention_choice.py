@@ -1,0 +1,94 @@
+"""Which attention a learner computes with: FlexAttention on a GPU where it gives the dense mask's numbers there, else dense.
+
+Guarantees: FlexAttention is taken only after it agreed with the dense mask on this model and this device, forward and
+backward; several ranks choose alike. Leaves to others: both forms of a mask (attention).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError
+from echo2.learner.runtime.attention import BLOCK, Attention, Tree
+from echo2.learner.runtime.collate import PackedInputs
+from echo2.learner.runtime.model import Policy
+from echo2.learner.runtime.ranks import Ranks
+
+Wish = Literal["auto", "dense", "flex"]
+TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+"""Largest difference of one token's log-probability; a thousand roundings of bf16 add up to a few hundredths."""
+TRIAL_ROWS, TRIAL_BLOCKS = 2, 3
+
+_log = logging.getLogger("echo2.learner")
+
+
+def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ranks | None = None) -> Attention:
+    """Switches `policy` to what it returns. Raises ConfigError where `flex` is wished for and cannot be had."""
+    if wish == "flex" and device.type == "cpu":
+        raise ConfigError("learner.attention: expected auto or dense on a CPU, where FlexAttention has no gradient, got flex")
+    if wish == "dense" or device.type == "cpu":
+        return policy.attention
+    failure = _failure_of_flex(policy, device)
+    failed_somewhere = (ranks or Ranks()).largest(1.0 if failure else 0.0) > 0.0
+    if not failed_somewhere:
+        policy.attend_by(Attention.FLEX)
+        return Attention.FLEX
+    policy.attend_by(Attention.DENSE)
+    reason = failure or "another rank could not"
+    if wish == "flex":
+        raise ConfigError(f"learner.attention: expected flex to work with this model on {device}, got: {reason}")
+    _log.warning("attention: dense masks, slower on long rows, since FlexAttention fails with this model on %s: %s", device, reason)
+    return Attention.DENSE
+
+
+def trial_inputs(vocabulary: int, seed: int = 0, rows: int = TRIAL_ROWS, width: int = TRIAL_BLOCKS * BLOCK) -> PackedInputs:
+    """Random units over whole rows, with padding behind them; every token that is sampled is read."""
+    draw = torch.Generator().manual_seed(seed)
+    unit = -torch.arange(1, width + 1, dtype=torch.int32).repeat(rows, 1)
+    part, positions = torch.zeros(rows, width, dtype=torch.int32), torch.zeros(rows, width, dtype=torch.long)
+    predictors: list[int] = []
+    for b in range(rows):
+        column, number = 0, 0
+        while column < width - 2:
+            prompt, *completions = torch.randint(1, max(2, width // 3), (4,), generator=draw).tolist()
+            start = column
+            for index, length in enumerate((prompt, *completions)):
+                end = min(column + length, width)
+                unit[b, column:end], part[b, column:end] = number, index
+                first = 0 if index == 0 else prompt
+                positions[b, column:end] = torch.arange(first, first + end - column)
+                if index and end > column:
+                    predictors += [b * width + start + prompt - 1, *range(b * width + column, b * width + end - 1)]
+                column = end
+            number += 1
+    ids = torch.randint(0, vocabulary, (rows, width), generator=draw)
+    targets = torch.randint(0, vocabulary, (len(predictors),), generator=draw)
+    return PackedInputs(ids, positions, Tree(unit, part), torch.tensor(predictors), targets)
+
+
+def _failure_of_flex(policy: Policy, device: torch.device) -> str:
+    """Why FlexAttention is not to be used; empty if it may."""
+    inputs = trial_inputs(int(policy.hf_model.get_input_embeddings().weight.shape[0])).to(device)
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    try:
+        with torch.no_grad():
+            expected_T = policy(inputs)[0]
+        policy.attend_by(Attention.FLEX)
+        found_T: Tensor = policy(inputs)[0]
+        torch.autograd.backward(found_T.sum())
+        off = float((found_T.detach() - expected_T).abs().max())
+        limit = TOLERANCE_NATS.get(policy.hf_model.dtype, 1e-1)
+        if not off <= limit:
+            return f"log-probabilities differ by {off:.3g} nats from those with a dense mask, {limit:g} at most expected"
+        if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+            return "its gradient is not finite"
+    except Exception as error:  # noqa: BLE001: kernels fail by exceptions of many kinds; each means that dense is taken
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return ""

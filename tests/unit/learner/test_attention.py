@@ -1,0 +1,122 @@
+"""Both forms of the mask allow the same, and both attentions give the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from echo2.base.errors import ConfigError
+from echo2.learner.runtime.attention import BLOCK, Attention, Tree, block_mask, dense_mask
+from echo2.learner.runtime.attention_choice import choose_attention, trial_inputs
+from echo2.learner.runtime.model import PolicyModel
+from tests.unit.learner.tiny import make_tiny_model
+
+# Without a compiler it says that it is slow; the compiler's own modules use what torch calls old.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def tree_of(seed: int, rows: int = 2, blocks: int = 4) -> Tree:
+    return trial_inputs(VOCABULARY, seed, rows, blocks * BLOCK).tree
+
+
+def seen_one_by_one(tree: Tree) -> torch.Tensor:
+    """By the rule in words, a pair of tokens at a time."""
+    rows, width = tree.unit_BW.shape
+    seen = torch.zeros(rows, width, width, dtype=torch.bool)
+    for b in range(rows):
+        unit, part = tree.unit_BW[b].tolist(), tree.part_BW[b].tolist()
+        for query in range(width):
+            for key in range(query + 1):
+                seen[b, query, key] = unit[query] == unit[key] and part[key] in (0, part[query])
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_dense_mask_is_the_rule(seed: int) -> None:
+    tree = tree_of(seed, rows=1, blocks=1)
+    assert torch.equal(dense_mask(tree), seen_one_by_one(tree))
+    assert bool(dense_mask(tree).any(-1).all()), "a row of a softmax is never empty"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_those_of_the_dense_mask_and_no_others(seed: int) -> None:
+    tree = tree_of(seed)
+    blocks = block_mask(tree)
+    dense = dense_mask(tree)
+    rows, width, _ = dense.shape
+    tiles = dense.view(rows, width // BLOCK, BLOCK, width // BLOCK, BLOCK).transpose(2, 3)
+    expected = tiles.any(-1).any(-1)
+    assert torch.equal(blocks.to_dense()[:, 0].bool(), expected)
+    assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None
+    for b in range(rows):
+        for band in range(width // BLOCK):
+            count = int(blocks.full_kv_num_blocks[b, 0, band])
+            full = set(blocks.full_kv_indices[b, 0, band, :count].tolist())
+            assert full == set(tiles[b, band].all(-1).all(-1).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flex_attention_with_blocks_is_dense_attention(seed: int) -> None:
+    tree = tree_of(seed, blocks=2)
+    rows, width = tree.unit_BW.shape
+    draw = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(rows, 2, width, 16, generator=draw) for _ in range(3))
+    with torch.no_grad():
+        found = flex_attention(query, key, value, block_mask=block_mask(tree))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=dense_mask(tree)[:, None]
+        )
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_whole_model_gives_the_same_log_probabilities_by_either(model_path: Path) -> None:
+    policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
+    inputs = trial_inputs(VOCABULARY, 5)
+    with torch.no_grad():
+        expected_T, _ = policy(inputs)
+        policy.attend_by(Attention.FLEX)
+        assert policy.row_multiple == BLOCK
+        with torch.compiler.set_stance("force_eager"):
+            found_T, _ = policy(inputs)
+        policy.attend_by(Attention.DENSE)
+        again_T, _ = policy(inputs)
+    assert torch.allclose(found_T, expected_T, atol=1e-5)
+    assert torch.equal(again_T, expected_T) and policy.row_multiple == 1
+
+
+def test_on_a_cpu_dense_is_taken_and_flex_refused(model_path: Path) -> None:
+    policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
+    assert choose_attention(policy, "auto", CPU) is Attention.DENSE
+    assert choose_attention(policy, "dense", CPU) is Attention.DENSE
+    with pytest.raises(ConfigError, match="no gradient"):
+        choose_attention(policy, "flex", CPU)
+
+
+def test_where_flex_fails_the_trial_dense_goes_on_and_says_why(
+    model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CPU has no gradient of it: what a broken kernel would do on another device."""
+    policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
+    pretended = torch.device("meta")
+    policy_inputs_stay = trial_inputs(VOCABULARY, 0)
+    assert choose_attention(policy, "auto", pretended) is Attention.DENSE
+    assert "dense masks, slower" in caplog.text and policy.attention is Attention.DENSE
+    with pytest.raises(ConfigError, match="flex to work"):
+        choose_attention(policy, "flex", pretended)
+    assert torch.isfinite(policy(policy_inputs_stay)[0]).all()
+    assert all(p.grad is None for p in policy.parameters())
