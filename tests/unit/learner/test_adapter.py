@@ -85,8 +85,8 @@ def test_a_worker_samples_from_the_learners_adapted_policy(
     engine = worker_engine(hello.model_config_json, tmp_path / "worker", str(model_path))
     tokens, logprobs, found = asyncio.run(sampled(engine, host))
     assert found == host.fingerprint(), "the engine holds the bits that were published"
-    assert run.daemon.loop is not None
-    learners: Any = run.daemon.loop.p.model
+    assert run.daemon.shift is not None
+    learners: Any = run.daemon.shift.loop.p.model
     ours = logprobs_under(learners.hf_model, tokens)
     assert torch.allclose(ours, torch.tensor(logprobs), atol=2e-4)
     base = PolicyModel(str(model_path), weights_dtype, torch.device("cpu"), 1.0)
