@@ -195,7 +195,7 @@ class LearnerSection(Section):
     attention: Annotated[
         Literal["auto", "dense", "flex"],
         Field(
-            description="Attention over packed rows: a dense mask, or FlexAttention by blocks; auto: flex on a GPU where both agree."
+            description="Attention over packed rows: dense masks, or FlexAttention; auto: flex on a GPU where both agree."
         ),
     ] = "auto"
     sinks: Annotated[

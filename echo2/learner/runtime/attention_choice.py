@@ -86,7 +86,7 @@ def _failure_of_flex(policy: Policy, device: torch.device) -> str:
             return f"log-probabilities differ by {off:.3g} nats from those with a dense mask, {limit:g} at most expected"
         if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
             return "its gradient is not finite"
-    except Exception as error:  # noqa: BLE001: kernels fail by exceptions of many kinds; each means that dense is taken
+    except Exception as error:  # noqa: BLE001 (kernels fail by many kinds; each means dense)
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
         for parameter in parameters:
