@@ -29,7 +29,9 @@ _log = logging.getLogger("echo2.learner")
 def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ranks | None = None) -> Attention:
     """Switches `policy` to what it returns. Raises ConfigError where `flex` is wished for and cannot be had."""
     if wish == "flex" and device.type == "cpu":
-        raise ConfigError("learner.attention: expected auto or dense on a CPU, where FlexAttention has no gradient, got flex")
+        raise ConfigError(
+            "learner.attention: expected auto or dense on a CPU, where FlexAttention has no gradient, got flex"
+        )
     if wish == "dense" or device.type == "cpu":
         return policy.attention
     failure = _failure_of_flex(policy, device)
@@ -41,11 +43,17 @@ def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ra
     reason = failure or "another rank could not"
     if wish == "flex":
         raise ConfigError(f"learner.attention: expected flex to work with this model on {device}, got: {reason}")
-    _log.warning("attention: dense masks, slower on long rows, since FlexAttention fails with this model on %s: %s", device, reason)
+    _log.warning(
+        "attention: dense masks, slower on long rows, since FlexAttention fails with this model on %s: %s",
+        device,
+        reason,
+    )
     return Attention.DENSE
 
 
-def trial_inputs(vocabulary: int, seed: int = 0, rows: int = TRIAL_ROWS, width: int = TRIAL_BLOCKS * BLOCK) -> PackedInputs:
+def trial_inputs(
+    vocabulary: int, seed: int = 0, rows: int = TRIAL_ROWS, width: int = TRIAL_BLOCKS * BLOCK
+) -> PackedInputs:
     """Random units over whole rows, with padding behind them; every token that is sampled is read."""
     draw = torch.Generator().manual_seed(seed)
     unit = -torch.arange(1, width + 1, dtype=torch.int32).repeat(rows, 1)
@@ -83,7 +91,9 @@ def _failure_of_flex(policy: Policy, device: torch.device) -> str:
         off = float((found_T.detach() - expected_T).abs().max())
         limit = TOLERANCE_NATS.get(policy.hf_model.dtype, 1e-1)
         if not off <= limit:
-            return f"log-probabilities differ by {off:.3g} nats from those with a dense mask, {limit:g} at most expected"
+            return (
+                f"log-probabilities differ by {off:.3g} nats from those with a dense mask, {limit:g} at most expected"
+            )
         if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
             return "its gradient is not finite"
     except Exception as error:  # noqa: BLE001 (kernels fail by many kinds; each means dense)
