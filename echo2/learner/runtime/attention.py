@@ -37,14 +37,14 @@ class Attention(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class UnitTree:
     """`unit_BW` and `part_BW`, int32. Each position of padding is a unit of its own."""
 
     unit_BW: Tensor
     part_BW: Tensor
 
-    def to(self, device: torch.device) -> Tree:
-        return Tree(self.unit_BW.to(device, non_blocking=True), self.part_BW.to(device, non_blocking=True))
+    def to(self, device: torch.device) -> UnitTree:
+        return UnitTree(self.unit_BW.to(device, non_blocking=True), self.part_BW.to(device, non_blocking=True))
 
     def visible(self, b: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether `key` is seen from `query` in row `b`; index tensors that broadcast."""
@@ -53,7 +53,7 @@ class Tree:
         return (self.unit_BW[b, key] == self.unit_BW[b, query]) & same_part & (key <= query)
 
 
-def dense_mask(tree: Tree) -> Tensor:
+def dense_mask(tree: UnitTree) -> Tensor:
     """bool_BWW, True where attention is allowed."""
     unit_BW, part_BW = tree.unit_BW, tree.part_BW
     width = unit_BW.shape[1]
@@ -63,7 +63,7 @@ def dense_mask(tree: Tree) -> Tensor:
     return same_unit & visible_part & causal
 
 
-def block_mask(tree: Tree) -> BlockMask:
+def block_mask(tree: UnitTree) -> BlockMask:
     """The blocks that hold anything, and those that hold everything, for which no mask is evaluated.
 
     Made from one band of 128 queries after another, so that W x W exists nowhere: 2 MiB for a row of 16,384.

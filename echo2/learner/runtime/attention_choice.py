@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.learner.runtime.attention import BLOCK, Attention, Tree
+from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model import Policy
 from echo2.learner.runtime.ranks import Ranks
@@ -75,7 +75,7 @@ def trial_inputs(
             number += 1
     ids = torch.randint(0, vocabulary, (rows, width), generator=draw)
     targets = torch.randint(0, vocabulary, (len(predictors),), generator=draw)
-    return PackedInputs(ids, positions, Tree(unit, part), torch.tensor(predictors), targets)
+    return PackedInputs(ids, positions, UnitTree(unit, part), torch.tensor(predictors), targets)
 
 
 def _failure_of_flex(policy: Policy, device: torch.device) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echo2.learner.batch import TrainGroup
 from echo2.learner.packing import GroupLengths, MicroBatch
-from echo2.learner.runtime.attention import Tree
+from echo2.learner.runtime.attention import UnitTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class PackedInputs:
 
     token_ids_BW: Tensor
     positions_BW: Tensor
-    tree: Tree
+    tree: UnitTree
     predictor_T: Tensor
     target_T: Tensor
 
@@ -111,7 +111,7 @@ def collate(groups: Sequence[TrainGroup], micro: MicroBatch, multiple: int = 1) 
                 sequence += [len(flat)] * len(rollout.token_ids)
                 flat.append(first_rollout[piece.group] + member)
                 column += count
-    inputs = PackedInputs(ids, positions, Tree(unit, part), torch.tensor(predictors), torch.tensor(targets))
+    inputs = PackedInputs(ids, positions, UnitTree(unit, part), torch.tensor(predictors), torch.tensor(targets))
     return PackedBatch(inputs, torch.tensor(behaviour, dtype=torch.float32), torch.tensor(sequence), torch.tensor(flat))
 
 

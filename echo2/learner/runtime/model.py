@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
-from echo2.learner.runtime.attention import BLOCK, Attention, Tree, block_mask, dense_mask
+from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, on_host, own_part
@@ -57,7 +57,7 @@ class Policy(nn.Module):
         """Rows come as long as a multiple of this."""
         return BLOCK if self.attention is Attention.FLEX else 1
 
-    def _mask(self, tree: Tree) -> Tensor | BlockMask:
+    def _mask(self, tree: UnitTree) -> Tensor | BlockMask:
         if self.attention is Attention.FLEX:
             return block_mask(tree)
         mask_B1WW = dense_mask(tree)[:, None]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from echo2.base.errors import ConfigError
-from echo2.learner.runtime.attention import BLOCK, Attention, Tree, block_mask, dense_mask
+from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
 from echo2.learner.runtime.attention_choice import choose_attention, trial_inputs
 from echo2.learner.runtime.model import PolicyModel
 from tests.unit.learner.tiny import make_tiny_model
@@ -30,11 +30,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def tree_of(seed: int, rows: int = 2, blocks: int = 4) -> Tree:
+def tree_of(seed: int, rows: int = 2, blocks: int = 4) -> UnitTree:
     return trial_inputs(VOCABULARY, seed, rows, blocks * BLOCK).tree
 
 
-def seen_one_by_one(tree: Tree) -> torch.Tensor:
+def seen_one_by_one(tree: UnitTree) -> torch.Tensor:
     """By the rule in words, a pair of tokens at a time."""
     rows, width = tree.unit_BW.shape
     seen = torch.zeros(rows, width, width, dtype=torch.bool)
