@@ -184,7 +184,7 @@ async def _lists_who_has_not_gone(page: Any, daemon: CoordinatorDaemon) -> None:
     assert daemon.hub is not None
     until = asyncio.get_running_loop().time() + WAIT_MS / 1000
     while True:
-        shown = sorted(await page.locator("#fleet-body td.name button").all_inner_texts())
+        shown = sorted(await page.locator("#fleet-body td.name button").all_text_contents())
         living = sorted(member.name for member in daemon.hub.membership.living())
         if shown == living:
             break
