@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from echo2.base.errors import EchoError
 from echo2.base.ids import RunId
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
+from echo2.cli.parser import Parser
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
@@ -19,7 +19,7 @@ from echo2.coordinator.runtime.experience_file import place
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="echo-coordinator", description="Coordinates a run.")
+    parser = Parser(prog="echo-coordinator", description="Coordinates a run.")
     parser.add_argument("--folder", type=Path, help="the run's folder, for state and join links (default: RUNS/NAME)")
     add_config_arguments(parser)
     add_log_arguments(parser)

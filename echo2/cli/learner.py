@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.objective import policy_loss_of
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
+from echo2.cli.parser import Parser
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.resolved import gradient_checkpointing, threads
 from echo2.config.run import RunConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="echo-learner", description="Trains the policy of a run.")
+    parser = Parser(prog="echo-learner", description="Trains the policy of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     join = commands.add_parser("join", help="join a run as its learner and train to the last step")
     join.add_argument("link", help="learner join link, or @FILE that holds it")

@@ -14,7 +14,8 @@ from echo2.base.errors import EchoError, ResourceError
 from echo2.base.units import parse_duration_s
 from echo2.cli import offers, plan, sim
 from echo2.cli.extras import require_extra
-from echo2.cli.options import add_config_arguments, make_importable, with_values
+from echo2.cli.options import add_config_arguments, check_options, make_importable, with_values
+from echo2.cli.parser import Parser
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.tasks.executing import trusted_text
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not own.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        check_options(rest, parser)
         command: Command = own.command
         code = command(own, rest)
         sys.stdout.flush()
@@ -47,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="echo2", description="RL post-training of LLMs over a wide-area network.")
+    parser: argparse.ArgumentParser = Parser(
+        prog="echo2", description="RL post-training of LLMs over a wide-area network."
+    )
     parser.add_argument("--version", action="version", version=f"echo2 {echo2.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_config(commands)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from echo2.base.errors import ConfigError
+from echo2.cli.parser import all_options, unknown
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 
@@ -36,7 +38,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-json", action="store_true", help="log one JSON object a line")
-    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log the planner's and the broadcast's details, too"
+    )
 
 
 def make_importable(files: Sequence[Path]) -> None:
@@ -51,5 +55,13 @@ def make_importable(files: Sequence[Path]) -> None:
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
     """The command's own arguments and the resolved config."""
     own, rest = parser.parse_known_args(with_values(arguments))
+    check_options(rest, parser)
     make_importable(own.config)
     return own, load_config(own.config, own.preset, parse_overrides(rest))
+
+
+def check_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Of what the command did not take, an option without a dot is none of the config either: perhaps one is meant."""
+    for word in rest:
+        if word.startswith("--") and "." not in word.partition("=")[0]:
+            raise ConfigError(f"command line: {unknown([word], all_options(parser))}")

@@ -15,6 +15,7 @@ from echo2.base.errors import ConfigError, EchoError
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse, with_values
+from echo2.cli.parser import Parser
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
@@ -28,7 +29,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as we
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="echo-worker", description="Generates rollouts for a run.")
+    parser: argparse.ArgumentParser = Parser(prog="echo-worker", description="Generates rollouts for a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     join = commands.add_parser("join", help="join a run and work for it until stopped")
     join.add_argument("link", help="join link, or @FILE that holds it")

@@ -199,7 +199,8 @@ class LearnerSection(Section):
         ),
     ] = "auto"
     sinks: Annotated[
-        tuple[Literal["tensorboard", "wandb"], ...], Field(description="Where metrics go beside metrics.jsonl.")
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        Field(description="Where metrics go beside metrics.jsonl."),
     ] = ()
     store_bytes: Annotated[Bytes, Field(description="Disk kept for chunks; 0: twice the published weights.")] = 0
     metrics_port: Annotated[

@@ -27,7 +27,7 @@ class WhatIf:
 
     def __post_init__(self) -> None:
         if not (0 <= self.staleness_bound <= 64 and 0 <= self.fleet_size <= FLEET_MAX):
-            raise ConfigError(f"what if: expected S of 1 to 64 and a fleet of 1 to {FLEET_MAX}, got {self}")
+            raise ConfigError(f"what if: expected S of 0 (as it is) to 64 and a fleet of 1 to {FLEET_MAX}, got {self}")
         if not (0 <= self.uplink_factor <= 1e4 and 0 <= self.target_utilisation <= 1 and self.usd_per_hour_cap >= 0):
             raise ConfigError(f"what if: expected an uplink factor up to 10000 and a target up to 1, got {self}")
 

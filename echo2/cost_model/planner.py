@@ -107,7 +107,9 @@ class _Planner:
         )  # fmt: skip
         is_exact = int(np.count_nonzero(columns.is_available)) <= config.exact_workers_max
         search = Search(snapshot, config, columns, columns.is_pinned, rate_needed, is_exact)
-        return cls(search, predictor, dict.fromkeys(range(1, config.staleness_bound + 1), config.broadcast_efficiency))
+        return cls(
+            search, predictor, dict.fromkeys(range(1, max(1, config.staleness_bound) + 1), config.broadcast_efficiency)
+        )
 
     def period(self, kappa: int) -> PeriodColumns:
         search = self.search

@@ -194,10 +194,10 @@ class PlanConfig:
     exhaustive_workers_max: int = 14
 
     def __post_init__(self) -> None:
-        checked("plan", "staleness_bound S", self.staleness_bound, 1, STALENESS_BOUND_MAX)
-        if not 0 <= self.fixed_kappa <= self.staleness_bound:
+        checked("plan", "staleness_bound S", self.staleness_bound, 0, STALENESS_BOUND_MAX)
+        if not 0 <= self.fixed_kappa <= max(1, self.staleness_bound):
             raise ConfigError(
-                f"plan: fixed_kappa: expected 0 (choose) to S = {self.staleness_bound}, got {self.fixed_kappa}"
+                f"plan: fixed_kappa: expected 0 (choose) to S = {self.staleness_bound}, at least 1, got {self.fixed_kappa}"
             )
         checked("plan", "target_utilisation", self.target_utilisation, 0.01, 1.0)
         checked("plan", "usd_per_hour_cap", self.usd_per_hour_cap, 0.0)
@@ -214,4 +214,4 @@ class PlanConfig:
         """The publication periods to try."""
         if self.fixed_kappa:
             return range(self.fixed_kappa, self.fixed_kappa + 1)
-        return range(1, self.staleness_bound + 1)
+        return range(1, max(1, self.staleness_bound) + 1)

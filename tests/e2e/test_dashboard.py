@@ -97,9 +97,9 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await shoot(page, "live-1440-light")
         assert (await page.locator("#todo-text").text_content()).strip(), "the page says what to do"
         assert await _clipped(page) == []
+        await _shows_totals_budget_and_events_in_short(page)
         await _drains_by_keyboard(page, daemon)
         await _releases_the_quarantined_and_bans(page, daemon)
-        await _shows_totals_budget_and_events_in_short(page)
         await _shows_a_worker_from_near(page)
         await _shows_a_rollout_token_by_token(page)
         await _drains_and_releases_the_selected(page, daemon)

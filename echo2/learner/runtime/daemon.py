@@ -10,6 +10,7 @@ before the first start, then for what its shift waits for. Leaves to others: the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from echo2.control.waits import Waits
@@ -22,7 +23,9 @@ from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.shift import LearnerShift, Threads
 from echo2.learner.runtime.startup import Prepared, prepare_here
 from echo2.outside import SteadyClock
+from echo2.outside.under_way import under_way
 
+_log = logging.getLogger("echo2.learner")
 Prepare = Callable[[LearnerOptions, RunFolder], Prepared]
 
 
@@ -64,7 +67,8 @@ class LearnerDaemon:
             self._starting = "the coordinator"
             credentials = await join(self.options, self._waits, self._stopped)
             self._starting = "the model and what was recorded to be trained again"
-            prepared = await in_trainer(threads.trainer, lambda: self._make_prepared(self.options, folder))
+            loading = in_trainer(threads.trainer, lambda: self._make_prepared(self.options, folder))
+            prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
             self.shift = LearnerShift(
                 self.options, prepared, credentials, threads, self._waits, self._stopped, self._make_broadcaster
             )

@@ -65,7 +65,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(f"sink tensorboard: expected the package tensorboard, got: {error}") from None
+            raise ConfigError(
+                f"sink tensorboard: expected the package tensorboard (pip install 'echo2[sinks]'), got: {error}"
+            ) from None
         self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
 
     def write(self, row: Row) -> None:
@@ -84,7 +86,9 @@ class WeightsAndBiases:
         try:
             import wandb  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
-            raise ConfigError(f"sink wandb: expected the package wandb, got: {error}") from None
+            raise ConfigError(
+                f"sink wandb: expected the package wandb (pip install 'echo2[sinks]'), got: {error}"
+            ) from None
         self._run: Any = wandb.init(project="echo2", name=run_id, id=run_id, resume="allow", dir=str(folder))
 
     def write(self, row: Row) -> None:
@@ -94,14 +98,43 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Trackio:
+    """Hugging Face's local tracker: kept where `TRACKIO_DIR` says, shown by `trackio show --project echo2`."""
+
+    def __init__(self, run_id: str) -> None:
+        try:
+            import trackio  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise _no_package("trackio", error) from None
+        self._run: Any = trackio.init(
+            project="echo2", name=run_id, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+        )
+
+    def write(self, row: Row) -> None:
+        self._run.log({k: v for k, v in row.items() if isinstance(v, int | float)}, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _no_package(name: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"sink {name}: expected the package {name} (pip install 'echo2[sinks]'), got: {error}")
+
+
 def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
     """metrics.jsonl first, then those asked for by name."""
-    unknown = sorted(set(names) - {"tensorboard", "wandb"})
+    unknown = sorted(set(names) - {"tensorboard", "wandb", "trackio"})
     if unknown:
-        raise ConfigError(f"sink: expected tensorboard or wandb, got {unknown[0]!r}")
+        raise ConfigError(f"sink: expected tensorboard, wandb or trackio, got {unknown[0]!r}")
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     for name in names:
-        sinks.append(TensorBoard(folder / "tensorboard") if name == "tensorboard" else WeightsAndBiases(folder, run_id))
+        match name:
+            case "tensorboard":
+                sinks.append(TensorBoard(folder / "tensorboard"))
+            case "wandb":
+                sinks.append(WeightsAndBiases(folder, run_id))
+            case _:
+                sinks.append(Trackio(run_id))
     return sinks
 
 

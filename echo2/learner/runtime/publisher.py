@@ -19,6 +19,7 @@ from torch import Tensor
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import Version
+from echo2.base.units import format_bytes
 from echo2.learner.delta_setting import SettingChoice
 from echo2.learner.history import VersionPublished
 from echo2.learner.publication import BaseSchedule, Merge, MergeSchedule, PublicationSchedule
@@ -26,6 +27,7 @@ from echo2.learner.runtime.broadcaster import Broadcaster
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
 from echo2.learner.runtime.journal import Journal
 from echo2.outside import monotonic
+from echo2.outside.under_way import far_text, under_way
 from echo2.weights import CodecSetting, DeltaHeader, Encoding, compose
 
 _log = logging.getLogger("echo2.learner")
@@ -269,7 +271,15 @@ class VersionPublisher:
     ) -> PublishedArtifact:
         began = monotonic()
         full_bytes = _bytes_of(tensors)
-        size = await self.broadcaster.publish(version, parent, encoding, full_bytes)
+        kind = "keyframe" if parent is None else f"delta from {parent}"
+
+        def far() -> str:
+            return far_text(encoding.stats.encoded_bytes, 0, monotonic() - began)
+
+        sending = self.broadcaster.publish(version, parent, encoding, full_bytes)
+        size = await under_way(
+            _log, f"{kind} of version {version}, {format_bytes(full_bytes)} of weights", sending, far
+        )
         # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
         if encoding.stats.encoded_bytes:
             found = encoding.fingerprint
@@ -278,7 +288,6 @@ class VersionPublisher:
         artifact = PublishedArtifact(version, parent, size, full_bytes, monotonic() - began, f"{found:016x}")
         self.last = artifact
         self.calls.published(artifact)
-        kind = "keyframe" if parent is None else f"delta from {parent}"
         _log.info(
             "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",
             version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,

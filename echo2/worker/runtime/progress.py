@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import Protocol, TextIO
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-from echo2.base.units import format_bytes
 from echo2.outside import monotonic
+from echo2.outside.under_way import far_text, ticking
 
 LINE_EVERY_S = 3.0
+LOOK_S = 1.0
+T = TypeVar("T")
 _log = logging.getLogger("echo2.worker")
 
 
@@ -29,23 +40,37 @@ class ShowsProgress(Protocol):
     def ended(self, what: str) -> None: ...
 
 
+async def shown(progress: ShowsProgress, what: str, work: Awaitable[T]) -> T:
+    """`work` of which nobody knows how far it is, such as a compilation: that it goes on, and for how long."""
+    progress.at(what, 0, 0)
+    try:
+        return await ticking(work, lambda: progress.at(what, 0, 0), LOOK_S)
+    finally:
+        progress.ended(what)
+
+
 class ProgressLines:
     """For logs."""
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
         self._told_at: dict[str, float] = {}
+        self._began: dict[str, float] = {}
 
     def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
         now = self._now()
+        began_at = self._began.setdefault(what, now)
         if now < self._told_at.setdefault(what, now) + LINE_EVERY_S:
             return
         self._told_at[what] = now
-        whole = f" of {format_bytes(whole_bytes)}" if whole_bytes else ""
-        _log.info("%s: %s%s", what, format_bytes(done_bytes), whole)
+        if not whole_bytes and not done_bytes:
+            _log.info("%s: under way for %.0f s", what, now - began_at)
+            return
+        _log.info("%s: %s", what, far_text(done_bytes, whole_bytes, now - began_at))
 
     def ended(self, what: str) -> None:
         self._told_at.pop(what, None)
+        self._began.pop(what, None)
 
 
 class ProgressBars:
@@ -73,7 +98,10 @@ class ProgressBars:
             _log_to(self._stream)
 
     def _begin(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
+            TextColumn("left:"), TimeRemainingColumn(),
+        )  # fmt: skip
         self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
         self._progress.start()
         _log_to(sys.stderr)  # what rich put in its place

@@ -52,7 +52,7 @@ from echo2.worker.runtime.machine import WorkerMachine
 from echo2.worker.runtime.make_engine import Engines, parse_model_config
 from echo2.worker.runtime.orders import OrderCalls, Orders
 from echo2.worker.runtime.preemption import source_of, watch
-from echo2.worker.runtime.progress import ShowsProgress
+from echo2.worker.runtime.progress import ShowsProgress, shown
 from echo2.worker.runtime.rate import RateProbe
 from echo2.worker.runtime.receiving import Receiving
 from echo2.worker.runtime.reporting import Reporting
@@ -297,14 +297,12 @@ class Shift:
         lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
         fit = self._engines.fit(self._equipment.choice, config, self.options, self._equipment.machine, *lengths)
         _log.info("engine: %s", fit.reason)
-        await self._equipment.warm_up
+        await shown(self._progress, "compilation of kernels (kept for the next start)", self._equipment.warm_up)
         engine = await asyncio.to_thread(self._engines.make, self._equipment.choice, config, self.options, fit)
         self.telling.slot_count = engine.slot_count
         probe = RateProbe(engine)
         self.telling.found(await self._engines.reach(self.telling.where.advertised))
-        self._progress.at(f"load of the {self._equipment.choice.value} engine", 0, 0)
-        await engine.start()
-        self._progress.ended(f"load of the {self._equipment.choice.value} engine")
+        await shown(self._progress, f"load of the {self._equipment.choice.value} engine", engine.start())
         self._engine = self._scoring.engine = engine
         self.desk.take(engine)
         self.reporting.tell_habits(engine.draws_by_seed, keeps_cache=self.options.swap_mode is SwapMode.KEEP_KV)

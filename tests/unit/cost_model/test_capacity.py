@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from echo2.cost_model import capacity
 from echo2.cost_model.capacity import OperatingPoint
+from echo2.cost_model.snapshot import PlanConfig
 
 positive = st.floats(0.01, 1e4)
 
@@ -73,6 +74,14 @@ def test_closed_form_is_the_cycle_mean_of_the_step_recurrence(bound: int, data: 
     found = point(bound, kappa, broadcast, data.draw(st.floats(0.0, 3.0)), data.draw(st.floats(1.05, 3.0)))
     closed = capacity.utilisation_of_staleness(bound, kappa, 1.0, found.staleness_use_s)
     assert capacity.utilisation_of_steps(found, 1200) == pytest.approx(closed, abs=0.01)
+
+
+def test_a_synchronous_run_waits_for_the_version_the_rollout_and_the_batch_of_every_step() -> None:
+    """S = 0: step t trains on version t alone, so nothing overlaps."""
+    sync = point(0, 1, 0.5, rollout=0.3, rate=2.0)
+    assert capacity.utilisation_background(sync) == pytest.approx(1 / (1 + 0.5 + 0.3 + 0.5))
+    assert capacity.utilisation_of_steps(sync) == pytest.approx(1 / (1 + 0.5 + 0.3 + 0.5), rel=0.02)
+    assert list(PlanConfig(0).kappas) == [1]
 
 
 def test_no_rate_means_no_utilisation() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -45,7 +46,7 @@ def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path
 
 
 def test_an_unknown_sink_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tensorboard or wandb"):
+    with pytest.raises(ConfigError, match="tensorboard, wandb or trackio"):
         open_sinks(tmp_path, "run", ("graphite",))
 
 
@@ -106,6 +107,26 @@ def test_weights_and_biases_writes_an_offline_run(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=120)
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-trial.wandb")
     assert b"reward/mean" in written.read_bytes()
+
+
+def test_trackio_keeps_a_run_under_the_rows_own_names(tmp_path: Path) -> None:
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed")
+    program = (
+        "import sys, pathlib; from echo2.learner.runtime.metrics import open_sinks\n"
+        f"row = {ROW!r}\n"
+        "for steps in ((1, 2), (3,)):\n"  # a restart goes on with the same run
+        "    sinks = open_sinks(pathlib.Path(sys.argv[1]), 'trial', ('trackio',))\n"
+        "    for step in steps: [sink.write({**row, 'step': step, 'reward/mean': step / 4}) for sink in sinks]\n"
+        "    for sink in sinks: sink.close()\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "print([(one['step'], one['reward/mean']) for one in SQLiteStorage.get_logs('echo2', 'trial')])\n"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "t"), "HOME": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    said = subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True, text=True).stdout
+    assert "[(1, 0.25), (2, 0.5), (3, 0.75)]" in said.splitlines()
 
 
 def test_utilisation_of_the_device_counts_six_operations_a_parameter_and_position() -> None:

@@ -46,6 +46,14 @@ def test_calm_weather_trains_without_a_restart() -> None:
     assert outcome.faults["keyframes published"] and outcome.faults["deltas published"]
 
 
+def test_a_synchronous_run_trains_every_token_in_the_step_of_its_version() -> None:
+    """S = 0: the first invariant holds each trained token to lag 0; nothing grows stale, since nothing is begun too early."""
+    outcome = World(replace(Scene.of(3), staleness_bound=0)).run(60.0)
+    assert not outcome.failure, told(outcome)
+    assert outcome.steps > 3 and outcome.version == outcome.steps, "a version a step"
+    assert outcome.checks[1] > 50 and not outcome.faults["segments answered: stale"]
+
+
 def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
     command = [sys.executable, "-m", "echo2.sim.world_run", "--seed", "7", "--count", "1"]
 
