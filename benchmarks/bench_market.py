@@ -4,8 +4,9 @@
 
 `market_world` is the judge: an event simulation written from the rules alone. `effort`: fleets of which no pool reaches the
 target, against every pool under every period, simulated. `prediction`: random settings. `adding`: one more machine. `named`:
-three fleets that earlier plans got wrong. `offers`: CPU time of a plan over 10,000 offers; the only part that depends on the
-machine, all others depend on the seeds alone.
+three fleets that earlier plans got wrong. `rates`: how often intervals of learned rates hold (`market_rates`). `day`: a day of
+moving prices and spot losses (`market_day`). `offers`, `live`: CPU time of a plan over 10,000 offers and of the next actions from
+as many; the only parts that depend on the machine, all others depend on the seeds alone.
 `--fleets` lets `effort` and `adding` look at fewer; their rows say at how many.
 """
 
@@ -21,11 +22,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.bench_capacity import Row, keep, random_fleet, show
+from benchmarks.market_day import days
 from benchmarks.market_fleets import random_machines, random_world, told, wishes
+from benchmarks.market_rates import coverage, next_actions_ms, offers_of_the_world, starved_fleet
 from benchmarks.market_world import Machine, World, simulate, usual_cap
+from echo2.coordinator.outlook import Candidates, RunWork
+from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.cost_model.effort import QUEUE_SHARE, UTILISATION_LEAST
+from echo2.cost_model.experience import NO_EXPERIENCE
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
+from echo2.cost_model.sizing import RunLengths
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
 RESULTS = Path(__file__).parent / "results" / "market.json"
@@ -236,6 +243,51 @@ def _timed(name: str, fleet: FleetSnapshot, config: PlanConfig) -> Row:
     return Row(name, statistics.median(took[1:]) * 1000, "ms", 200.0, "lower")
 
 
+# ---- rates, what to do next, a day
+
+
+def rates(kinds: int) -> list[Row]:
+    """Intervals of learned rates on kinds that the model was not made for."""
+    return [
+        Row(
+            "rate intervals that hold the next machine, made-up kinds", coverage(kinds, False), "share", 0.85, "higher"
+        ),
+        Row("the same with a worker that lies in each run", coverage(kinds, True), "share", 0.85, "higher"),
+    ]
+
+
+def live() -> list[Row]:
+    """CPU milliseconds from 10,000 offers to the best next actions for 30 and 300 workers: all that a request costs."""
+    world, size = offers_of_the_world(10_000), built_in_models()["qwen3-8b"]
+    work, rows = RunWork(size, RunLengths(2560), 900.0, 1000.0), []
+    for workers in (30, 300):
+        took = []
+        for _ in range(6):
+            begun = time.process_time()
+            fleet = starved_fleet(workers).snapshot
+            measured = [("RTX4090", one) for one in fleet.workers]
+            candidates = Candidates(fleet, measured, work, built_in_catalogue(), NO_EXPERIENCE).of_market(world)
+            before_ms = (time.process_time() - begun) * 1000
+            took.append(before_ms + next_actions_ms(candidates, workers)[0])
+        name = f"what to do next from 10,000 offers, {workers} workers"
+        rows.append(Row(name, statistics.median(took[1:]), "ms", 200.0, "lower"))
+    return rows
+
+
+def day(seeds: int) -> list[Row]:
+    """24 hours with moving prices and spot losses: USD per million useful tokens over the best in hindsight."""
+    found = days(seeds)
+    return [
+        *(
+            Row(f"a day on the market: {name} over hindsight, mean", statistics.fmean(ratios), "times",
+                1.05 if name == "planner" else None, "lower")
+            for name, ratios in found.items()
+        ),
+        Row("a day on the market: planner over hindsight, worst", max(found["planner"]), "times", None, "lower"),
+        Row("days on the market", seeds, "days", None, "higher"),
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
@@ -255,6 +307,9 @@ PARTS: dict[str, tuple[Callable[[int], list[Row]], int, int]] = {
     "prediction": (prediction, 40, 240),
     "effort": (effort, 30, 600),
     "adding": (adding, 100, 2000),
+    "rates": (rates, 300, 4000),
+    "live": (lambda _: live(), 1, 1),
+    "day": (day, 1, 10),
 }
 """Each part with how many fleets it looks at: quickly, and in full."""
 

@@ -2,10 +2,10 @@
 
 Guarantees: the objective is that of every plan: first as near to the target utilisation as can be, in steps of 1 %; then,
 where versions wait for the links, the shortest wait; then the least USD/h. Pools keep the price cap (beside pinned workers)
-and the providers' limits. Of a small fleet every pool under every period is weighed by the relations, of a larger one
-prefixes by several orders; the most promising are rehearsed, then, from the best few, their neighbours: one worker more,
-fewer or other, the next period. Bounded work: at most `REHEARSALS_MAX`. Leaves to others: what keeps the relations (search,
-exhaustive).
+and the providers' limits. Of a fleet of four or five every pool under every period is rehearsed, of a small one weighed by the
+relations, of a larger one prefixes by several orders; the most promising are rehearsed, then, from the best few, their
+neighbours: one worker more, fewer or other, the next period. Bounded work: at most `REHEARSALS_MAX`. Leaves to others: what keeps
+the relations (search, exhaustive).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STEP = 0.01
 QUEUE_SHARE = 0.97
 """Of its utilisation that counts where versions wait for the links: they go out late and may be pushed in vain."""
 UTILISATION_LEAST = 1e-4
-REHEARSALS_MAX = 120
-STARTS = 4
+REHEARSALS_MAX = 200
+STARTS = 6
 REHEARSALS_LARGE_MAX = 6
 LARGE_FLEET, HUGE_FLEET = 64, 500
 PICKS_PER_KAPPA = 4
@@ -60,7 +60,7 @@ class Efforts:
             self.tried[self._sign(found)] = found
         is_large = len(self.search.columns) > LARGE_FLEET
         most = REHEARSALS_LARGE_MAX if is_large else REHEARSALS_MAX
-        for found in self._candidates(most // 3 + 2):
+        for found in self._everything() if self._is_tiny else self._candidates(most // 3 + 2):
             self._rehearsed(found)
         for begin in sorted(self.tried.values(), key=self._rank)[: 0 if is_large else STARTS]:
             self._climb(begin, most)
@@ -93,6 +93,18 @@ class Efforts:
         return self.tried[sign]
 
     # ---- candidates
+
+    @property
+    def _is_tiny(self) -> bool:
+        """Whether every pool under every period can be rehearsed: then nothing is left to chance."""
+        free = int(np.count_nonzero(self.search.columns.is_available & ~self.search.is_must))
+        return is_small(self.search) and len(self.search.config.kappas) << free <= REHEARSALS_MAX
+
+    def _everything(self) -> Iterator[Evaluation]:
+        pools = EveryPool.of(self.search).pools
+        for kappa in self.search.config.kappas:
+            for pool in pools if len(pools) else self.search.is_must[None, :]:
+                yield self.search.evaluate(self.period(kappa), pool)
 
     def _candidates(self, most: int) -> list[Evaluation]:
         """By the closed form: each period's best, then the best of the rest, until `most`."""

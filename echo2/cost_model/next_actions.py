@@ -171,17 +171,25 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
+    """`by_rate`: the workers at work, by the end of their rates' interval."""
+
     told: Situation
     by_id: dict[PeerId, WorkerEstimate]
+    by_rate: dict[int, dict[PeerId, WorkerEstimate]]
 
     @classmethod
     def of(cls, told: Situation) -> _Weighing:
-        return cls(told, {one.worker_id: one for one in told.snapshot.workers})
+        by_id = {one.worker_id: one for one in told.snapshot.workers}
+        factors = {end: 1 + Z_90 * end * told.rate_error for end in (0, -1, 1)}
+        return cls(
+            told,
+            by_id,
+            {end: {peer: _at_work(one, factor) for peer, one in by_id.items()} for end, factor in factors.items()},
+        )
 
     def promise(self, move: _Move, end: int = 0) -> _Promise:
         """By rates at the middle (0), the low (-1) or the high (1) end of what is known of them."""
-        own = 1 + Z_90 * end * self.told.rate_error
-        workers = [_at_work(self.by_id[one], own) for one in sorted(move.pool)]
+        workers = [self.by_rate[end][one] for one in sorted(move.pool)]
         if move.candidate is not None:
             machine = _at_work(move.candidate.worker, (1.0, move.candidate.high, move.candidate.low)[end])
             names = (PeerId(f"{machine.worker_id}#{index}") for index in range(move.count))
