@@ -4,9 +4,10 @@
 
 `market_world` is the judge: an event simulation written from the rules alone. `effort`: fleets of which no pool reaches the
 target, against every pool under every period, simulated. `prediction`: random settings. `adding`: one more machine. `named`:
-three fleets that earlier plans got wrong. `rates`: how often intervals of learned rates hold (`market_rates`). `day`: a day of
-moving prices and spot losses (`market_day`). `offers`, `live`: CPU time of a plan over 10,000 offers and of the next actions from
-as many; the only parts that depend on the machine, all others depend on the seeds alone.
+three fleets that earlier plans got wrong. `egress`: plans that pay for traffic against brute force. `rates`: how often intervals of
+learned rates hold (`market_rates`). `day`: a day of moving prices and spot losses (`market_day`). `offers`, `live`: CPU time of a
+plan over 10,000 offers and of the next actions from as many; the only parts that depend on the machine, all others depend on the
+seeds alone.
 `--fleets` lets `effort` and `adding` look at fewer; their rows say at how many.
 """
 
@@ -29,9 +30,10 @@ from benchmarks.market_world import Machine, World, simulate, usual_cap
 from echo2.coordinator.outlook import Candidates, RunWork
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.cost_model.effort import QUEUE_SHARE, UTILISATION_LEAST
+from echo2.cost_model.egress import plan_with_egress, priced, sent_gib_per_hour
 from echo2.cost_model.experience import NO_EXPERIENCE
 from echo2.cost_model.plan import Plan
-from echo2.cost_model.planner import plan
+from echo2.cost_model.planner import UTILISATION_TOLERANCE, plan, promised
 from echo2.cost_model.sizing import RunLengths
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
@@ -243,6 +245,71 @@ def _timed(name: str, fleet: FleetSnapshot, config: PlanConfig) -> Row:
     return Row(name, statistics.median(took[1:]) * 1000, "ms", 200.0, "lower")
 
 
+# ---- traffic
+
+
+def egress_case(seed: int) -> tuple[FleetSnapshot, PlanConfig]:
+    """Up to seven machines of three providers, two of which charge for what is sent."""
+    rng = random.Random(seed * 6151 + 11)
+    machines = random_machines(rng, rng.randint(4, 7))
+    world = replace(
+        random_world(rng, machines, rng.choice([0.3, 0.5, 0.7]), rng.choice([0.05, 0.2, 0.5])), is_stalled=False
+    )
+    fleet = told(world, machines)
+    unit = (
+        sum(one.price_usd_per_hour for one in fleet.workers)
+        / len(fleet.workers)
+        / max(sent_gib_per_hour(fleet.learner, 1), 1e-9)
+    )
+    charges = (0.0, 0.3 * unit, 1.5 * unit)  # of the same order as the machines' own prices
+    workers = tuple(replace(one, egress_usd_per_gib=rng.choice(charges)) for one in fleet.workers)
+    return replace(fleet, workers=workers), wishes(world)
+
+
+def brute_force_usd(snapshot: FleetSnapshot, config: PlanConfig) -> float | None:
+    """The least USD/h of all pools under all periods that keep the relations and whose rehearsal reaches the target."""
+    found = None
+    for kappa in config.kappas:
+        fixed, fleet = replace(config, fixed_kappa=kappa), priced(snapshot, kappa)
+        by_price = sorted(
+            (sum(one.price_usd_per_hour for one in pool), index, pool)
+            for index, pool in enumerate(itertools.chain.from_iterable(
+                itertools.combinations(fleet.workers, count) for count in range(1, len(fleet.workers) + 1)
+            ))
+        )  # fmt: skip
+        for usd, _, pool in by_price:
+            if found is not None and usd >= found:
+                break
+            if keeps_all(replace(fleet, workers=pool), fixed):
+                found = usd
+    return found
+
+
+def keeps_all(fleet: FleetSnapshot, config: PlanConfig) -> bool:
+    """Whether these very workers keep the relations, with the margin that plans carry, and reach the target."""
+    made = promised(fleet, config)
+    needed = config.target_utilisation * (1 + config.hysteresis.add_margin)
+    needed *= fleet.learner.rollouts_per_step / fleet.learner.train_s
+    return made.keeps_relations(needed) and made.utilisation >= config.target_utilisation - UTILISATION_TOLERANCE
+
+
+def egress(fleets: int) -> list[Row]:
+    """Plans against brute force where traffic is paid."""
+    over, apart = [], 0
+    for seed in range(fleets):
+        snapshot, config = egress_case(seed)
+        best, made = brute_force_usd(snapshot, config), plan_with_egress(snapshot, config)
+        apart += made.is_feasible != (best is not None)
+        if best is not None and made.is_feasible:
+            over.append(made.usd_per_hour / best - 1)
+    print(f"egress: {len(over)} of {fleets} feasible; {apart} where only one of both found a plan")
+    return [
+        Row("plan over brute force with egress, worst", max(over), "share", 0.01, "lower"),
+        Row("plan and brute force that differ in whether any pool does", apart, "fleets", 0, "lower"),
+        Row("fleets whose traffic is paid", fleets, "fleets", None, "higher"),
+    ]
+
+
 # ---- rates, what to do next, a day
 
 
@@ -307,6 +374,7 @@ PARTS: dict[str, tuple[Callable[[int], list[Row]], int, int]] = {
     "prediction": (prediction, 40, 240),
     "effort": (effort, 30, 600),
     "adding": (adding, 100, 2000),
+    "egress": (egress, 20, 200),
     "rates": (rates, 300, 4000),
     "live": (lambda _: live(), 1, 1),
     "day": (day, 1, 10),

@@ -20,6 +20,7 @@ from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.experience import JOIN_S
 from echo2.cost_model.memory import fewest_gpus
+from echo2.cost_model.offers import EGRESS_USD_PER_GIB
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
@@ -84,10 +85,10 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print_answer,
         print_fits,
     )
-    from echo2.cost_model.planner import plan
+    from echo2.cost_model.egress import plan_with_egress
 
     with quiet_solver():
-        answer = plan(question.snapshot(), question.wishes)
+        answer = plan_with_egress(question.snapshot(), question.wishes)
         if own.plot:
             plot(question, own.plot)
         told = as_json(question, answer, PlannedRun(config.learner.steps, origin)) if own.json else {}
@@ -180,18 +181,20 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Poo
     """One `[[worker]]` table."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
+    provider = fields.text("provider", "")
     made = PoolOffer(
         gpu=gpu.name,
         count=int(fields.number("count", 1)),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour),
         link=fields.link(12.5e6, 50e6, 0.08),
-        provider=fields.text("provider", ""),
+        provider=provider,
         hazard_per_hour=fields.number("hazard_per_hour", 0.0),
         join_s=fields.seconds("join", JOIN_S),
         apply_s=fields.seconds("apply", 1.0),
         swap_s=fields.seconds("swap", 0.0),
         slots=int(fields.number("slots", 0)),
         tokens_per_s=fields.number("tokens_per_s", 0.0),
+        egress_usd_per_gib=fields.number("egress_usd_per_gib", EGRESS_USD_PER_GIB.get(provider.lower(), 0.0)),
     )
     fields.text("origin", "")
     fields.done()

@@ -15,8 +15,9 @@ from echo2.base.errors import ConfigError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.run_shape import FIT_COLUMNS, fit_rows
 from echo2.cost_model.advice import advise
+from echo2.cost_model.egress import plan_with_egress as plan
+from echo2.cost_model.egress import sent_gib_per_hour
 from echo2.cost_model.plan import Limit, Plan, Term
-from echo2.cost_model.planner import plan
 from echo2.cost_model.question import PlanQuestion
 
 
@@ -24,7 +25,10 @@ def alternatives(question: PlanQuestion) -> dict[str, Plan]:
     """Side by side: cheapest, fastest (a quarter more rate, target 1), fewest workers; and the paper's kappa."""
     snapshot, wishes = question.snapshot(), question.wishes
     fast = replace(wishes, target_utilisation=1.0, hysteresis=replace(wishes.hysteresis, add_margin=0.25))
-    alike = replace(snapshot, workers=tuple(replace(one, price_usd_per_hour=1.0) for one in snapshot.workers))
+    alike = replace(
+        snapshot,
+        workers=tuple(replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers),
+    )
     fewest = plan(alike, replace(wishes, usd_per_hour_cap=0.0))
     prices = {one.worker_id: one.price_usd_per_hour for one in snapshot.workers}
     priced = sum(prices[worker] for worker in fewest.pool)
@@ -237,11 +241,22 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
         f"{staleness.value:.4g} against (S-kappa+1)*T_train = ({bound}-{kappa}+1)*{train_s:.4g} = "
         f"{staleness.limit:.4g} s",
         f"in flight   {answer.in_flight_cap_rollouts} rollouts at most",
+        *_egress_lines(question, kappa),
         f"price       {answer.usd_per_hour:.2f} (pool) + {learner.price_usd_per_hour:.2f} (learner) USD/h over "
         f"{3600 * answer.predicted_utilisation * batch / train_s:.0f} useful rollouts/h = "
         f"{answer.usd_per_useful_rollout:.5f} USD",
     ]
     console.print("\n".join(lines), soft_wrap=True)
+
+
+def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
+    """What traffic costs a worker, by provider, where one charges for it."""
+    charged = {
+        offer.provider or offer.gpu: offer.egress_usd_per_gib for offer in question.offers if offer.egress_usd_per_gib
+    }
+    sent = sent_gib_per_hour(question.learner, kappa)
+    each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))
+    return [f"egress      {sent:.3g} GiB/h a worker: {each} (in its price)"] if charged else []
 
 
 def plot(question: PlanQuestion, path: Path) -> None:

@@ -33,6 +33,10 @@ class Reckoning:
         if is_acted_on:
             self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour, now)
 
+    def expected(self, plan: Plan | None) -> float:
+        """The plan's utilisation as the wall clock is to have it; 0 without a plan."""
+        return self.track.expected(plan.predicted_utilisation).expected if plan is not None else 0.0
+
     def step_made(self, report: LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step; `spent_usd` on all workers so far."""
         self.track.step_made(report.step, report.train_s, self.board.train_s, now)

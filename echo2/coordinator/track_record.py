@@ -24,11 +24,11 @@ from echo2.cost_model.rates import t_quantile
 
 RECORDS_MAX = 256
 OPEN_RATES_MAX = 1024
-WINDOW_STEPS, STEPS_LEAST = 32, 8
+WINDOW_STEPS, STEPS_LEAST = 16, 8
 NEWEST = 16
 """So many misses are looked at: the run changes."""
-PRIOR_WEIGHT, PRIOR_SPREAD = 2.0, 0.04
-"""Before anything was compared: as if two windows had missed by four points."""
+PRIOR_WEIGHT, PRIOR_SPREAD, FREEDOM = 0.5, 0.04, 2.0
+"""Before anything was compared: as if half a window had shown no bias, and two a spread of four points."""
 SHOWN = 8
 COVERAGE = 0.9
 FINISH_SPREAD = 0.15
@@ -102,8 +102,8 @@ class TrackRecord:
     @property
     def reach(self) -> float:
         """The half-width that holds the wall clock's 9 times of 10."""
-        weight = len(self.misses) + PRIOR_WEIGHT
-        left = sum((one - self.bias) ** 2 for one in self.misses) + PRIOR_WEIGHT * PRIOR_SPREAD**2
+        weight = len(self.misses) + FREEDOM
+        left = sum((one - self.bias) ** 2 for one in self.misses) + FREEDOM * PRIOR_SPREAD**2
         return math.sqrt(left / weight) * t_quantile((1 + COVERAGE) / 2, weight)
 
     def expected(self, model_utilisation: float) -> Interval:

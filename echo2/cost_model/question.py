@@ -45,11 +45,21 @@ class PoolOffer:
     swap_s: float = 0.0
     slots: int = 0
     tokens_per_s: float = 0.0
+    egress_usd_per_gib: float = 0.0
 
     def __post_init__(self) -> None:
         whose = f"offer of {self.gpu}"
         checked(whose, "count", self.count, 0, OFFER_WORKERS_MAX)
-        for name in ("price_usd_per_hour", "hazard_per_hour", "join_s", "apply_s", "swap_s", "slots", "tokens_per_s"):
+        for name in (
+            "price_usd_per_hour",
+            "hazard_per_hour",
+            "join_s",
+            "apply_s",
+            "swap_s",
+            "slots",
+            "tokens_per_s",
+            "egress_usd_per_gib",
+        ):
             checked(whose, name, getattr(self, name), 0.0)
 
     @property
@@ -118,6 +128,7 @@ class PlanQuestion:
             apply_s=offer.apply_s,
             swap_s=offer.swap_s,
             provider=offer.provider,
+            egress_usd_per_gib=offer.egress_usd_per_gib,
         )
 
     def snapshot(self) -> FleetSnapshot:

@@ -69,7 +69,8 @@ class WorkerEstimate:
     rollouts_per_s, tokens_per_s: while it generates, all slots full. rollout_s_mean, rollout_s_tail: seconds of one
     rollout, mean and 95th percentile; rollout_s_max: of the longest that the token limit allows, 0 if not known.
     join_s: from activation to the first rollout begun. hazard_per_hour: expected losses per hour (spot). apply_s:
-    last byte held to live. swap_s: generation stands still per version.
+    last byte held to live. swap_s: generation stands still per version. egress_usd_per_gib: of what it sends; counted by
+    `egress.plan_with_egress` alone.
     """
 
     worker_id: PeerId
@@ -85,6 +86,7 @@ class WorkerEstimate:
     apply_s: float = 0.0
     swap_s: float = 0.0
     provider: str = ""
+    egress_usd_per_gib: float = 0.0
     state: WorkerState = WorkerState.STANDBY
     state_since_s: float = 0.0  # on the snapshot's clock
     is_relaying: bool = False
@@ -96,7 +98,15 @@ class WorkerEstimate:
         checked(whose, "price_usd_per_hour", self.price_usd_per_hour, 0.0)
         checked_positive(whose, "rollout_s_mean", self.rollout_s_mean)
         checked_positive(whose, "rollout_s_tail", self.rollout_s_tail)
-        for name in ("tokens_per_s", "rollout_s_max", "join_s", "hazard_per_hour", "apply_s", "swap_s"):
+        for name in (
+            "tokens_per_s",
+            "rollout_s_max",
+            "join_s",
+            "hazard_per_hour",
+            "apply_s",
+            "swap_s",
+            "egress_usd_per_gib",
+        ):
             checked(whose, name, getattr(self, name), 0.0)
         if not math.isfinite(self.state_since_s):
             raise ConfigError(f"{whose}: state_since_s: expected a finite number, got {self.state_since_s}")

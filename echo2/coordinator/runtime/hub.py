@@ -372,7 +372,7 @@ class Hub:
         self.keeper.sample(
             CurvePoint(
                 now, report.step, report.reward_mean if report.train_s > 0 else None, report.eval_reward, report.utilisation,
-                self.plan.predicted_utilisation if self.plan else 0.0, money.usd_spent, money.usd_per_hour,
+                self.reckoning.expected(self.plan), money.usd_spent, money.usd_per_hour,
             )
         )  # fmt: skip
         self.flush_soon()
@@ -427,7 +427,7 @@ class Hub:
                 self._review(self.membership.change_of(member, self.clock.now()))
         update = pb.PlanUpdate(
             kappa=plan.kappa, in_flight_cap_rollouts=cap,
-            predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
+            predicted_utilisation=self.reckoning.expected(plan), predicted_broadcast_s=plan.broadcast_s,
             usd_per_hour=plan.usd_per_hour, reason=plan.reason,
         )  # fmt: skip
         if update != self.plan_update and self.learner is not None:

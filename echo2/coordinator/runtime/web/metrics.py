@@ -27,7 +27,7 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     ),
     "echo2_learner_utilisation_predicted": (
         "The plan's prediction of it.",
-        lambda h: h.plan.predicted_utilisation if h.plan else 0.0,
+        lambda h: h.reckoning.expected(h.plan),
     ),
     "echo2_train_seconds": ("T_train, smoothed.", lambda h: h.board.train_s),
     "echo2_broadcast_seconds": (

@@ -353,8 +353,7 @@ def run_facts(commands: Commands) -> HeadlineFacts:
 
 def _expected(commands: Commands) -> float:
     """Of the wall clock, for the plan that stands: the planner's prediction, moved by what this run missed so far."""
-    plan = commands.hub.plan
-    return commands.hub.reckoning.track.expected(plan.predicted_utilisation).expected if plan is not None else 0.0
+    return commands.hub.reckoning.expected(commands.hub.plan)
 
 
 def _shortage(term: Term | None) -> str:
