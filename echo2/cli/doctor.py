@@ -71,7 +71,7 @@ def run_doctor(own: argparse.Namespace, config: RunConfig) -> int:
                 print(f"       {_advice(finding)}")
     bad = [finding.what for finding in found if not finding.is_good]
     if bad:
-        raise ResourceError(f"doctor: expected this machine to be fit, found {', '.join(bad)} not to be")
+        raise ResourceError(f"doctor: {len(bad)} problem{'' if len(bad) == 1 else 's'}: {', '.join(bad)}")
     return 0
 
 

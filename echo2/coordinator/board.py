@@ -91,7 +91,7 @@ class LearnerBoard:
         self.is_connected, self.changed_at = False, now
 
     def published(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
-        """A version is out. Told again after a reconnect, it changes nothing."""
+        """A version is out. Idempotent: a reconnect repeats it."""
         if version.version in self.versions:
             return
         if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:

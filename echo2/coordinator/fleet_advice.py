@@ -49,7 +49,7 @@ class Surrender:
 
 @dataclass(frozen=True, slots=True)
 class FleetAdvice:
-    """`reason` says why nothing is wished for, where nothing is."""
+    """`reason`: why no change is proposed, if none is."""
 
     rent: tuple[Wish, ...] = ()
     release: tuple[Surrender, ...] = ()

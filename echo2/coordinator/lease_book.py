@@ -199,7 +199,7 @@ class LeaseBook:
         text = f"nothing of it reached the learner for {quiet_s:.0f} s"
         yield Note(
             "lease",
-            f"group {lease.group_id} leaves {lease.worker_id}, who tells of {lease.tokens} tokens, but {text}; "
+            f"group {lease.group_id} leaves {lease.worker_id}, which claims {lease.tokens} tokens, but {text}; "
             f"that worker is given nothing for {shun_s:.0f} s",
         )
         yield from self._take_back(lease, now, shun_s)

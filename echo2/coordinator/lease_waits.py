@@ -36,7 +36,7 @@ def _leases(leases: list[Lease]) -> str:
 
 
 def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
-    """Leases that have stood still for a quarter of the timeout, by worker, the longest first."""
+    """Leases without progress for a quarter of the timeout, by worker, longest first."""
     found: dict[PeerId, list[Lease]] = {}
     for lease in sorted(book.leases.values(), key=lambda lease: lease.progress_at):
         if now - lease.progress_at <= book.rules.lease_timeout_s / 4:

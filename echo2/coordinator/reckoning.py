@@ -51,7 +51,7 @@ class Reckoning:
         self._spent = now, spent_usd
 
     def spread(self, row: VersionRow | None, now: float) -> None:
-        """`row` is the newest version that is live on its whole pool; told again it changes nothing."""
+        """`row` is the newest version that is live on its whole pool; idempotent."""
         if row is None or row is self._compared:
             return
         self._compared = row

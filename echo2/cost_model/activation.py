@@ -63,19 +63,21 @@ def settled(
     within_cap = not config.usd_per_hour_cap or stayed.usd_per_hour <= config.usd_per_hour_cap
     if _still_does(stayed, kept_rate, margins.add_margin) and within_cap:
         if since_s is None:
-            return StandingPlan(stayed, "kept: within the margins")
+            return StandingPlan(stayed, "unchanged: the pool is still within the margins")
         if now_s - since_s < margins.dwell_s:
-            return StandingPlan(stayed, "kept: a cheaper pool is known, not yet for the dwell time", since_s)
+            return StandingPlan(stayed, "unchanged for now: a cheaper pool is known, but not for long enough", since_s)
         shrunk = _shrunk(search, period(previous.kappa), stayed)
         if shrunk is not None and shrunk.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
-            return StandingPlan(shrunk, f"shrunk: saves {_share(stayed, shrunk):.0%} of the price")
+            return StandingPlan(shrunk, f"smaller: saves {_share(stayed, shrunk):.0%} of the price")
         return StandingPlan(fresh, f"changed: saves {_share(stayed, fresh):.0%} of the price")
     slip = NOISE_MARGINS * margins.add_margin
     if within_cap and _is_whole(previous, search.snapshot):
         short_since_s = previous.short_since_s or now_s
         is_little = _still_does(stayed, kept_rate / (1 + slip), margins.add_margin + slip)
         if is_little and now_s - short_since_s < margins.dwell_s:
-            return StandingPlan(stayed, "kept: a little short, not yet for the dwell time", since_s, short_since_s)
+            return StandingPlan(
+                stayed, "unchanged for now: a little short, but not for long enough", since_s, short_since_s
+            )
     mended = _mended(search, period(previous.kappa), stayed)
     if mended is not None and mended.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
         return StandingPlan(mended, "mended: the pool no longer met its terms")
@@ -92,8 +94,8 @@ def _settled_effort(
     is_cheaper = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9
     falls_behind = fresh.keeps_up and not stayed.keeps_up
     if is_better or is_cheaper or falls_behind:
-        return StandingPlan(fresh, "best effort: no plan reaches the target")
-    return StandingPlan(stayed, "kept as best effort: no plan reaches the target")
+        return StandingPlan(fresh, "no pool keeps the learner busy; this one comes nearest")
+    return StandingPlan(stayed, "unchanged: no pool keeps the learner busy, and none is clearly better")
 
 
 def _still_does(stayed: Evaluation, rate_needed: float, margin: float) -> bool:

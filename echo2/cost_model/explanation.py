@@ -112,8 +112,8 @@ def _broadcast(facts: PlanFacts, found: Evaluation) -> Term:
         size = learner.artifact_bytes(point.kappa)
         needed = size / (facts.config.broadcast_efficiency * found.period_s)
         remedy = (
-            f"{format_bytes(size)} a version need {format_bytes(needed)}/s of the learner's uplink and of each "
-            "downlink, or a longer period"
+            f"give the learner's uplink and each downlink {format_bytes(needed)}/s (a version is {format_bytes(size)}), or "
+            "publish less often"
         )
     return Term(
         Limit.BROADCAST, "transfer <= kappa*T_train", point.transfer_s, found.period_s, "s", slack, remedy
@@ -134,25 +134,29 @@ def _staleness_remedy(found: Evaluation) -> str:
     point = found.point
     over_s = point.staleness_use_s - point.staleness_budget_s
     if math.isinf(over_s):
-        return "add workers: there is none to generate"
-    ways = [f"S of {point.staleness_bound + math.ceil(over_s / point.train_s - 1e-9)}"]
+        return "add workers: none can generate"
+    ways = [f"raise S to {point.staleness_bound + math.ceil(over_s / point.train_s - 1e-9)}"]
     if point.rollout_s > over_s:
-        ways.append(f"a rollout tail of {point.rollout_s - over_s:.3g} s (now {point.rollout_s:.3g} s)")
+        ways.append(f"shorten the longest rollouts to {point.rollout_s - over_s:.3g} s (now {point.rollout_s:.3g} s)")
     if point.transfer_s > over_s:
         factor = point.transfer_s / (point.transfer_s - over_s)
-        ways.append(f"links {factor:.2g} times as fast (transfer takes {point.transfer_s:.3g} s)")
+        ways.append(f"use links {factor:.2g} times as fast (a transfer takes {point.transfer_s:.3g} s)")
     batch_s = point.rollouts_per_step / point.throughput
     if batch_s > over_s:
-        ways.append(f"{batch_s / (batch_s - over_s):.2g} times the pool")
-    return "one of: " + ", ".join(ways)
+        ways.append(f"use {batch_s / (batch_s - over_s):.2g} times the pool")
+    sync = " (S = 0 is synchronous: the learner waits in every step)" if point.staleness_bound == 0 else ""
+    return ", or ".join(ways) + sync
 
 
 def _reason(found: Evaluation, binding: Term, pool: list[PeerId], is_feasible: bool, why: str) -> str:
+    every = "step" if found.kappa == 1 else f"{found.kappa} steps"
     head = (
-        f"{why}: kappa={found.kappa}, {len(pool)} workers, {found.usd_per_hour:.2f} USD/h, "
-        f"utilisation {found.utilisation:.3f} predicted"
+        f"{why}: {len(pool)} worker{'' if len(pool) == 1 else 's'} at {found.usd_per_hour:.2f} USD/h, publishing every {every}, "
+        f"{found.utilisation:.1%} utilisation predicted"
     )
+    kind, unit = binding.limit_kind.value, binding.unit
     if is_feasible:
-        return f"{head}; {binding.limit_kind.value} is the tightest term ({binding.slack:.1%} slack)"
-    broken = f"{binding.limit_kind.value} binds ({binding.value:.4g} against {binding.limit:.4g} {binding.unit})"
-    return f"{head}; not feasible: {broken}" + (f"; needed: {binding.remedy}" if binding.remedy else "")
+        return f"{head}; closest to its limit: {kind} ({binding.slack:.1%} slack)"
+    bound = "of at least" if binding.limit_kind is Limit.THROUGHPUT else "of at most"
+    broken = f"{kind} is {binding.value:.4g} {bound} {binding.limit:.4g} {unit}"
+    return f"{head}; {broken}" + (f"; to fix it, {binding.remedy}" if binding.remedy else "")

@@ -37,6 +37,10 @@ NEIGHBOURHOOD_WORKERS_MAX = 40
 NEIGHBOURS_MAX = 30
 
 
+CHEAPEST = "the cheapest pool that keeps the learner busy"
+NEAREST = "no pool keeps the learner busy; this one comes nearest"
+
+
 def plan(
     snapshot: FleetSnapshot,
     config: PlanConfig,
@@ -51,8 +55,7 @@ def plan(
         facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=False)
         return plan_of(facts, planner.search.evaluate(planner.period(kappa), nobody), None, "the budget is spent")
     chosen, is_feasible = planner.chosen()
-    aim = "cheapest" if is_feasible else "nearest to the target"
-    standing = StandingPlan(chosen, f"{aim} of {config.kappas[0]}..{config.kappas[-1]} steps a version")
+    standing = StandingPlan(chosen, CHEAPEST if is_feasible else NEAREST)
     if previous is not None:
         standing = settled(previous, planner.search, planner.period, chosen, is_feasible)
     final = standing.evaluation
@@ -74,7 +77,7 @@ def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
     if found is None:
         return None
     facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=True)
-    made = plan_of(facts, found, None, f"cheapest of {config.kappas[0]}..{config.kappas[-1]} steps a version")
+    made = plan_of(facts, found, None, CHEAPEST)
     return made if made.is_feasible else None
 
 

@@ -1,8 +1,8 @@
 """Group-relative advantages: how much better a rollout did than its siblings on the same prompt.
 
-Guarantees: groups may be ragged (rollouts lost, pruned or refused); a group without contrast, or of one rollout, gets
+Guarantees: groups may be ragged (rollouts lost, pruned or refused); a group with equal rewards, or of one rollout, gets
 advantage zero and never NaN; the arithmetic is float64 inside, float32 outside. Leaves to others: which rollouts are
-admitted (staleness/), dropping groups without contrast (selection), the loss itself (loss).
+admitted (staleness/), dropping groups with equal rewards (selection), the loss itself (loss).
 
 Shapes: R rollouts of the batch, G groups.
 

@@ -55,7 +55,7 @@ def consume_step(config: OfferConfig, next_step: int, groups_ahead: int) -> int:
 
 @dataclass(slots=True)
 class Reminders:
-    """When a wait for rollouts is told again: after 3 s, 9 s, 27 s, and then every 30 s."""
+    """When a wait for rollouts is reported again: after 3 s, 9 s, 27 s, and then every 30 s."""
 
     _reminded_s: float = 0.0  # how long the wait had lasted at the last reminder
 

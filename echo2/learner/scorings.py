@@ -81,7 +81,7 @@ class TokensDelivered:
 
 @dataclass(frozen=True, slots=True)
 class ScorerCame:
-    """A worker scores tokens under these versions; told again whenever they change."""
+    """A worker scores tokens under these versions; repeated whenever they change."""
 
     worker: PeerId
     versions: frozenset[Version]

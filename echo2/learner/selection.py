@@ -38,7 +38,7 @@ class GroupVerdict(enum.Enum):
 class DynamicSampling:
     """`dropped_max_ratio` bounds the groups dropped for one step, as a multiple of the groups that the step wants.
 
-    0 switches dynamic sampling off: groups without contrast are trained on (their gradient is zero).
+    0 switches dynamic sampling off: groups with equal rewards are trained on (their gradient is zero).
     """
 
     groups_per_step: int

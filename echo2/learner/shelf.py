@@ -48,7 +48,7 @@ class ShelfConfig:
     rollouts_per_group: int
     vocabulary_size: int
     retries_max: int = 2  # how often a prompt is offered again after its group went stale
-    drops_equal_rewards: bool = False  # a group without contrast teaches nothing: replace it, within a bound
+    drops_equal_rewards: bool = False  # a group with equal rewards has no gradient: replace it, within a bound
     pruning: PruningRule | None = None  # gives up on hopeless rollouts while they are sampled
 
     @property

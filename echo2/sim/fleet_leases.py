@@ -108,7 +108,7 @@ class Generation:
             self._handle(le.LeaseEnded(worker.peer_id, group.lease_id, EndReason.HANDED_BACK, "drained"))
 
     def lose(self, worker: SimWorker, loss_s: float) -> None:
-        """What it made since its last report is lost, the rest goes on elsewhere."""
+        """What it made since its last report is lost, another worker continues the rest."""
         now = self.clock.now()
         for run in worker.running.values():
             worked_s = now - run.began_s - (worker.stalled_s - run.stalled_s) - loss_s

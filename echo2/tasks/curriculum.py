@@ -1,7 +1,7 @@
 """Which training prompts to prefer, from how the policy fared on them: a hook between the cursor and the task.
 
 Guarantees: a pure function of positions and recorded rewards, so that a restart with the saved state goes on alike;
-memory is bounded. Leaves to others: the order of prompts (split), dropping groups without contrast (learner/selection).
+memory is bounded. Leaves to others: the order of prompts (split), dropping groups with equal rewards (learner/selection).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The smallest task worth training on: sort n digits, written `52413>` and answered `12345`.
 
 Guarantees: all 10^n prompts are distinct, so held-out prompts are never trained on; scoring takes microseconds. A
-character model learns it within minutes on a CPU from a start that knows only the format. Leaves to others: the model
+character model learns it within minutes on a CPU from a checkpoint that knows only the answer format. Leaves to others: the model
 and its character tokenizer, whose alphabet must hold `ALPHABET`.
 """
 

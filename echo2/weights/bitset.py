@@ -144,7 +144,7 @@ class BitSet:
 
     @classmethod
     def of_places(cls, places: U32, size: int) -> BitSet:
-        """Of the places that are marked."""
+        """Number of marked positions."""
         if places.size and places.size <= GAP_SHARE * size:
             return cls(size, places.size, places)
         if not places.size:
@@ -167,7 +167,7 @@ class BitSet:
             bits.marks_of_places(self.places, words)
 
     def listed(self) -> U32:
-        """The places that are marked."""
+        """The marked positions."""
         if self.words is not None:
             return listed(self.words, self.size, self.marked)
         return np.empty(0, np.uint32) if self.places is None else self.places

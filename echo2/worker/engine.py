@@ -135,7 +135,7 @@ class Engine(Protocol):
         ...
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
-        """Puts a staged version live at a step boundary; returns the seconds that generation stood still.
+        """Puts a staged version live at a step boundary; returns the seconds that generation paused.
 
         A failure leaves the old version live and raises `EngineError`.
         """

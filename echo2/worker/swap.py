@@ -61,7 +61,7 @@ class DecodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The engine has the version; generation stood still for `stood_still_s`."""
+    """The engine has the version; generation paused for `stood_still_s`."""
 
     version: Version
     stood_still_s: float

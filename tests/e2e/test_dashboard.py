@@ -123,7 +123,7 @@ async def _shows_totals_budget_and_events_in_short(page: Any) -> None:
     assert "of $50.00 spent" in budget and "/h" in budget, budget
     assert "broadcast plan" not in await page.locator("#event-list").inner_text()
     texts = await page.locator("#event-list li span:last-child").all_inner_texts()
-    assert len([one for one in texts if "(the newest of" in one or one.startswith("cheapest")]) <= 4, texts
+    assert len([one for one in texts if "(the newest of" in one or "publishing every" in one]) <= 4, texts
 
 
 async def _shows_a_worker_from_near(page: Any) -> None:

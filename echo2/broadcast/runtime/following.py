@@ -57,7 +57,7 @@ class Following:
         self._library.set_stalled(self._stalls.keys)
         found = [key for key in wanted if key in self._stalls.keys]
         for key in found:
-            log.warning("%s has stopped coming: nobody gives the rest of it", entries[key].header.artifact)
+            log.warning("%s has stopped: no peer has the missing chunks", entries[key].header.artifact)
         return found
 
     def describe(self) -> str:

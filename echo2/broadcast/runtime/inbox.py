@@ -43,7 +43,7 @@ class Inbox:
         self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
 
     def check_hello(self, peer: PeerId, frame: bytes) -> bool:
-        """The first frame of a connection; whether it is one more of a link that is there."""
+        """The first frame of a connection; whether this connection joins an existing link."""
         message = wire.parse(frame, f"peer {peer}")
         if message.WhichOneof("kind") != "hello":
             raise MalformedMessage(f"peer {peer}: expected a hello first, got {message.WhichOneof('kind')}")

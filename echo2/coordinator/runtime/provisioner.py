@@ -1,8 +1,8 @@
 """The machines of the run: renting them, giving them back, watching what becomes of them; each step journalled.
 
-Guarantees: a wish is kept before the provider is asked, so a kill at any moment leaves no machine that costs money and
+Guarantees: each request is saved before the provider is called, so a kill at any moment leaves no machine that costs money and
 that nobody knows: after a restart what was wanted is looked for at the provider, what was being released is released.
-A machine found at a provider that the journal does not know is taken in and told, one that the journal has as gone is
+A machine found at a provider that the journal does not know is adopted and reported, one that the journal has as gone is
 released. Each paid action is journalled with
 its reason and its cost. A preemption notice, from a provider or by hand, takes the leases off the machine's workers at
 once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to wish for (fleet_advice), whether the

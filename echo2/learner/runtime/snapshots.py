@@ -1,7 +1,7 @@
 """Published versions as one model and the changes between them, and the forward pass under each: what an audit compares
 claims with.
 
-Guarantees: scores are of the very bits that were published; at most `versions_max` versions and `bytes_max` of changes are
+Guarantees: scores are of exactly the published weights; at most `versions_max` versions and `bytes_max` of changes are
 held. Leaves to others: which rollouts to audit (auditor), what the numbers say (learner/suspicion). Costs one more copy of
 the model, and for each version the places and bits of the weights that it changed: 6 bytes each of bf16 (2 a weight where
 more than a third changed). At 8 billion weights of which 2 in a hundred change, 1 GB a version.

@@ -63,7 +63,7 @@ def test_a_busy_port_is_bad_and_says_what_to_do(capsys: pytest.CaptureFixture[st
         assert main(["doctor", *on_ports(busy.getsockname()[1])]) == 6
     out = capsys.readouterr()
     assert "BAD  ports:" in out.out and "stop what listens there" in out.out
-    assert "expected this machine to be fit, found ports not to be" in out.err
+    assert "doctor: 1 problem: ports" in out.err
 
 
 def test_too_small_a_disk_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from echo2.base.ids import PeerId
 from echo2.cost_model.columns import FleetColumns, PeriodColumns
 from echo2.cost_model.exhaustive import pools_in_order
 from echo2.cost_model.plan import Limit, Plan
-from echo2.cost_model.planner import feasible_plan, plan
+from echo2.cost_model.planner import CHEAPEST, NEAREST, feasible_plan, plan
 from echo2.cost_model.search import Search
 from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, LinkEstimate, PlanConfig, WorkerState
 from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
@@ -111,7 +111,7 @@ def test_slow_network_gets_a_shorter_period_than_the_default() -> None:
     assert chosen.is_feasible and chosen.kappa == 3
     default = plan(fleet, PlanConfig(6, fixed_kappa=5))
     assert not default.is_feasible and default.predicted_utilisation < 0.8
-    assert default.binding is Limit.STALENESS and "S of" in default.binding_term.remedy
+    assert default.binding is Limit.STALENESS and "raise S to" in default.binding_term.remedy
 
 
 def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
@@ -239,7 +239,7 @@ def test_a_much_cheaper_pool_is_taken_after_the_dwell_but_relays_stay() -> None:
     [
         (lambda: worker("a", price=-1.0), "price_usd_per_hour"),
         (lambda: worker("a", rate=math.nan), "rollouts_per_s"),
-        (lambda: PlanConfig(0), "staleness_bound"),
+        (lambda: PlanConfig(-1), "staleness_bound"),
         (lambda: PlanConfig(4, fixed_kappa=5), "fixed_kappa"),
         (lambda: snapshot(()), "workers"),
         (lambda: snapshot((worker("a"), worker("a"))), "worker_id"),
@@ -311,4 +311,4 @@ def test_a_feasible_plan_alone_is_the_plan_or_nothing(seed: int) -> None:
     fleet = snapshot(random_workers(5 + seed, seed), learner=learner(train_s=256 / (0.4 * (3 + seed))))
     made, alone = plan(fleet, PlanConfig(2 + seed % 3)), feasible_plan(fleet, PlanConfig(2 + seed % 3))
     assert alone == (made if made.is_feasible else None)
-    assert ("cheapest of" in made.reason) == made.is_feasible == ("nearest to the target of" not in made.reason)
+    assert (CHEAPEST in made.reason) == made.is_feasible == (NEAREST not in made.reason)

@@ -48,7 +48,7 @@ def test_what_if_changes_one_number_and_the_plan_with_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("S", "0"), ("S", "x"), ("uplink", "0bit"), ("colour", "3"), ("price.GTX", "1"), ("price", "1"), ("cap", "-1"),
+    [("S", "-1"), ("S", "65"), ("S", "x"), ("uplink", "0bit"), ("colour", "3"), ("price.GTX", "1"), ("price", "1"), ("cap", "-1"),
      ("train", "nan"), ("kappa", "9")],
 )  # fmt: skip
 def test_bad_what_ifs_are_refused_by_name(name: str, value: str) -> None:

@@ -185,7 +185,7 @@ class StepLoop:
         self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
 
     def swap(self, swap: LiveSwap) -> Future[float]:
-        """Puts a version live as its mode says; the result is the seconds that generation stood still."""
+        """Puts a version live as its mode says; returns the seconds that generation paused."""
         done: Future[float] = Future()
         done.set_running_or_notify_cancel()  # it is made, whether anybody waits for it or not
 

@@ -110,7 +110,7 @@ class SeveralEngines:
         return found[0] if len(set(found)) == 1 else NO_FINGERPRINT
 
     def stats(self) -> EngineStats:
-        """Sums; of swaps, those of the engine that stood still longest."""
+        """Sums; of swaps, those of the engine that paused longest."""
         each = [engine.stats() for engine in self._engines]
         return EngineStats(
             running_sequences=sum(stats.running_sequences for stats in each),

@@ -63,7 +63,7 @@ if not torch.cuda.is_available():
 
 class SeededDraws(torch.nn.Module):
     """In the place of vLLM's draw from filtered logits: the tokens that the numbers of their places pick (base/noise), so that
-    they depend on nothing else in the batch, and a sequence that goes on elsewhere goes on in its stream."""
+    they depend on nothing else in the batch, and a sequence that another worker continues keeps its stream."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
