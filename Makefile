@@ -11,7 +11,7 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-llm test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
+.PHONY: help demo demo-llm gpu test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
 
 help:
 	@echo "make demo        train a small model over three emulated rented machines: one to three minutes, no GPU"
@@ -20,6 +20,7 @@ help:
 	@echo "make check       ruff, mypy and house rules"
 	@echo "make sim SEED=7  the real daemons in a simulated network with faults"
 	@echo "make docs        the pages as HTML, in build/docs"
+	@echo "make gpu         on a GPU: learner's step, attention, publishing, noise of log-probabilities"
 	@echo "make bench       benchmarks; make mutants, make redteam, make soak, make audit: longer checks"
 	@echo "echo2 --help     commands; docs/quickstart.md begins"
 
@@ -90,6 +91,12 @@ bench: $(STAMP)
 
 bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*)
+
+# On a machine with a GPU: what is measured there, with the Python that holds its torch; no network, nothing installed.
+# DEVICE=cpu SMALL=1 tries the same code on tiny shapes.
+GPU_PYTHON ?= python3
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(SMALL),--small --out build/gpu.json)
 
 # The pages under docs/reference are made from the code first; warnings are errors.
 docs: $(STAMP)

@@ -1,0 +1,140 @@
+"""One optimiser step of the real trainer: tokens a second, share of what the device's matrix products do, both attentions,
+the layout's share of a step, and whether the same batches give the same bits again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from benchmarks.gpu.setup import QWEN3_06B, QWEN3_4B, SMALL, Row, Setup, Shape, not_measured, saved_model
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.batch import Batch, TrainGroup
+from echo2.learner.runtime.attention import Attention
+from echo2.learner.runtime.attention_choice import choose_attention
+from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.options import TrainerOptions
+from echo2.learner.runtime.trainer import StepResult, Trainer
+
+BYTES_PER_PARAMETER = 18
+"""Weights in bf16, their gradient, and master, gradient and two moments in float32."""
+TRIALS = 3
+COLLATION_SHARE_MAX = 0.05
+
+
+def batch_of(trainer: Trainer, shape: Shape, groups: int, each: int, prompt: int, mean: int) -> Batch:
+    """Completions of geometric length, with the log-probabilities that the policy itself gives them."""
+    rng = random.Random(3)
+    made = []
+    for number in range(groups):
+        group_id = GroupId(f"g{number}")
+        rollouts = []
+        for index in range(each):
+            length = min(4 * mean, 1 + int(rng.expovariate(1 / mean)))
+            tokens = tuple(rng.randrange(shape.vocabulary) for _ in range(length))
+            none = (0.0,) * length
+            spans = (VersionSpan(Version(0), length),)
+            rollouts.append(Rollout(group_id, index, tokens, none, none, spans, FinishReason.STOP))
+        ids = tuple(rng.randrange(shape.vocabulary) for _ in range(prompt))
+        spec = GroupSpec(group_id, ids, each, SamplingParams(max_new_tokens=4 * mean), 0)
+        made.append(TrainGroup(spec, number, tuple(rollouts), tuple(rng.random() for _ in rollouts)))
+    exact = iter(trainer.logprobs(made))
+    own = [
+        replace(group, rollouts=tuple(_as_sampled(rollout, next(exact)) for rollout in group.rollouts))
+        for group in made
+    ]
+    return Batch(Step(0), tuple(own))
+
+
+def _as_sampled(rollout: Rollout, logprobs_T: torch.Tensor) -> Rollout:
+    told = tuple(logprobs_T.tolist())
+    return replace(rollout, logprobs=told, raw_logprobs=told)
+
+
+def trainer_of(setup: Setup, shape: Shape, attention: Literal["auto", "dense", "flex"]) -> Trainer:
+    path = str(saved_model(shape, setup.folder))
+    budget = 512 if setup.is_small else 16_384
+    options = TrainerOptions(
+        path, device=str(setup.device), lr=1e-6, token_budget=budget, gradient_checkpointing=not setup.is_small,
+        attention=attention,
+    )  # fmt: skip
+    model = PolicyModel(path, "bfloat16", setup.device, 1.0)
+    choose_attention(model.policy, attention, setup.device)
+    return Trainer(model, options, 1000)
+
+
+def run(setup: Setup) -> list[Row]:
+    rows = []
+    for shape in (SMALL,) if setup.is_small else (QWEN3_06B, QWEN3_4B):
+        wanted = BYTES_PER_PARAMETER * shape.parameters
+        if wanted > 0.9 * setup.free_bytes:
+            why = f"{wanted / 1e9:.0f} GB of weights and optimiser, {setup.free_bytes / 1e9:.0f} GB free"
+            rows.append(not_measured(f"{shape.name}: step", "tokens/s", why, "higher"))
+            continue
+        rows += _rows_of(setup, shape)
+    return rows
+
+
+def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
+    sizes = (4, 4, 24, 16) if setup.is_small else (16, 8, 256, 512)
+    rows: list[Row] = []
+    rates: dict[Attention, float] = {}
+    wishes: tuple[Literal["auto", "dense"], ...] = ("auto", "dense") if setup.device.type != "cpu" else ("auto",)
+    for wish in wishes:
+        trainer = trainer_of(setup, shape, wish)
+        attention = trainer.model.policy.attention
+        if attention in rates:
+            rows.append(
+                not_measured(f"{shape.name}: step by FlexAttention", "tokens/s", "its trial failed here", "higher")
+            )
+            continue
+        batch = batch_of(trainer, shape, *sizes)
+        found: list[StepResult] = []
+        seconds = setup.seconds(lambda t=trainer, b=batch, f=found: f.append(t.step(b)), TRIALS, 1)  # type: ignore[misc]
+        last = found[-1]
+        rates[attention] = last.sampled_tokens / seconds
+        name = f"{shape.name}: step, {attention.value} attention"
+        flops = trainer.model.flops_per_position * last.positions / seconds
+        rows += [
+            Row(name, rates[attention], "tokens/s", None, "higher"),
+            Row(f"{name}, of a matrix product's rate", flops / setup.matmul_flops(), "share", None, "higher"),
+            Row(f"{name}, waiting for the layout", _share(found[1:], "load"), "share", COLLATION_SHARE_MAX),
+        ]
+        if setup.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(setup.device)
+            rows.append(Row(f"{name}, peak memory a parameter", peak / shape.parameters, "bytes"))
+            torch.cuda.reset_peak_memory_stats(setup.device)
+        del trainer
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+    if len(rates) == 2:
+        faster = rates[Attention.FLEX] / rates[Attention.DENSE]
+        rows.append(Row(f"{shape.name}: step, FlexAttention over dense", faster, "x", 1.0, "higher"))
+    rows.append(_replayed(setup, shape, sizes))
+    return rows
+
+
+def _share(results: list[StepResult], phase: str) -> float:
+    return sum(r.phases_s.get(phase, 0.0) for r in results) / sum(sum(r.phases_s.values()) for r in results)
+
+
+def _replayed(setup: Setup, shape: Shape, sizes: tuple[int, int, int, int]) -> Row:
+    """1 where a learner that is started again and trains the recorded batches has the bits that it had."""
+    name = f"{shape.name}: two steps trained again give the same bits"
+    if setup.device.type == "cuda" and shape is not QWEN3_06B:
+        return not_measured(name, "", "tried at 0.6B", "higher")
+    ends: list[dict[str, torch.Tensor]] = []
+    batch: Batch | None = None
+    for _ in range(2):
+        trainer = trainer_of(setup, shape, "auto")
+        batch = batch or batch_of(trainer, shape, *sizes)
+        for _step in range(2):
+            trainer.step(batch)
+        ends.append(trainer.model.snapshot())
+        del trainer
+    same = all(torch.equal(ends[0][key].view(torch.int16), ends[1][key].view(torch.int16)) for key in ends[0])
+    return Row(name, float(same), "", None, "higher")
