@@ -74,6 +74,7 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     (r"python docs/generate\.py", "tests/docs/test_docs.py", "test_references_are_those_of_the_code"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py", "test_stubs_are_made_from_the_protocol_as_make_proto_does"),
     (r"sqlite3 .*", "tests/e2e/test_backup.py", "back_up"),
+    (r"python -m benchmarks\.gpu.*", "tests/contract/test_gpu_bench.py", "command"),
     (r"python -m tests\.e2e\.releases", "tests/e2e/test_upgrade.py", "test_what_is_kept_of_this_release_will_go_on"),
 )  # fmt: skip
 UNDER_SOAK = {
@@ -130,7 +131,14 @@ def recipe(command: str) -> tuple[str, ...]:
     words = [*made, *shlex.split(command.replace("NAME", "links").replace("SEED=n", "SEED=3").replace("…", "3"))[1:]]
     done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr}"
-    lines = [re.sub(r"^(PYTHONPATH=\. )?\.venv(-vllm)?/bin/", "", line) for line in done.stdout.splitlines()]
+    lines = [
+        re.sub(
+            r"^((PYTHONPATH=\. )?\.venv(-vllm)?/bin/|python3(?= ))",
+            lambda m: "python" if m[1] == "python3" else "",
+            line,
+        )
+        for line in done.stdout.splitlines()
+    ]
     lines = [re.split(r" >|; ", line)[0] for line in lines]
     return tuple(line.strip() for line in lines if line.split(" ")[0] in PROGRAMS | {"ruff"})
 
