@@ -1,5 +1,12 @@
 """The broadcast protocol of one node: one door, `handle(event, now) -> actions`. No IO, no clock, no payload bytes.
 
+    an artifact:  unknown --header--> announced --chunks--> held in part --last chunk and seal--> complete --forgotten--> unknown
+                                          ^------------------ emptied (the disk lost it) ------------'
+    a chunk that we lack:  unheard of --a neighbour has it--> missing --patience (a push may be on its way)--> asked for --> held
+                                          ^------------------------------ late, refused, that peer went -------------'
+    a chunk that we hold, for one peer:  relayed (our child in its tree) | asked for | seeded (we publish it)
+                                         --> queued --pacer and slots--> in transport --> sent;  stuck: left for the peer to pull
+
 Guarantees: a chunk is forwarded along its tree as soon as it is seen (cut-through), at most once to a peer that is
 not known to hold it; at most `slots_per_peer` chunks to a peer are in the transport and the uplink is paced, so what
 waits, waits here; what no push brings is pulled; every wait has a timer. Leaves to others: checking signatures,
@@ -40,17 +47,15 @@ from echo2.broadcast.events import (
     SealSeen,
     SendCancel,
     SendChunk,
-    SendHave,
-    SendHeader,
     SendRelayAck,
     SendRequest,
-    SendSeal,
     Unwanted,
     UplinkSeen,
     Wake,
     WidthWished,
     Woken,
 )
+from echo2.broadcast.gossip import Gossip
 from echo2.broadcast.governor import UplinkGovernor, UplinkSample
 from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.policy import Pacer
@@ -78,13 +83,12 @@ class BroadcastSession:
         self._pacer = Pacer(uplink_bytes_per_s)
         self._seeding = Seeding()
         self._relaying = Relaying(me)
+        self._gossip = Gossip(self.peers, self.artifacts, self._seeding)
         self._rng: random.Random = derived_rng(seed, "session", me)
         self._served = 0
         self._actions: list[Action] = []
         self._wake_at = float("inf")
         self._housekeeping_at = float("-inf")
-        self._gossip_at = float("-inf")
-        self._is_untold = False
 
     @property
     def is_waiting(self) -> bool:
@@ -97,12 +101,13 @@ class BroadcastSession:
         """What is to be done because `event` happened at `now`."""
         self._actions = []
         self._dispatch(event, now)
+        # What peers send comes by the thousand a second, and each of these looks goes over all of them: a timer does the rest.
         is_due = now >= self._housekeeping_at or not isinstance(event, OF_PEERS)
         if is_due:
             self._seeding.check_timeouts(now)
             self._expire_requests(now)
             self._pull(now)
-            self._gossip(now)
+            self._actions += self._gossip.due(now)
             self._housekeeping_at = now + HOUSEKEEPING_S
         self._send_what_fits(now)
         self._set_timer(now, is_due)
@@ -115,7 +120,7 @@ class BroadcastSession:
             case PeerUp():
                 self.peers[event.peer] = Peer(event.peer, is_late=event.peer in self._late)
                 self._seeding.returned(event.peer)
-                self._greet(self.peers[event.peer])
+                self._actions += self._gossip.greeting(self.peers[event.peer])
             case PeerDown():
                 self._peer_down(event.peer, now)
             case LinkWidened() | WidthWished():
@@ -128,7 +133,7 @@ class BroadcastSession:
             case ChunksKept():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].kept(event.bitmap, event.sizes)
-                    self._is_untold = True
+                    self._gossip.changed()
             case SealSeen():
                 self._seal_seen(event)
             case HaveSeen():
@@ -168,14 +173,6 @@ class BroadcastSession:
         self._relaying.set_plan(plan)
         self._seeding.set_plan(plan, self.me)
 
-    def _greet(self, peer: Peer) -> None:
-        for key in self.artifacts:
-            self._tell_header(peer, key)
-            if self.artifacts[key].held:
-                self._tell_have(peer, self.artifacts[key])
-            if self.artifacts[key].chunk_count is not None:
-                self._actions.append(SendSeal(peer.peer_id, key))
-
     def _peer_down(self, peer_id: PeerId, now: float) -> None:
         if self.peers.pop(peer_id, None) is None:
             return
@@ -193,10 +190,11 @@ class BroadcastSession:
             self.peers[event.peer].knows.add(event.key)
         if event.key in self.artifacts:
             return
+        # As if a push had come lately: the first chunks are on their way, and would be asked for though they come anyway.
         grace_from = now - policy.PUSH_SILENCE_S + policy.FIRST_PUSH_S
         self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from)
         for peer in self.peers.values():
-            self._tell_header(peer, event.key)
+            self._actions += self._gossip.header(peer, event.key)
 
     def _chunk_seen(self, event: ChunkSeen, now: float) -> None:
         artifact = self.artifacts.get(event.key)
@@ -208,7 +206,7 @@ class BroadcastSession:
         if artifact.held >> event.index & 1:
             self.duplicates_bytes += event.size_bytes
         artifact.holds(event.index, event.size_bytes)
-        self._is_untold = True
+        self._gossip.changed()
         artifact.came(event.index, event.is_answer, now)
         if event.is_fresh:
             self._seeding.add(event.key, event.index, event.size_bytes)
@@ -220,6 +218,7 @@ class BroadcastSession:
 
     def _came_from(self, peer: Peer, event: ChunkSeen, now: float) -> None:
         bit = 1 << event.index
+        # Twice by one peer, unasked: links and trees that change may do it now and then, a peer that wastes our downlink does more.
         was_given = peer.given.get(event.key, 0) & bit
         if was_given and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1
@@ -244,10 +243,7 @@ class BroadcastSession:
             return
         artifact.sealed(event.chunk_count)
         for peer in self.peers.values():
-            if event.key not in peer.sealed:
-                self._tell_header(peer, event.key)
-                peer.sealed.add(event.key)
-                self._actions.append(SendSeal(peer.peer_id, event.key))
+            self._actions += self._gossip.seal(peer, event.key)
 
     def _have_seen(self, event: HaveSeen, now: float) -> None:
         peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
@@ -256,9 +252,8 @@ class BroadcastSession:
         peer.knows.add(event.key)
         if event.is_sealed:
             peer.sealed.add(event.key)
-        elif artifact.chunk_count is not None and event.key not in peer.sealed:
-            peer.sealed.add(event.key)
-            self._actions.append(SendSeal(peer.peer_id, event.key))
+        elif artifact.chunk_count is not None:
+            self._actions += self._gossip.seal(peer, event.key)
         bitmap = event.bitmap & all_of(CHUNKS_MAX if artifact.chunk_count is None else artifact.chunk_count)
         peer.note_all(event.key, bitmap)
         artifact.offered(bitmap, now)
@@ -336,37 +331,6 @@ class BroadcastSession:
     def _acknowledge(self, acks: list[SendRelayAck]) -> None:
         self._actions += (ack for ack in acks if ack.peer in self.peers)
 
-    # ---- telling
-
-    def _tell_header(self, peer: Peer, key: ArtifactKey) -> None:
-        if key not in peer.knows:
-            peer.knows.add(key)
-            self._actions.append(SendHeader(peer.peer_id, key))
-
-    def _tell_have(self, peer: Peer, artifact: Artifact) -> None:
-        self._tell_header(peer, artifact.key)
-        shown = self._shown(artifact)
-        peer.told[artifact.key] = shown
-        self._actions.append(SendHave(peer.peer_id, artifact.key, shown, artifact.chunk_count is not None))
-
-    def _shown(self, artifact: Artifact) -> int:
-        """What we say that we hold: not what we are about to push, lest it is asked for as well."""
-        return artifact.held & ~self._seeding.waiting.get(artifact.key, 0)
-
-    def _gossip(self, now: float) -> None:
-        """Have-maps that changed, to everyone, at most once an interval: rarer among many, until little is missing."""
-        if not self._is_untold or now < self._gossip_at:
-            return
-        self._is_untold = False
-        is_ending = any(a.is_nearly_complete and not a.is_complete for a in self.artifacts.values())
-        crowd = 1.0 if is_ending else max(1.0, len(self.peers) / policy.HAVE_PEERS)
-        self._gossip_at = now + policy.HAVE_INTERVAL_S * crowd
-        for artifact in self.artifacts.values():
-            shown = self._shown(artifact)
-            for peer in self.peers.values():
-                if shown != peer.told.get(artifact.key, 0):
-                    self._tell_have(peer, artifact)
-
     # ---- pulling
 
     def _expire_requests(self, now: float) -> None:
@@ -374,7 +338,7 @@ class BroadcastSession:
             late = pulling.expired(peer, now)
             if not late:
                 continue
-            peer.rate.punish()
+            peer.rate.punish()  # its window shrinks, so that the next are asked of others
             for ref in late:
                 del peer.requests[ref]
                 self._actions.append(SendCancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
@@ -402,15 +366,17 @@ class BroadcastSession:
             if picked is None:
                 return
             peer, outgoing = picked
-            peer.taken_at = peer.taken_at if peer.in_transport else now
+            peer.taken_at = (
+                peer.taken_at if peer.in_transport else now
+            )  # a transport that is full is not blamed for its pause
             peer.in_transport += 1
             self._served += 1
             peer.served_at = self._served
-            peer.note(outgoing.key, outgoing.index)
+            peer.note(outgoing.key, outgoing.index)  # from now on nobody else's plan brings it there
             peer.remember_sent((outgoing.key, outgoing.index), now)
             size = self.artifacts[outgoing.key].sizes.get(outgoing.index, 0)
             self._pacer.spend(size, now)
-            self._tell_header(peer, outgoing.key)
+            self._actions += self._gossip.header(peer, outgoing.key)
             self._actions.append(
                 SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route, outgoing.is_answer)
             )
@@ -425,7 +391,7 @@ class BroadcastSession:
             assigned = self._seeding.next_assignment(self.peers, queued == 0, now)
             if assigned is None:
                 return
-            self._is_untold = True
+            self._gossip.changed()
             (key, index), tree = assigned
             targets = tree.children if tree.route.tree >= 0 else tuple(self.peers)
             for child in targets:
@@ -478,7 +444,7 @@ class BroadcastSession:
         times: list[float | None] = []
         if is_housekept:
             times += [self._shed_stuck(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
-            times += [self._gossip_at if self._is_untold else None, self._next_pull(now)]
+            times += [self._gossip.next_at, self._next_pull(now)]
         else:
             times.append(now + HOUSEKEEPING_S)
         ready_at = self._pacer.ready_at(now)

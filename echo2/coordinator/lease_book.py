@@ -1,5 +1,13 @@
 """Which worker makes which group: leases and their deadlines, as one machine with one door.
 
+    a group:   offered --> QUEUED --granted--> LEASED --its worker says FINISHED--> PRODUCED --the learner closes it--> gone
+                             ^                   |  '-- renewed by progress            |
+                             |                   |  '-- recalled: a few seconds for its tokens to come back
+                             '---- handed back, refused, expired, worker lost or silent; offered again: it was not whole
+    from any of them: closed by the learner, or not on its list --> gone
+
+A group goes on as a continuation: what the learner holds of it is not sampled again, so each of these ways costs little.
+
 `LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has one lease at most, and each lease of a group a
 higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
 given a group that it may not have by its version (lease_queue); a lease without progress for `lease_timeout_s` goes to
@@ -14,7 +22,6 @@ Why a group waits is told by `lease_waits`: nothing waits silently.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -57,20 +64,10 @@ from echo2.coordinator.lease_events import (
     refusal_pause_s,
 )
 from echo2.coordinator.lease_exams import Examiners
-from echo2.coordinator.lease_queue import LeaseQueue, may_take
+from echo2.coordinator.lease_queue import LeaseQueue
+from echo2.coordinator.lease_seekers import LeaseRules, Seekers
 from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRules:
-    """`recall_s`: how long a recalled worker may take to hand its tokens back."""
-
-    staleness_bound: int
-    lease_timeout_s: float
-    recall_s: float = 5.0
-    groups_max: int = 65_536
-    leases_per_worker_max: int = 1024
 
 
 @dataclass(slots=True)
@@ -79,23 +76,23 @@ class LeaseBook:
     groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     counts: LeaseCounts = field(default_factory=LeaseCounts)
-    seekers: OrderedDict[PeerId, Seeker] = field(default_factory=OrderedDict)
+    seekers: Seekers = field(init=False)
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
     offered_at: float = 0.0
     _queue: LeaseQueue = field(init=False)
     _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
     _examiners: Examiners = field(default_factory=Examiners)
-    _rates: dict[PeerId, float] = field(default_factory=dict)
-    allowed: set[PeerId] = field(default_factory=set)
     hearsay: Hearsay = field(init=False)
     worth: Worth = field(init=False)
     given_up: GivenUp = field(default_factory=GivenUp)
-    _now: float = 0.0
 
     def __post_init__(self) -> None:
         self._queue = LeaseQueue(self.rules.staleness_bound)
         self.hearsay = Hearsay(self.rules.lease_timeout_s)
         self.worth = Worth(self.rules.lease_timeout_s)
+        self.seekers = Seekers(
+            self.rules, self.worth, self.given_up, self.hearsay, self.lease_count, lambda: self.open_groups
+        )
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
         """Takes what an earlier process saved; before the first event."""
@@ -115,7 +112,7 @@ class LeaseBook:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """The door: one event in, what to do out."""
-        self._now, found = now, []
+        self.seekers.now, found = now, []
         for action in self._handle(event, now):
             self.worth.follow(action)
             self._examiners.follow(action)
@@ -137,11 +134,11 @@ class LeaseBook:
             case WorkerCame(worker_id, held):
                 yield from self._came(worker_id, held, now)
             case WorkerAllowed(worker_id, is_allowed):
-                (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
+                self.seekers.allow(worker_id, is_allowed)
             case RolloutsWanted(worker_id, free_rollouts, version):
-                self._wanted(worker_id, free_rollouts, version, now)
+                self.seekers.wants(worker_id, free_rollouts, version)
             case Rated(worker_id, rollouts_per_s):
-                self._rates[worker_id] = rollouts_per_s
+                self.seekers.rated(worker_id, rollouts_per_s)
                 return
             case Delivered(workers):
                 self.given_up.told(now)
@@ -241,7 +238,7 @@ class LeaseBook:
     # ---- the workers' side
 
     def _came(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
-        self.seekers.pop(worker_id, None)
+        self.seekers.came(worker_id)
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
             yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
@@ -260,14 +257,6 @@ class LeaseBook:
         self._queue.remove(group)
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
-
-    def _wanted(self, worker_id: PeerId, free_rollouts: int, version: Version, now: float) -> None:
-        self.given_up.at_version(worker_id, version)
-        known = self.seekers.get(worker_id)
-        if free_rollouts <= 0:
-            self.seekers.pop(worker_id, None)
-        else:
-            self.seekers[worker_id] = Seeker(free_rollouts, version, known.since if known else now)
 
     def _progressed(self, event: Progressed, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
@@ -311,9 +300,7 @@ class LeaseBook:
                 yield from self._take_back(lease, now, pause_s, GivenUpWay.REFUSED)
 
     def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
-        self.seekers.pop(worker_id, None)
-        self.allowed.discard(worker_id)
-        self._rates.pop(worker_id, None)
+        self.seekers.lost(worker_id)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, self.rules.lease_timeout_s, GivenUpWay.LOST)
@@ -357,13 +344,15 @@ class LeaseBook:
 
     def _match(self, now: float) -> Iterator[Action]:
         """Hands queued groups to workers that want some, the most urgent group first."""
-        seekers = self.open_seekers()
+        seekers = self.seekers.open()
         if not seekers:
             return
         trains = self._queue.paced_count or len(self.leases) > len(self._examiners)
         for version in self._queue.exact_versions({seeker.version for seeker in seekers.values()}):
-            willing = sorted((w for w, s in seekers.items() if s.version == version), key=self._backlog_s)
-            chosen = self._examiners.chosen(version, willing, self.allowed, self._rate) if trains else willing
+            willing = sorted((w for w, s in seekers.items() if s.version == version), key=self.seekers.backlog_s)
+            chosen = (
+                self._examiners.chosen(version, willing, self.seekers.allowed, self.seekers.rate) if trains else willing
+            )
             examining = {worker_id: seekers.pop(worker_id) for worker_id in chosen}
             for group_id in self._queue.exact(version):
                 yield from self._hand_out(self.groups[group_id], examining, now)
@@ -380,44 +369,17 @@ class LeaseBook:
         """Leases the group to the best of `seekers`, if any may have it; whoever can hold no more leaves them."""
         if now < group.not_before:
             return
-        worker_id = self._best_seeker(group, seekers, now)
+        worker_id = self.seekers.best(group, seekers)
         if worker_id is None:
             return
         self._queue.remove(group)
         yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
-        seekers[worker_id].free_rollouts -= group.spec.rollout_count
-        if seekers[worker_id].free_rollouts <= 0:
-            self.seekers.pop(worker_id)
+        self.seekers.took(worker_id, group.spec.rollout_count)
+        if not self.seekers.can_hold_more(worker_id):
             del seekers[worker_id]
-        elif not self._has_room(worker_id):
-            del seekers[worker_id]
-        if self.worth.are_trials_full(self.open_groups):
-            for full in [w for w in seekers if not self._has_room(w)]:
+        if self.worth.are_trials_full(self.open_groups):  # a newcomer's first word is out: the others of its kind wait
+            for full in [w for w in seekers if not self.seekers.has_room(w)]:
                 del seekers[full]
-
-    def _best_seeker(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> PeerId | None:
-        """Who is through with what it holds soonest; of equals, who has waited longest."""
-        group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > now}
-        exact = group.spec.exact_version
-        fit = (
-            w for w, s in seekers.items()
-            if w not in group.avoid and self._has_room(w)
-            and not self.hearsay.is_shunned(w, now) and may_take(group.spec, s.version, self.rules.staleness_bound)
-            and (exact is None or self.given_up.may_evaluate(w, exact))
-        )  # fmt: skip
-        return min(fit, key=lambda w: (w != group.preferred, self._backlog_s(w), seekers[w].since, w), default=None)
-
-    def _backlog_s(self, worker_id: PeerId) -> float:
-        return self.lease_count(worker_id) / (self._rate(worker_id) or 1.0)
-
-    def _rate(self, worker_id: PeerId) -> float:
-        return self.worth.believed_per_s(worker_id, self._rates.get(worker_id, 0.0))
-
-    def _has_room(self, worker_id: PeerId) -> bool:
-        is_full = self.lease_count(worker_id) >= self.rules.leases_per_worker_max
-        if is_full or self.given_up.is_held_back(worker_id, self.allowed, self._now):
-            return False
-        return self.worth.has_room(worker_id, self.open_groups, self.allowed, self._now)
 
     # ---- state changes
 
@@ -432,7 +394,9 @@ class LeaseBook:
         self._of_worker.setdefault(worker_id, set()).add(lease_id)
         group.phase, group.lease_id, group.attempts, group.since = GroupPhase.LEASED, lease_id, attempt, now
         group.preferred, group.last_worker = None, worker_id
-        self.given_up.granted(worker_id, self.seekers[worker_id].version if worker_id in self.seekers else None)
+        self.given_up.granted(
+            worker_id, seeker.version if (seeker := self.seekers.wanting.get(worker_id)) is not None else None
+        )
         self.counts.granted += 1
         self.counts.continued += is_continuation
         yield SaveGroup(group.spec.group_id)
@@ -487,13 +451,10 @@ class LeaseBook:
         return None if (first := self._queue.first) is None else self.groups[first]
 
     def has_work_for(self, workers: Iterable[PeerId]) -> bool:
-        return self._queue.has_work_for({self.seekers[worker_id].version for worker_id in workers})
+        return self._queue.has_work_for({self.seekers.wanting[worker_id].version for worker_id in workers})
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
-
-    def open_seekers(self) -> dict[PeerId, Seeker]:
-        return {w: s for w, s in self.seekers.items() if w in self.allowed and self._has_room(w)}
 
     def lease_count(self, worker_id: PeerId) -> int:
         return len(self._of_worker.get(worker_id, ()))

@@ -46,8 +46,8 @@ def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
 
 
 def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
-    active = book.allowed
-    allowed = [(worker, seeker) for worker, seeker in book.seekers.items() if worker in active]
+    active = book.seekers.allowed
+    allowed = [(worker, seeker) for worker, seeker in book.seekers.wanting.items() if worker in active]
     need = group.spec.consume_step - book.rules.staleness_bound
     if now < group.not_before:
         return f"the learner refused the last attempt at {group.spec.group_id}"
@@ -61,6 +61,6 @@ def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
     newest = max(seeker.version for _, seeker in allowed)
     if exact is None and newest < need:
         return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
-    if not book.open_seekers():
+    if not book.seekers.open():
         return f"{len(allowed)} willing workers must deliver what they hold before they are given more"
     return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

@@ -65,7 +65,7 @@ def speed_of(member: Member) -> float:
 
 def is_quiet(book: LeaseBook, now: float) -> bool:
     """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use it."""
-    idle = book.open_seekers()
+    idle = book.seekers.open()
     is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
     return is_over and not book.has_work_for(idle)
 
@@ -74,7 +74,7 @@ def moves(
     book: LeaseBook, speeds: Mapping[PeerId, float], step: Step, rule: TailRule, names: Mapping[PeerId, str]
 ) -> list[Move]:
     """The moves that pay, the slowest stragglers first, each to the fastest worker that has room for it."""
-    room = {worker: seeker.free_rollouts for worker, seeker in book.open_seekers().items() if speeds.get(worker, 0) > 0}
+    room = {worker: seeker.free_rollouts for worker, seeker in book.seekers.open().items() if speeds.get(worker, 0) > 0}
     if not room or book.has_work_for(room):
         return []
     found: list[Move] = []
@@ -84,7 +84,7 @@ def moves(
         fit = [
             worker for worker, free in room.items()
             if free >= spec.rollout_count and worker != lease.worker_id
-            and may_take(spec, book.seekers[worker].version, book.rules.staleness_bound)
+            and may_take(spec, book.seekers.wanting[worker].version, book.rules.staleness_bound)
         ]  # fmt: skip
         if not fit:
             continue

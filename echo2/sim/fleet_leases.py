@@ -18,7 +18,8 @@ from echo2.base.ids import GroupId, Step
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_book import LeaseBook
+from echo2.coordinator.lease_seekers import LeaseRules
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
 from echo2.sim.clock import VirtualClock
 from echo2.sim.fleet_scenario import FleetScenario
@@ -120,7 +121,7 @@ class Generation:
 
     def seek(self, worker: SimWorker) -> None:
         """Tells the book of free slots; once is enough until a grant or a newer version."""
-        known = self.book.seekers.get(worker.peer_id)
+        known = self.book.seekers.wanting.get(worker.peer_id)
         if worker.is_active and worker.free_slots > 0 and (known is None or known.version != worker.version):
             self._handle(le.RolloutsWanted(worker.peer_id, worker.free_slots, worker.version))
 

@@ -170,12 +170,12 @@ class Looking:
         if self._wires.is_blocked("learner", "coordinator") or self._wires.is_blocked("coordinator", "learner"):
             return  # neither knows of it yet
         shift, hub = learner.shift, coordinator.hub
-        if hub is None or hub.learner is None or shift is None or not shift.session.is_connected:
+        if hub is None or hub.learner.session is None or shift is None or not shift.session.is_connected:
             return
         intake, booked = shift.intake, set(hub.book.groups)
         lacking = {spec.group_id for spec, _ in intake.lacking()}
         held = {group_id for group_id in booked if intake.holds(group_id)}
-        key = (self._machines["learner"].lives, self._machines["coordinator"].lives, hub.learner)
+        key = (self._machines["learner"].lives, self._machines["coordinator"].lives, hub.learner.session)
         self._truth.agree(self._lasting(lacking - booked, key, "unknown"), self._lasting(booked - held, key, "closed"))
 
     def _lasting(self, groups: Collection[GroupId], key: Hashable, what: str) -> set[GroupId]:

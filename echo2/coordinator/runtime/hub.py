@@ -1,29 +1,34 @@
 """Where everything meets: streams bring events, the cores decide, the keeper keeps, then orders go out.
 
+    event --> core decides --> noted (keeper) and queued (_outgoing) --once in this turn of the loop--> kept --> sent
+                                                              cannot be kept: nothing is sent, the daemon stops
+    a worker's stream:  came --> [ welcome, activation, broadcast plan ] --> beats, lease events --> left (good-bye) --> cut
+                          '-- came again: the newer stream takes the older one's place
+
 Runs on the event loop's thread alone. Guarantees: no order that follows from a change is sent before that change is
 kept (`_flush`); what came in one turn of the loop is kept in one transaction. Waits for nothing: it is called by the
-streams, by the page and by `tick`. Leaves to others: what to decide (lease_book, membership, board), the planner's work
-(planning), gRPC (services).
+streams, by the page and by `tick`. Leaves to others: what to decide (lease_book, membership, board), the learner's stream
+(learner_side), the planner's work (planning), gRPC (services).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 
 from echo2.base.clock import Clock
-from echo2.base.errors import EchoError, NotAllowed, VersionMismatch
+from echo2.base.errors import EchoError, NotAllowed
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.dialable import MetAddresses
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.coordinator import accounts
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.board import LearnerBoard
-from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_book import LeaseBook
+from echo2.coordinator.lease_seekers import LeaseRules
 from echo2.coordinator.membership import (
     Activation,
     Change,
@@ -36,26 +41,25 @@ from echo2.coordinator.membership import (
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
-from echo2.coordinator.runtime.barring import banned_ids, barring_of, barrings_of, tell_ban
+from echo2.coordinator.runtime.barring import banned_ids, barring_of, tell_ban
 from echo2.coordinator.runtime.ending import RunEnding
 from echo2.coordinator.runtime.granting import order_of, whereabouts_of
 from echo2.coordinator.runtime.keeper import Keeper
+from echo2.coordinator.runtime.learner_side import LearnerSide
 from echo2.coordinator.runtime.money import Money
 from echo2.coordinator.runtime.restoring import restore_board
 from echo2.coordinator.runtime.session import StreamSession, check_hello, check_quantisation
-from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, SavedState, StateStore
+from echo2.coordinator.saved import LoggedEvent, PaidAction, SavedState, StateStore
 from echo2.coordinator.telemetry import Heartbeat as HeartbeatFacts
-from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
+from echo2.coordinator.telemetry import WorkerHello
 from echo2.coordinator.tokens import TokenBook
 from echo2.coordinator.trials import ON_TRIAL
 from echo2.cost_model.plan import Plan
 from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
-from echo2.wire.coordinator import FINISHED, learner_hello_to_message, learner_report_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 WorkerSession = StreamSession[pb.WorkerOrder]
-LearnerSession = StreamSession[pb.LearnerOrder]
 MEMBERS_KEPT_TICKS = 60
 """Telemetry of a sixtieth of the workers is kept at each tick: all at once would hold up leases, and after a restart
 half a minute old is as good as new. What must not be lost (joins, orders, money) is kept when it happens."""
@@ -87,7 +91,6 @@ class Hub:
         self.board = LearnerBoard()
         self.keeper = Keeper(store, self.book, self.membership, self.tokens, options.limits.events_kept)
         self.workers: dict[PeerId, WorkerSession] = {}
-        self.learner: LearnerSession | None = None
         self.reckoning = Reckoning(self.board)
         self.proven = MetAddresses()
         self.plan: Plan | None = None
@@ -96,7 +99,6 @@ class Hub:
         self.relay_address = ""  # host:port of this coordinator's libp2p; empty: none
         self.broadcast_plan: BroadcastPlan | None = None
         self._plan_parts: PlanParts | None = None
-        self.model_digest = ""
         self.started_at = clock.now()
         self.plan_needed = asyncio.Event()
         self.broadcast_needed = asyncio.Event()
@@ -104,6 +106,7 @@ class Hub:
         self._is_flushing = self._is_closed = False
         self._ticks = 0
         self.ending = RunEnding(self, saved.meta)
+        self.learner = LearnerSide(self, saved.meta)
         self._restore(saved)
 
     def _restore(self, saved: SavedState) -> None:
@@ -115,7 +118,6 @@ class Hub:
         self.keeper.events.extend(saved.events)
         self.keeper.samples.extend(saved.samples)
         self.keeper.paid.extend(saved.paid)
-        self.model_digest = saved.meta.get("model_digest", "")
         self.money.standby_before = float(saved.meta.get("usd_standby", "0"))
         restore_board(self.board, saved.meta, now)
         if saved.members or saved.groups:
@@ -173,11 +175,13 @@ class Hub:
         """Keeps everything before the caller goes on: enrolment and operators' commands."""
         self.keeper.flush()
 
-    def _send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
+    def send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
+        """To a worker, once everything before it is kept."""
         self._outgoing.append((peer_id, order))
         self.flush_soon()
 
-    def _handle(self, event: le.Event) -> None:
+    def handle(self, event: le.Event) -> None:
+        """The lease book decides on it."""
         self.apply(self.book.handle(event, self.clock.now()))
 
     # ---- workers
@@ -185,11 +189,7 @@ class Hub:
     def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
         """Lets a worker's session begin, or raises the reason why not; nothing has changed then."""
         check_hello(self.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
-        if hello.model_digest and self.model_digest and hello.model_digest != self.model_digest:
-            raise VersionMismatch(
-                f"worker {hello.name or peer_id}: expected weights of model {self.model_digest[:16]}…, it holds "
-                f"{hello.model_digest[:16]}…: empty its folder"
-            )
+        self.learner.check_model(peer_id, hello)
         check_quantisation(hello, self.options.quantised_workers)
         self.ending.check_open()
         now = self.clock.now()
@@ -209,7 +209,7 @@ class Hub:
         session.send(pb.WorkerOrder(activation=activation))
         if self.broadcast_plan is not None:
             self.send_broadcast_plan(session)
-        self._handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: its last life's wish is void
+        self.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: its last life's wish is void
         self._review(self.membership.change_of(member, now))
         self._allow(peer_id)
         self.keeper.member(peer_id)
@@ -222,15 +222,11 @@ class Hub:
             staleness_bound=self.options.staleness_bound,
             heartbeat_interval_s=self.options.heartbeat_interval_s,
             report_interval_s=self.options.report_interval_s,
-            learner=self.whereabouts(),
+            learner=whereabouts_of(self.board),
             relay_address=self.relay_address,
             unix_s=self.clock.now(),
             banned_peer_ids=banned_ids(self.membership.members.values()),
         )
-
-    def whereabouts(self) -> pb.LearnerWhereabouts | None:
-        """Where the learner is, or was when it was last heard; None before the first has come."""
-        return whereabouts_of(self.board)
 
     def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
         before, access = self.membership.members[peer_id].link, self.membership.members[peer_id].access
@@ -249,7 +245,7 @@ class Hub:
     def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
         """A lease request, progress or end."""
         self.membership.heard(peer_id, None, self.clock.now())
-        self._handle(event)
+        self.handle(event)
 
     def worker_left(self, peer_id: PeerId, reason: str) -> None:
         self.membership.left(peer_id, self.clock.now())
@@ -264,14 +260,14 @@ class Hub:
         if self.workers.get(peer_id) is not session:
             return
         del self.workers[peer_id]
-        self._handle(le.RolloutsWanted(peer_id, 0, Version(0)))
+        self.handle(le.RolloutsWanted(peer_id, 0, Version(0)))
         self.membership.cut(peer_id, self.clock.now())
         self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
 
     def _allow(self, peer_id: PeerId) -> None:
         member = self.membership.members[peer_id]
         may = member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
-        self._handle(le.WorkerAllowed(peer_id, may))
+        self.handle(le.WorkerAllowed(peer_id, may))
 
     def _review(self, change: Change | None) -> None:
         """A worker's life or work has changed: leases, money, plans and the worker itself must know."""
@@ -287,10 +283,10 @@ class Hub:
             self._tell_activation(change)
         if change.after is Liveness.GONE or change.activation.is_barred:
             why = change.after if change.after is Liveness.GONE else change.activation
-            self._handle(le.WorkerLost(member.peer_id, why.value))
+            self.handle(le.WorkerLost(member.peer_id, why.value))
             self.board.left(member.peer_id, now)
         else:
-            self._handle(le.WorkerAllowed(member.peer_id, change.may_lease))
+            self.handle(le.WorkerAllowed(member.peer_id, change.may_lease))
             if change.activation is not Activation.ACTIVE:
                 self.board.left(member.peer_id, now)
         self.plan_needed.set()
@@ -301,8 +297,8 @@ class Hub:
         self.note("activation", f"{member.name} is {change.activation.value} now: {member.activation_reason}")
         self.journal_worker(change.activation.value, member, member.activation_reason)
         was_barred = change.worked is not None and change.worked.is_barred
-        if self.learner is not None and (change.activation.is_barred or was_barred):
-            self.learner.send(barring_of(member))
+        if change.activation.is_barred or was_barred:
+            self.learner.tell(barring_of(member))
         tell_ban(change, list(self.workers.values()))
         if change.activation is Activation.BANNED:
             session = self.workers.get(member.peer_id)
@@ -312,7 +308,7 @@ class Hub:
                 )
             return
         order = pb.Activation(is_active=change.activation is Activation.ACTIVE, reason=member.activation_reason)
-        self._send(member.peer_id, pb.WorkerOrder(activation=order))
+        self.send(member.peer_id, pb.WorkerOrder(activation=order))
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
         """The operator's word on a worker."""
@@ -322,92 +318,6 @@ class Hub:
         self.keeper.member(peer_id)
         self._review(self.membership.change_of(member, self.clock.now()))
         self.flush_now()
-
-    # ---- the learner
-
-    def learner_came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerSession) -> None:
-        """Lets the learner's session begin, or raises the reason why not; nothing has changed then."""
-        check_hello(self.options.run_id, f"learner {peer_id}", hello.protocol_version, hello.run_id)
-        if hello.staleness_bound != self.options.staleness_bound:
-            raise VersionMismatch(
-                f"learner {peer_id}: expected staleness bound S = {self.options.staleness_bound} as the coordinator "
-                f"was told, got {hello.staleness_bound}: start both with the same config"
-            )
-        self.ending.learner_came(hello)
-        is_news = self.board.came(peer_id, replace(hello, open_groups=()), self.model_digest, self.clock.now())
-        if self.learner is not None:
-            self.learner.end()
-        self.learner = session
-        self.model_digest = hello.model_digest
-        self.keeper.meta("model_digest", hello.model_digest)
-        self.keeper.meta("learner_peer_id", peer_id)
-        self.keeper.meta("learner_hello", learner_hello_to_message(self.board.hello or hello).SerializeToString().hex())
-        self.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
-                  f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
-        interval_s = self.options.heartbeat_interval_s
-        session.send(
-            pb.LearnerOrder(welcome=pb.LearnerWelcome(run_id=self.options.run_id, heartbeat_interval_s=interval_s))
-        )
-        if self.plan_update is not None:
-            session.send(pb.LearnerOrder(plan=self.plan_update))
-        if self.broadcast_plan is not None:
-            session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(self.broadcast_plan)))
-        for barring in barrings_of(self.membership.members.values()):
-            session.send(barring)
-        if is_news:
-            order = pb.WorkerOrder(learner=self.whereabouts())
-            for worker_id in self.workers:
-                self._outgoing.append((worker_id, order))
-        self._handle(le.GroupsSynced(hello.open_groups))
-        self.broadcast_needed.set()
-        self.plan_needed.set()
-
-    def learner_reported(self, report: LearnerReport) -> None:
-        now = self.clock.now()
-        if not self.board.heard(report, now):
-            return
-        money = self.money.sums()
-        self.reckoning.step_made(report, money.usd_useful, now)
-        self.keeper.meta("learner_report", learner_report_to_message(report).SerializeToString().hex())
-        self.keeper.sample(
-            CurvePoint(
-                now, report.step, report.reward_mean if report.train_s > 0 else None, report.eval_reward, report.utilisation,
-                self.reckoning.expected(self.plan), money.usd_spent, money.usd_per_hour,
-            )
-        )  # fmt: skip
-        self.flush_soon()
-
-    def learner_event(self, event: le.Event) -> None:
-        """An offer or a closure of groups."""
-        self.board.heard_at = self.clock.now()
-        self._handle(event)
-
-    def published(self, version: PublishedVersion) -> None:
-        late = self.broadcast_plan.late if self.broadcast_plan is not None else frozenset()
-        pool = [member.peer_id for member in self.membership.pool() if member.peer_id not in late]
-        self.board.published(version, self.predicted_broadcast_s(version.artifact_bytes), pool, self.clock.now())
-        self.keeper.meta("totals", json.dumps(asdict(self.board.totals)))
-        self.flush_soon()
-
-    def predicted_broadcast_s(self, artifact_bytes: int) -> float:
-        """Until all that are not late have it, by the broadcast plan, and the slowest apply among the pool's workers."""
-        plan = self.broadcast_plan
-        if plan is None or not plan.predicted_bytes:
-            return 0.0
-        apply_s = max((member.heartbeat.apply_s for member in self.membership.pool()), default=0.0)
-        return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
-
-    def learner_leaving(self, reason: str) -> None:
-        self.note("learner", f"leaves: {reason or 'no reason given'}")
-        if reason == FINISHED:
-            self.ending.learner_finished()
-
-    def learner_cut(self, session: LearnerSession) -> None:
-        if self.learner is not session:
-            return
-        self.learner = None
-        self.board.cut(self.clock.now())
-        self.note("learner", "its stream is over; workers go on with the leases they hold")
 
     # ---- plans
 
@@ -430,8 +340,8 @@ class Hub:
             predicted_utilisation=self.reckoning.expected(plan), predicted_broadcast_s=plan.broadcast_s,
             usd_per_hour=plan.usd_per_hour, reason=plan.reason,
         )  # fmt: skip
-        if update != self.plan_update and self.learner is not None:
-            self.learner.send(pb.LearnerOrder(plan=update))
+        if update != self.plan_update:
+            self.learner.tell(pb.LearnerOrder(plan=update))
         if self.plan_update is None or self.plan_update.kappa != plan.kappa:
             self.note("plan", plan.reason)
         self.plan_update = update
@@ -446,8 +356,7 @@ class Hub:
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """The plan goes to the learner now, and to the sessions returned as fast as the caller sees fit."""
         self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
-        if self.learner is not None:
-            self.learner.send(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
+        self.learner.tell(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
         _log.debug("broadcast plan %d: %s over %d nodes: %s", plan.epoch, plan.topology, len(plan.nodes), plan.reason)
         return list(self.workers.values())
 
@@ -469,7 +378,7 @@ class Hub:
         now = self.clock.now()
         for change in list(self.membership.changes(now)):
             self._review(change)
-        self._handle(le.Tick())
+        self.handle(le.Tick())
         accounts.meter(self.membership.members.values(), now)
         self._ticks += 1
         members = self.membership.members
@@ -484,8 +393,7 @@ class Hub:
         """Ends all streams and keeps what is left; after this nothing is kept."""
         for session in self.workers.values():
             session.end()
-        if self.learner is not None:
-            self.learner.end()
+        self.learner.close()
         accounts.meter(self.membership.members.values(), self.clock.now())
         self.keeper.meta("usd_standby", f"{self.money.standby_usd():.6f}")
         for member in self.membership.living():

@@ -146,23 +146,23 @@ class LearnerParty:
 
     async def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: StreamSession[pb.LearnerOrder]) -> None:
         _expect_hello(first, f"learner {peer_id}")
-        self._hub.learner_came(peer_id, wire.learner_hello_from_message(first.hello, f"learner {peer_id}"), session)
+        self._hub.learner.came(peer_id, wire.learner_hello_from_message(first.hello, f"learner {peer_id}"), session)
 
     def said(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
         whose = f"learner {peer_id}"
         match message.WhichOneof("kind"):
             case "report":
-                self._hub.learner_reported(wire.learner_report_from_message(message.report, whose))
+                self._hub.learner.reported(wire.learner_report_from_message(message.report, whose))
             case "offer":
-                self._hub.learner_event(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
+                self._hub.learner.said(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
             case "close":
                 check(message.close, whose)
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
-                self._hub.learner_event(le.GroupsClosed(ids, message.close.reason))
+                self._hub.learner.said(le.GroupsClosed(ids, message.close.reason))
             case "delivered":
-                self._hub.learner_event(wire.delivered_from_message(message.delivered, whose))
+                self._hub.learner.said(wire.delivered_from_message(message.delivered, whose))
             case "published":
-                self._hub.published(wire.published_from_message(message.published, whose))
+                self._hub.learner.published(wire.published_from_message(message.published, whose))
             case "accused":
                 check(message.accused, whose)
                 accused(self._hub, PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
@@ -171,12 +171,12 @@ class LearnerParty:
                 self._desk.answered(message.shown)
             case "leaving":
                 check(message.leaving, whose)
-                self._hub.learner_leaving(message.leaving.reason)
+                self._hub.learner.leaving(message.leaving.reason)
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
     def ended(self, peer_id: PeerId, session: StreamSession[pb.LearnerOrder]) -> None:
-        self._hub.learner_cut(session)
+        self._hub.learner.cut(session)
 
 
 def _expect_hello(first: Any, whose: str) -> None:

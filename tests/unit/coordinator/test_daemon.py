@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError
+from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustError
 from echo2.base.ids import RunId
 from echo2.broadcast.runtime.addresses import outward_host
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
@@ -22,7 +22,7 @@ from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.daemon import CoordinatorDaemon
 from echo2.coordinator.runtime.web.state import StateView
-from echo2.trust.identity import Identity, JoinLink, Role
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
 from echo2.trust.runtime.enrolling import enrol, renew
 from echo2.wire.broadcast import plan_from_message
@@ -225,6 +225,25 @@ def test_a_certificate_is_renewed_without_a_token_and_a_banned_worker_gets_none(
     play(scene)
 
 
+def test_a_renewed_certificate_must_be_of_the_key_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue = RunAuthority.issue
+
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            worker = await Node.join(daemon, Role.WORKER)
+            before = worker.credentials.certificate
+            others = certificate_request(worker.credentials.identity, TlsKey.generate())
+            monkeypatch.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
+            with pytest.raises(TrustError, match="expected one of the key that we asked for"):
+                await renew(worker.credentials)
+            assert worker.credentials.certificate.pem == before.pem
+            await worker.close()
+
+    play(scene)
+
+
 def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links(tmp_path: Path) -> None:
     """As told in heartbeats: first places at a relay, then a hole between the two."""
     relay = Identity.generate().peer_id
@@ -354,6 +373,26 @@ def test_refusals_name_what_was_expected_what_came_and_whose(tmp_path: Path) -> 
             with pytest.raises(NotAllowed, match="banned"):
                 await enrol(link, worker.credentials.identity, Role.WORKER)
             for node in (learner, worker):
+                await node.close()
+
+    play(scene)
+
+
+def test_a_stream_is_open_to_its_own_role_alone(tmp_path: Path) -> None:
+    """A worker that could speak as the learner would close groups, accuse others and end the run."""
+
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            worker, learner = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.LEARNER)
+            worker.call = coordinator_pb2_grpc.CoordinatorStub(worker.channel).LearnerSession()
+            await worker.call.write(pb.LearnerMessage(hello=pb.LearnerHello(protocol_version=1, run_id=RUN)))
+            assert "expected the role learner, its certificate says worker" in (await worker.until("refusal")).message
+            learner.call = coordinator_pb2_grpc.CoordinatorStub(learner.channel).WorkerSession()
+            await learner.call.write(pb.WorkerMessage(hello=pb.WorkerHello(protocol_version=1, run_id=RUN)))
+            assert "expected the role worker, its certificate says learner" in (await learner.until("refusal")).message
+            assert not daemon.hub.workers and daemon.hub.learner.session is None
+            for node in (worker, learner):
                 await node.close()
 
     play(scene)

@@ -93,7 +93,7 @@ def test_a_learner_with_more_steps_opens_the_run_again(tmp_path: Path) -> None:
             learner = await learner_of(daemon)
             await finish(learner)
             assert daemon.hub is not None
-            while daemon.hub.ending.finish is None or daemon.hub.learner is not None:
+            while daemon.hub.ending.finish is None or daemon.hub.learner.session is not None:
                 await asyncio.sleep(0.02)
             again = Node(learner.credentials)
             await again.hello(step=20, step_limit=20)  # the same command: nothing is left to do

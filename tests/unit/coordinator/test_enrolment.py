@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.enrolment import EnrolmentService
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
@@ -34,5 +35,20 @@ def test_a_reply_names_the_run_its_authority_and_when_the_certificate_expires(tm
             assert reply.certificate_expires_unix_s == certificate.not_after_unix_s > time.time()
             assert reply.coordinator_peer_id == authority.identity.peer_id
             assert (reply.run_id, reply.coordinator_address) == (RUN, "h:1")
+            kept = daemon.hub.keeper._store.load().tokens
+            assert any(me.peer_id in token.peers for token in kept), "its use is on the disk as the certificate leaves"
+
+    play(scene)
+
+
+def test_a_token_stays_revoked_though_the_coordinator_is_killed_at_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            assert daemon.hub is not None
+            commands = Commands(daemon.hub, "h", 1, [], {})
+            token, _ = commands.create_token("worker", "one", 60.0, 1)
+            commands.revoke_token(token.token_id)
+            (kept,) = (one for one in daemon.hub.keeper._store.load().tokens if one.token_id == token.token_id)
+            assert kept.is_revoked
 
     play(scene)

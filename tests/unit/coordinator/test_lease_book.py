@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_queue import may_take
+from echo2.coordinator.lease_seekers import LeaseRules
 from echo2.coordinator.lease_waits import slowest, waits
 
 BOUND = 4

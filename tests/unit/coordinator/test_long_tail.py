@@ -5,8 +5,9 @@ from __future__ import annotations
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_book import LeaseBook, LeaseRules
+from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_events import Seeker
+from echo2.coordinator.lease_seekers import LeaseRules
 from echo2.coordinator.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, TailRule, is_quiet, moves
 
 SLOW, FAST = PeerId("slow"), PeerId("fast")
@@ -59,7 +60,7 @@ def test_nothing_moves_while_a_queued_group_could_use_the_room() -> None:
     book = straggler(tokens=100, now=20.0)
     book.handle(le.RolloutsWanted(FAST, 0, Version(0)), 20.0)
     book.handle(le.GroupsOffered((spec("h"),)), 20.0)
-    book.seekers[FAST] = Seeker(SIZE, Version(0), 20.0)  # as between the word of its room and the next match
+    book.seekers.wanting[FAST] = Seeker(SIZE, Version(0), 20.0)  # as between the word of its room and the next match
     assert found(book) == []
 
 

@@ -64,6 +64,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.hellos: list[coordinator_pb2.LearnerHello] = []
         self.reports: list[coordinator_pb2.LearnerReport] = []
         self.accused: list[coordinator_pb2.WorkerAccused] = []
+        self.left_for: list[str] = []
         self.published: list[coordinator_pb2.VersionPublished] = []
         self.closed: list[tuple[GroupId, str]] = []
         self.newest = Version(0)
@@ -113,6 +114,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 self.reports.append(message.report)
             case "accused":
                 self.accused.append(message.accused)
+            case "leaving":
+                self.left_for.append(message.leaving.reason)
 
     def _offer(self, groups: Any) -> None:
         for group in groups:
@@ -134,6 +137,8 @@ class FollowerBroadcaster:
     kept: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by parent (-1: a keyframe) and version
     merged: dict[tuple[int, int], bytes] = field(default_factory=dict)
     calls: NodeCalls = field(default_factory=NodeCalls)
+    needed_looks: int = 0  # for so many looks somebody still fetches
+    asked: int = 0
 
     def made(self, server: object, credentials: object, options: object, calls: NodeCalls) -> FollowerBroadcaster:
         """By the learner, in the place of its node."""
@@ -190,7 +195,8 @@ class FollowerBroadcaster:
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None: ...
 
     def is_needed(self) -> bool:
-        return False
+        self.asked += 1
+        return self.asked < self.needed_looks
 
 
 class RandomWorker:

@@ -161,6 +161,24 @@ def test_merged_deltas_lead_to_the_newest_version_whatever_the_setting(
     assert chosen == "dense" or len(run.follower.merged[4, 6]) < two_singles
 
 
+@pytest.mark.parametrize(("stopped_at", "reason"), [(2, "stopped"), (0, "finished")], ids=["stopped", "finished"])
+def test_only_a_finished_learner_says_that_the_run_is_finished(
+    model_path: Path, tmp_path: Path, stopped_at: int, reason: str
+) -> None:
+    """Workers are sent home and machines given back by that word."""
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1))
+    run.at_step[stopped_at] = run.daemon.stop
+    summary = go(run.finish())
+    assert summary.is_finished == (not stopped_at) and run.coordinator.left_for == [reason]
+
+
+def test_a_finished_learner_stays_while_its_last_version_is_fetched(model_path: Path, tmp_path: Path) -> None:
+    run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1, linger_s=20.0))
+    run.follower.needed_looks = 4
+    assert go(run.finish()).is_finished
+    assert run.follower.asked >= 4 and run.coordinator.left_for == ["finished"]
+
+
 def test_what_the_disk_lost_of_the_published_is_replaced_by_a_keyframe(model_path: Path, tmp_path: Path) -> None:
     run = Run(options_for(tmp_path / "run", model_path, staleness_bound=1))
     run.at_step[3] = lambda: run.follower.calls.lost("delta 0->1")

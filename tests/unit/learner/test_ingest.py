@@ -117,6 +117,25 @@ def test_the_ticket_is_asked_for_once_a_lease_and_stream(stage: Stage) -> None:
     asyncio.run(stage.play(scene))
 
 
+def test_a_ticket_brings_rollouts_of_its_own_group_alone(stage: Stage) -> None:
+    """Else one lease would do to write into every group of the run."""
+
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        other = next(group_id for group_id in stage.intake.held.groups if group_id != stage.group_id)
+        report = report_of(stage, worker)
+        foreign = ingest_pb2.RolloutReport.FromString(report.SerializeToString()).segments[0]
+        foreign.group_id = other
+        report.segments.insert(1, foreign)
+        stream = stub.Report()
+        await stream.write(report)
+        verdicts = verdicts_from_message(await stream.read())
+        assert [v.verdict for v in verdicts if v.group_id == other] == [Verdict.REFUSED]
+        assert not any(one.token_ids for one in stage.intake.held.groups[other].rollouts)
+        assert {v.index for v in verdicts if v.verdict is Verdict.ADMITTED} == {0, 1, 2, 3}, "the others are taken"
+
+    asyncio.run(stage.play(scene))
+
+
 async def refused(stub: ingest_pb2_grpc.IngestStub, report: ingest_pb2.RolloutReport, code: grpc.StatusCode) -> None:
     stream = stub.Report()
     with pytest.raises(grpc.aio.AioRpcError) as caught:

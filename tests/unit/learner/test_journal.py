@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,21 @@ def written(folder: Path) -> Path:
     asyncio.run(journal.commit())
     journal.close()
     return folder / "segment-00000000.records"
+
+
+def test_what_a_later_try_and_a_later_step_say_is_read_too(tmp_path: Path) -> None:
+    group = opened(3)
+    told: list[Record] = [
+        Opened(replace(group.draw, retry=2), group.spec),
+        BatchDrawn(Step(7), (GroupId("a"), GroupId("b")), ((0.0, 1.0), (None,))),
+    ]
+    journal = Journal(tmp_path)
+    journal.begin(SegmentBegan("run", Step(6), 5, (Version(4), Version(6))))
+    for record in told:
+        journal.append(record)
+    journal.close()
+    records, newest = read_journal(tmp_path, Step(6))
+    assert [record for _, record in records][1:] == told and newest == 6
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Ends(World):
             for name in ("learner", "coordinator"):
                 assert self.kill(name)
                 self.after(3.0, lambda name=name: self.start(name))  # type: ignore[misc]
-            await self._until(lambda: self.hub is not None and self.hub.learner is not None, END_S)
+            await self._until(lambda: self.hub is not None and self.hub.learner.session is not None, END_S)
             self.check(not self.hub_of().ending.text, "a learner that was killed has finished nothing")
         is_done = await self._until(lambda: self.truth.step >= STEPS and not self.is_up("learner"), END_S)
         self.check(is_done, "the learner never finished")

@@ -294,6 +294,21 @@ def test_a_worker_lays_out_its_memory_by_the_run_s_longest_sequence(
         asyncio.run(scene())
 
 
+def test_a_worker_ends_when_the_learner_comes_back_with_another_model(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            told = run.whereabouts
+            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w")).run())
+            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            told.model_digest = "f" * 64
+            run.coordinator.outbox.put_nowait(coordinator_pb2.WorkerOrder(learner=told))
+            with pytest.raises(VersionMismatch, match="the learner's model: expected .* it now trains .*ffff"):
+                await asyncio.wait_for(task, 20)
+
+    asyncio.run(scene())
+
+
 def test_a_run_that_never_said_its_longest_sequence_may_say_it(tmp_path: Path) -> None:
     """An older learner did not, and its worker laid out its memory by the model's whole context."""
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from echo2.base.ids import GroupId, LeaseId
-from echo2.base.rollout import GroupSpec, SamplingParams
+import pytest
+
+from echo2.base.ids import GroupId, LeaseId, PeerId
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.control.backoff import Backoff
@@ -33,38 +37,68 @@ from tests.unit.worker.test_reporting import NullEngine
 LEASE = LeaseId("l1")
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A worker's orders without a stream. `refused`: the leases that it hands back at once."""
+
+    orders: Orders
+    desk: Desk
+    reporting: Reporting
+    me: PeerId
+    authority: RunAuthority
+    refused: list[tuple[LeaseId, EndReason]]
+
+    def granted(self, *, is_renewal: bool = False, worker: PeerId | None = None, ticket_of: str = "g1") -> None:
+        group = GroupSpec(GroupId("g1"), (1, 2), 1, SamplingParams(max_new_tokens=5), 0)
+        ticket = Ticket(LEASE, GroupId(ticket_of), worker or self.me, 1, time.time() + 60, RUN)
+        signed = sign_ticket(ticket, self.authority.identity)
+        grant = pb.LeaseGrant(ticket=signed, group=wire.group_to_message(group), is_renewal=is_renewal)
+        self.orders.ordered(pb.WorkerOrder(lease_grant=grant))
+
+
+def stage(folder: Path) -> Stage:
+    authority, clock = RunAuthority.create(Identity.generate(), RUN, time.time()), SteadyClock()
+    credentials = issued(authority, Role.WORKER, "nowhere:1")
+    backoff = Backoff(random.Random(0))
+    reporting = Reporting(credentials, lambda event: None, Waits(clock), backoff, 1.0)
+    session = WorkerSession(ControlSession(credentials, Waits(clock), backoff))
+    desk = Desk(Assignments(WorkerLimits()), clock, RateWindow(), reporting, session)
+    desk.take(NullEngine())  # type: ignore[arg-type]
+    refused: list[tuple[LeaseId, EndReason]] = []
+    calls = OrderCalls(
+        learner_is_at=lambda whereabouts: None, skew_is=lambda skew_s: None,
+        refuse=lambda lease_id, reason, text: refused.append((lease_id, reason)), use_relay=lambda peer, address: None,
+    )  # fmt: skip
+    orders = Orders(desk, reporting, BroadcastNode(credentials, NodeOptions(folder)), credentials, calls, clock)
+    return Stage(orders, desk, reporting, credentials.peer_id, authority, refused)
+
+
 def test_of_a_lease_that_has_ended_no_renewal_leaves_a_ticket_behind(tmp_path: Path) -> None:
     """The coordinator renewed it before it had heard of the end."""
 
     async def scene() -> None:
-        authority, clock = RunAuthority.create(Identity.generate(), RUN, time.time()), SteadyClock()
-        credentials = issued(authority, Role.WORKER, "nowhere:1")
-        backoff = Backoff(random.Random(0))
-        reporting = Reporting(credentials, lambda event: None, Waits(clock), backoff, 1.0)
-        session = WorkerSession(ControlSession(credentials, Waits(clock), backoff))
-        desk = Desk(Assignments(WorkerLimits()), clock, RateWindow(), reporting, session)
-        desk.take(NullEngine())  # type: ignore[arg-type]
-        calls = OrderCalls(
-            learner_is_at=lambda whereabouts: None, skew_is=lambda skew_s: None, refuse=session.end_lease,
-            use_relay=lambda peer, address: None,
-        )  # fmt: skip
-        orders = Orders(desk, reporting, BroadcastNode(credentials, NodeOptions(tmp_path)), credentials, calls, clock)
-        group = GroupSpec(GroupId("g1"), (1, 2), 1, SamplingParams(max_new_tokens=5), 0)
-        ticket = sign_ticket(
-            Ticket(LEASE, group.group_id, credentials.peer_id, 1, time.time() + 60, RUN), authority.identity
-        )
+        on = stage(tmp_path)
+        on.granted()
+        on.granted(is_renewal=True)
+        assert on.desk.machine.lease_ids == (LEASE,) and on.reporting.ticket_of(LEASE) is not None
+        on.desk.send(duties.ReportRefused(LEASE, "the group is closed"))
+        assert on.desk.machine.lease_ids == () and on.reporting.ticket_of(LEASE) is None
+        on.granted(is_renewal=True)
+        assert on.desk.machine.lease_ids == () and on.reporting.ticket_of(LEASE) is None
+        on.desk.close()
 
-        def granted(is_renewal: bool) -> None:
-            grant = pb.LeaseGrant(ticket=ticket, group=wire.group_to_message(group), is_renewal=is_renewal)
-            orders.ordered(pb.WorkerOrder(lease_grant=grant))
+    asyncio.run(scene())
 
-        granted(False)
-        granted(True)
-        assert desk.machine.lease_ids == (LEASE,) and reporting.ticket_of(LEASE) is not None
-        desk.send(duties.ReportRefused(LEASE, "the group is closed"))
-        assert desk.machine.lease_ids == () and reporting.ticket_of(LEASE) is None
-        granted(True)
-        assert desk.machine.lease_ids == () and reporting.ticket_of(LEASE) is None
-        desk.close()
+
+@pytest.mark.parametrize("of_another", [{"worker": PeerId("another")}, {"ticket_of": "g2"}], ids=["worker", "group"])
+def test_a_lease_whose_ticket_is_of_another_is_refused_and_not_worked_on(
+    tmp_path: Path, of_another: dict[str, Any]
+) -> None:
+    async def scene() -> None:
+        on = stage(tmp_path)
+        on.granted(**of_another)
+        assert on.desk.machine.lease_ids == () and on.reporting.ticket_of(LEASE) is None
+        assert on.refused == [(LEASE, EndReason.REFUSED)]
+        on.desk.close()
 
     asyncio.run(scene())

@@ -87,3 +87,49 @@ def test_versions_are_told_first_and_at_each_change_and_leases_are_answered() ->
         await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_scores_of_weights_that_were_found_wrong_meanwhile_are_not_sent() -> None:
+    async def scene() -> None:
+        engine, stub = Engine(), Stub()
+        gate = TokenGate(lambda chunks: None, lambda lease_id: None)
+        scoring = Scoring(gate, SteadyClock())
+        scoring.engine = engine  # type: ignore[assignment]
+        scoring.live(Version(1))
+        computed = engine.score
+
+        async def spoiled(request: ScoreRequest) -> tuple[TokenScores, ...]:
+            gate.hold(Version(1))
+            gate.discard()
+            return await computed(request)
+
+        engine.score = spoiled  # type: ignore[method-assign]
+        serving = asyncio.create_task(scoring.serve(stub))  # type: ignore[arg-type]
+        await stub.call.reports.get()
+        stub.call.leases.put_nowait(lease("s-1", 1))
+        assert scores_from_message((await stub.call.reports.get()).scores) == ("s-1", ())
+        assert not scoring.scored_tokens
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_a_lease_whose_time_is_over_is_not_worked_on() -> None:
+    async def scene() -> None:
+        engine, stub = Engine(), Stub()
+        scoring = Scoring(TokenGate(lambda chunks: None, lambda lease_id: None), SteadyClock())
+        scoring.engine = engine  # type: ignore[assignment]
+        scoring.live(Version(1))
+        serving = asyncio.create_task(scoring.serve(stub))  # type: ignore[arg-type]
+        await stub.call.reports.get()
+        late = lease("s-1", 1)
+        late.within_s = 1e-9
+        stub.call.leases.put_nowait(late)
+        stub.call.leases.put_nowait(lease("s-2", 1))
+        lease_id, _ = scores_from_message((await stub.call.reports.get()).scores)
+        assert lease_id == "s-2", "nobody waits for the first any longer"
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scene(), 30))

@@ -1,0 +1,115 @@
+"""The workers that want rollouts, and which of them a group goes to.
+
+    silent --wants some, and is allowed--> open --took its fill, wants none, came anew, lost--> silent
+                                            '-- no room for now: it holds all that it may (worth), gave up too much
+                                                (given_up), or what it tells of does not come (hearsay: it is shunned)
+
+Guarantees: of those who may have a group it goes to the one that is through with what it holds soonest; of equals, to who has
+waited longest. Leaves to others: which group is next (lease_queue), leases (lease_book).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from echo2.base.ids import PeerId, Version
+from echo2.coordinator.given_up import GivenUp
+from echo2.coordinator.hearsay import Hearsay
+from echo2.coordinator.lease_events import OpenGroup, Seeker
+from echo2.coordinator.lease_queue import may_take
+from echo2.coordinator.worth import Worth
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRules:
+    """`recall_s`: how long a recalled worker may take to hand its tokens back."""
+
+    staleness_bound: int
+    lease_timeout_s: float
+    recall_s: float = 5.0
+    groups_max: int = 65_536
+    leases_per_worker_max: int = 1024
+
+
+@dataclass(slots=True)
+class Seekers:
+    """`lease_count`: of a worker. `open_groups`: of all that wait or are leased. `now` is the time of the book's last event."""
+
+    rules: LeaseRules
+    worth: Worth
+    given_up: GivenUp
+    hearsay: Hearsay
+    lease_count: Callable[[PeerId], int]
+    open_groups: Callable[[], int]
+    wanting: OrderedDict[PeerId, Seeker] = field(default_factory=OrderedDict)
+    allowed: set[PeerId] = field(default_factory=set)
+    now: float = 0.0
+    _rates: dict[PeerId, float] = field(default_factory=dict)
+
+    # ---- what is heard of them
+
+    def wants(self, worker_id: PeerId, free_rollouts: int, version: Version) -> None:
+        """A wish is the newest one alone; since when it wants some stays, or whoever says so often would never be first."""
+        self.given_up.at_version(worker_id, version)
+        known = self.wanting.get(worker_id)
+        if free_rollouts <= 0:
+            self.wanting.pop(worker_id, None)
+        else:
+            self.wanting[worker_id] = Seeker(free_rollouts, version, known.since if known else self.now)
+
+    def came(self, worker_id: PeerId) -> None:
+        """What it wished in its last life, it does not wish in this one before it says so."""
+        self.wanting.pop(worker_id, None)
+
+    def lost(self, worker_id: PeerId) -> None:
+        self.wanting.pop(worker_id, None)
+        self.allowed.discard(worker_id)
+        self._rates.pop(worker_id, None)
+
+    def allow(self, worker_id: PeerId, is_allowed: bool) -> None:
+        (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
+
+    def rated(self, worker_id: PeerId, rollouts_per_s: float) -> None:
+        self._rates[worker_id] = rollouts_per_s
+
+    def took(self, worker_id: PeerId, rollouts: int) -> None:
+        self.wanting[worker_id].free_rollouts -= rollouts
+        if self.wanting[worker_id].free_rollouts <= 0:
+            del self.wanting[worker_id]
+
+    # ---- who is next
+
+    def open(self) -> dict[PeerId, Seeker]:
+        """Who may be given something now."""
+        return {w: seeker for w, seeker in self.wanting.items() if w in self.allowed and self.has_room(w)}
+
+    def can_hold_more(self, worker_id: PeerId) -> bool:
+        """Whether it still wants some, and may hold it."""
+        return worker_id in self.wanting and self.has_room(worker_id)
+
+    def best(self, group: OpenGroup, seekers: Mapping[PeerId, Seeker]) -> PeerId | None:
+        """Who of `seekers` is to have the group; None: nobody may."""
+        group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > self.now}
+        exact = group.spec.exact_version
+        fit = (
+            w for w, s in seekers.items()
+            if w not in group.avoid and self.has_room(w)
+            and not self.hearsay.is_shunned(w, self.now) and may_take(group.spec, s.version, self.rules.staleness_bound)
+            and (exact is None or self.given_up.may_evaluate(w, exact))
+        )  # fmt: skip
+        return min(fit, key=lambda w: (w != group.preferred, self.backlog_s(w), seekers[w].since, w), default=None)
+
+    def backlog_s(self, worker_id: PeerId) -> float:
+        return self.lease_count(worker_id) / (self.rate(worker_id) or 1.0)
+
+    def rate(self, worker_id: PeerId) -> float:
+        """Its word on its speed, as far as its deliveries bear it out: else a lie would draw all groups."""
+        return self.worth.believed_per_s(worker_id, self._rates.get(worker_id, 0.0))
+
+    def has_room(self, worker_id: PeerId) -> bool:
+        is_full = self.lease_count(worker_id) >= self.rules.leases_per_worker_max
+        if is_full or self.given_up.is_held_back(worker_id, self.allowed, self.now):
+            return False
+        return self.worth.has_room(worker_id, self.open_groups(), self.allowed, self.now)

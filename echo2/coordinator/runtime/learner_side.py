@@ -1,0 +1,148 @@
+"""The coordinator's side of the learner's stream: what it says goes to the book and the board, what concerns it is told.
+
+    away --came--> here --leaving("finished")--> the run ends (ending)
+      ^             |  '-- came again: the newer stream takes the older one's place
+      '----cut------'      meanwhile workers go on with the leases that they hold
+
+Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that came is told of the
+plan, of the broadcast and of everybody who is barred, whatever it knew before. Leaves to others: gRPC and messages (services), what
+to decide (lease_book, board), keeping (hub).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from echo2.base.errors import VersionMismatch
+from echo2.base.ids import PeerId
+from echo2.coordinator import lease_events as le
+from echo2.coordinator.runtime.barring import barrings_of
+from echo2.coordinator.runtime.granting import whereabouts_of
+from echo2.coordinator.runtime.session import StreamSession, check_hello
+from echo2.coordinator.saved import CurvePoint
+from echo2.coordinator.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
+from echo2.wire.broadcast import plan_to_message
+from echo2.wire.coordinator import FINISHED, learner_hello_to_message, learner_report_to_message
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from echo2.coordinator.runtime.hub import Hub
+
+LearnerStream = StreamSession[pb.LearnerOrder]
+
+
+class LearnerSide:
+    """`session` is None while the learner is away."""
+
+    def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
+        self._hub = hub
+        self.session: LearnerStream | None = None
+        self._model_digest = meta.get("model_digest", "")
+
+    def check_model(self, peer_id: PeerId, hello: WorkerHello) -> None:
+        """VersionMismatch for a worker that holds weights of another model."""
+        if hello.model_digest and self._model_digest and hello.model_digest != self._model_digest:
+            raise VersionMismatch(
+                f"worker {hello.name or peer_id}: expected weights of model {self._model_digest[:16]}…, it holds "
+                f"{hello.model_digest[:16]}…: empty its folder"
+            )
+
+    def tell(self, order: pb.LearnerOrder) -> None:
+        """At once; nothing, while it is away: what it must know it is told when it comes."""
+        if self.session is not None:
+            self.session.send(order)
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.end()
+
+    def came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerStream) -> None:
+        """Lets the learner's session begin, or raises the reason why not; nothing has changed then."""
+        hub = self._hub
+        check_hello(hub.options.run_id, f"learner {peer_id}", hello.protocol_version, hello.run_id)
+        if hello.staleness_bound != hub.options.staleness_bound:
+            raise VersionMismatch(
+                f"learner {peer_id}: expected staleness bound S = {hub.options.staleness_bound} as the coordinator "
+                f"was told, got {hello.staleness_bound}: start both with the same config"
+            )
+        hub.ending.learner_came(hello)
+        is_news = hub.board.came(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
+        if self.session is not None:
+            self.session.end()
+        self.session = session
+        self._model_digest = hello.model_digest
+        hub.keeper.meta("model_digest", hello.model_digest)
+        hub.keeper.meta("learner_peer_id", peer_id)
+        hub.keeper.meta("learner_hello", learner_hello_to_message(hub.board.hello or hello).SerializeToString().hex())
+        hub.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
+                  f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
+        interval_s = hub.options.heartbeat_interval_s
+        session.send(
+            pb.LearnerOrder(welcome=pb.LearnerWelcome(run_id=hub.options.run_id, heartbeat_interval_s=interval_s))
+        )
+        if hub.plan_update is not None:
+            session.send(pb.LearnerOrder(plan=hub.plan_update))
+        if hub.broadcast_plan is not None:
+            session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(hub.broadcast_plan)))
+        for barring in barrings_of(hub.membership.members.values()):
+            session.send(barring)
+        if is_news:
+            order = pb.WorkerOrder(learner=whereabouts_of(hub.board))
+            for worker_id in hub.workers:
+                hub.send(worker_id, order)
+        hub.handle(le.GroupsSynced(hello.open_groups))
+        hub.broadcast_needed.set()
+        hub.plan_needed.set()
+
+    def reported(self, report: LearnerReport) -> None:
+        hub = self._hub
+        now = hub.clock.now()
+        if not hub.board.heard(report, now):
+            return
+        money = hub.money.sums()
+        hub.reckoning.step_made(report, money.usd_useful, now)
+        hub.keeper.meta("learner_report", learner_report_to_message(report).SerializeToString().hex())
+        hub.keeper.sample(
+            CurvePoint(
+                now, report.step, report.reward_mean if report.train_s > 0 else None, report.eval_reward, report.utilisation,
+                hub.reckoning.expected(hub.plan), money.usd_spent, money.usd_per_hour,
+            )
+        )  # fmt: skip
+        hub.flush_soon()
+
+    def said(self, event: le.Event) -> None:
+        """An offer or a closure of groups."""
+        self._hub.board.heard_at = self._hub.clock.now()
+        self._hub.handle(event)
+
+    def published(self, version: PublishedVersion) -> None:
+        hub = self._hub
+        late = hub.broadcast_plan.late if hub.broadcast_plan is not None else frozenset()
+        pool = [member.peer_id for member in hub.membership.pool() if member.peer_id not in late]
+        hub.board.published(version, self.predicted_broadcast_s(version.artifact_bytes), pool, hub.clock.now())
+        hub.keeper.meta("totals", json.dumps(asdict(hub.board.totals)))
+        hub.flush_soon()
+
+    def predicted_broadcast_s(self, artifact_bytes: int) -> float:
+        """Until all that are not late have it, by the broadcast plan, and the slowest apply among the pool's workers."""
+        hub = self._hub
+        plan = hub.broadcast_plan
+        if plan is None or not plan.predicted_bytes:
+            return 0.0
+        apply_s = max((member.heartbeat.apply_s for member in hub.membership.pool()), default=0.0)
+        return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
+
+    def leaving(self, reason: str) -> None:
+        self._hub.note("learner", f"leaves: {reason or 'no reason given'}")
+        if reason == FINISHED:
+            self._hub.ending.learner_finished()
+
+    def cut(self, session: LearnerStream) -> None:
+        if self.session is not session:
+            return  # a newer one has taken its place
+        self.session = None
+        self._hub.board.cut(self._hub.clock.now())
+        self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
