@@ -238,6 +238,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("StretchScores loses its last column", "wire/scoring.py", "zip(_COLUMNS, map(np.ndarray.tolist, one.columns), strict=True)",
            "zip(_COLUMNS[:-1], map(np.ndarray.tolist, one.columns))", (_UNIT + "wire/test_scoring.py",)),
     Mutant("ChunkFrame loses signature", "wire/broadcast.py", "    if chunk.signature:\n", "    if False:\n", (_UNIT + "wire/test_broadcast.py",)),
+    Mutant("TokenShown loses version", "learner/runtime/showing.py", "logprob=logprob, version=version)", "logprob=logprob)",
+           (_UNIT + "learner/test_recent.py",)),
     Mutant("JournalRecord loses closed", _JOURNAL, "            message.closed.group_id = record.group_id\n",
            "            message.published.version = 0\n", (_UNIT + "learner/test_journal.py",)),
     Mutant("JournalHeader loses published", _JOURNAL, "            header.published.extend(record.published)\n", "            pass\n",

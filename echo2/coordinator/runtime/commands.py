@@ -60,14 +60,8 @@ class Commands:
         providers: Mapping[str, Provider],
     ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
-        self.rollouts = RolloutDesk(self._to_learner)
+        self.rollouts = RolloutDesk(hub.learner.tell)
         self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
-
-    def _to_learner(self, order: pb.LearnerOrder) -> bool:
-        if self.hub.learner is None:
-            return False
-        self.hub.learner.send(order)
-        return True
 
     def _machine_link(self, label: str, uses: int) -> tuple[Token, str]:
         return self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, uses)

@@ -50,10 +50,12 @@ class LearnerSide:
                 f"{hello.model_digest[:16]}…: empty its folder"
             )
 
-    def tell(self, order: pb.LearnerOrder) -> None:
-        """At once; nothing, while it is away: what it must know it is told when it comes."""
-        if self.session is not None:
-            self.session.send(order)
+    def tell(self, order: pb.LearnerOrder) -> bool:
+        """At once. False while it is away: what it must know it is told when it comes."""
+        if self.session is None:
+            return False
+        self.session.send(order)
+        return True
 
     def close(self) -> None:
         if self.session is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.ids import PeerId
+from echo2.coordinator.runtime.asking import RolloutDesk
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.coordinator.runtime.session import StreamSession
 from echo2.trust.identity import PeerIdentity, Role
@@ -58,7 +59,9 @@ def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path
             hub = daemon.hub
             assert hub is not None
             heard = Heard()
-            await CoordinatorService(hub)._read(Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session)
+            await CoordinatorService(hub, RolloutDesk(hub.learner.tell))._read(
+                Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session
+            )
             assert heard.said_by_peer == ["in time"]
 
     asyncio.run(scene())
