@@ -59,9 +59,8 @@ def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path
             hub = daemon.hub
             assert hub is not None
             heard = Heard()
-            await CoordinatorService(hub, RolloutDesk(hub.learner.tell))._read(
-                Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session
-            )
+            service = CoordinatorService(hub, RolloutDesk(hub.learner.tell))
+            await service._read(Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session)
             assert heard.said_by_peer == ["in time"]
 
     asyncio.run(scene())
