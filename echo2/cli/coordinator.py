@@ -19,8 +19,8 @@ from echo2.coordinator.runtime.experience_file import place
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = Parser(prog="echo-coordinator", description="Coordinates a run.")
-    parser.add_argument("--folder", type=Path, help="the run's folder, for state and join links (default: RUNS/NAME)")
+    parser = Parser(prog="echo-coordinator", description="The coordinator: leases, plan and dashboard of a run.")
+    parser.add_argument("--folder", type=Path, help="where the run's state and join links lie (default: RUNS/NAME)")
     add_config_arguments(parser)
     add_log_arguments(parser)
     try:

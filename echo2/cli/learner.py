@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from echo2.learner.runtime.options import EvaluationOptions, LearnerOptions, TaskOptions, TrainerOptions
 
 
+JOIN = "join a run as its learner and train to the last step; the same command goes on after a stop"
+
+
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = Parser(prog="echo-learner", description="Trains the policy of a run.")
+    parser = Parser(prog="echo-learner", description="The learner: trains the model of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    join = commands.add_parser("join", help="join a run as its learner and train to the last step")
+    join = commands.add_parser("join", help=JOIN, description=JOIN)
     join.add_argument("link", help="learner join link, or @FILE that holds it")
     join.add_argument("--folder", type=Path, help="checkpoints, journal, metrics, model (default: RUNS/NAME/learner)")
     add_config_arguments(join)

@@ -80,7 +80,7 @@ def _add_config(commands: Commands) -> None:
     config = commands.add_parser("config", help="look at the configuration")
     inner = config.add_subparsers(required=True, metavar="COMMAND")
     show = add_command(inner, "show", _show_config, "print the resolved config as TOML, each option explained", True)
-    show.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    show.add_argument("files", nargs="*", type=Path, metavar="FILE", help="run files in TOML; the later one wins")
     show.add_argument("--preset", help="local, lan or wan")
     show.add_argument("--plain", action="store_true", help="without the explanations")
 
@@ -98,10 +98,12 @@ def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _add_doctor(commands: Commands) -> None:
-    text = "look at this machine and, with a join link, at its reach and rates; say what to do about each finding"
+    text = "check this machine and, with a join link, how it is reached and how fast its link is; say what to do about each problem"
     doctor = add_command(commands, "doctor", _doctor, text, True)
     add_config_arguments(doctor)
-    doctor.add_argument("--link", "--join", default="", help="join link, or @FILE that holds it: it is not used up")
+    doctor.add_argument(
+        "--link", "--join", default="", help="join link, or @FILE that holds it; checking does not use it up"
+    )
     doctor.add_argument("--folder", type=Path, help="where the daemon would keep its files (default: here)")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
@@ -116,16 +118,29 @@ def _doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_demo(commands: Commands) -> None:
     demo = add_command(commands, "demo", _demo, "train a small model over three emulated rented machines", True)
     demo.add_argument("--name", help="names the run folder (default: demo-DATE-TIME)")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=int, default=0, help="of prompts, sampling and links (default: 0)")
     demo.add_argument(
         "--model", choices=["made", "smollm2"], default="made",
         help="made: a tiny one, made here; smollm2: SmolLM2-135M-Instruct on sums as a chat, needs echo2[llm]",
     )  # fmt: skip
-    demo.add_argument("--steps", type=int, default=0, help="0: as many as it takes to learn (default: 0)")
-    demo.add_argument("--staleness", type=int, default=4, metavar="S", help="the staleness bound S")
-    demo.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     demo.add_argument(
-        "--worker-python", default=sys.executable, metavar="PATH", help="interpreter of the workers' environment"
+        "--steps", type=int, default=0, help="optimiser steps; 0: as many as it takes to learn (default: 0)"
+    )
+    demo.add_argument(
+        "--staleness",
+        type=int,
+        default=4,
+        metavar="S",
+        help="no token older than S steps is trained on; 0: synchronous (default: 4)",
+    )
+    demo.add_argument(
+        "--engine",
+        choices=["embedded", "vllm"],
+        default="embedded",
+        help="what workers generate with (default: embedded)",
+    )
+    demo.add_argument(
+        "--worker-python", default=sys.executable, metavar="PATH", help="Python of the workers' environment, for vLLM"
     )
     demo.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
 
@@ -139,7 +154,7 @@ def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _add_run(commands: Commands) -> None:
     run = add_command(commands, "run", _run, "run a config on this machine: coordinator, learner and workers", True)
-    run.add_argument("file", type=Path, metavar="RUN.toml")
+    run.add_argument("file", type=Path, metavar="RUN.toml", help="the run file")
     run.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (default: 1)")
     run.add_argument("--preset", default=None, help="local, lan or wan")
     run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
@@ -156,7 +171,7 @@ def _add_export(commands: Commands) -> None:
     export = add_command(commands, "export", _export, "write a run's newest checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path, help="the learner's folder of the run, finished or not (RUNS/NAME/learner)")
     export.add_argument("target", type=Path, help="folder to write; new or empty")
-    export.add_argument("--model", default="", help="the base model, if it is not any longer where the run found it")
+    export.add_argument("--model", default="", help="the base model, if it has moved since the run began")
 
 
 def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -183,10 +198,17 @@ def _status(own: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_token(commands: Commands) -> None:
     token = add_command(commands, "link", _link, "make a join link for a worker, a learner or another operator")
     token.add_argument("link", help="operator join link, or @FILE that holds it")
-    token.add_argument("--role", choices=["worker", "learner", "operator"], default="worker")
-    token.add_argument("--lifetime", default="7d", help="how long it can be used to join (default: 7d)")
-    token.add_argument("--uses", type=int, default=0, help="how many may join with it; 0: any number")
-    token.add_argument("--label", default="", help="what the operator calls it")
+    token.add_argument(
+        "--role",
+        choices=["worker", "learner", "operator"],
+        default="worker",
+        help="who may join with it (default: worker)",
+    )
+    token.add_argument("--lifetime", default="7d", help="how long it lets anyone join, such as 12h (default: 7d)")
+    token.add_argument(
+        "--uses", type=int, default=0, help="how many machines may join with it; 0: any number (default: 0)"
+    )
+    token.add_argument("--label", default="", help="a note for the list of tokens")
 
 
 def _link(own: argparse.Namespace, rest: Sequence[str]) -> int:

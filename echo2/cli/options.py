@@ -30,17 +30,20 @@ def with_values(arguments: Sequence[str] | None) -> list[str]:
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --config and --preset; other `--section.option value` pairs are overrides."""
     parser.add_argument(
-        "--config", type=Path, action="append", default=[], metavar="FILE", help="TOML file; may be repeated"
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="run file in TOML; may be repeated, the later one wins",
     )
-    parser.add_argument("--preset", help="start from a preset: local, lan or wan")
+    parser.add_argument("--preset", help="start from the defaults of a setting: local (one machine), lan or wan")
     parser.epilog = "Any option of the config can be given as --section.option VALUE; `echo2 config show` lists them."
 
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-json", action="store_true", help="log one JSON object a line")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="log the planner's and the broadcast's details, too"
-    )
+    parser.add_argument("--log-json", action="store_true", help="log one JSON object per line")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log details of planner and broadcast, too")
 
 
 def make_importable(files: Sequence[Path]) -> None:

@@ -29,13 +29,21 @@ def add_sim_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     text = "simulate a fleet under the real planner on a virtual clock"
     parser = subparsers.add_parser("sim", help=text, description=text)
     parser.set_defaults(command=_run, takes_overrides=False)
-    parser.add_argument("files", nargs="+", type=Path, metavar="SCENARIO.toml")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="SCENARIO.toml", help="fleet, learner and faults; see examples/scenarios"
+    )
     parser.add_argument(
         "--catalogue", type=Path, metavar="GPUS.toml", help="priors by GPU instead of the built-in ones"
     )
-    parser.add_argument("--steps", type=int, help="instead of the scenario's")
-    parser.add_argument("--seed", type=int, help="instead of the scenario's")
-    parser.add_argument("--staleness", type=int, action="append", metavar="S", help="instead of the scenario's; repeat")
+    parser.add_argument("--steps", type=int, help="steps to simulate, instead of the scenario's")
+    parser.add_argument("--seed", type=int, help="seed, instead of the scenario's")
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        action="append",
+        metavar="S",
+        help="staleness bound, instead of the scenario's; may be repeated to compare",
+    )
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
 
 

@@ -26,19 +26,26 @@ from echo2.worker.place import place_of
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as well
 
 
+JOIN = "join a run and generate rollouts for it until stopped, or until the run is finished"
+
+
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser: argparse.ArgumentParser = Parser(prog="echo-worker", description="Generates rollouts for a run.")
+    parser: argparse.ArgumentParser = Parser(prog="echo-worker", description="A worker: generates rollouts for a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    join = commands.add_parser("join", help="join a run and work for it until stopped")
+    join = commands.add_parser("join", help=JOIN, description=JOIN)
     join.add_argument("link", help="join link, or @FILE that holds it")
     join.add_argument("--name", default="", help="how the operator sees this machine (default: its host name)")
     join.add_argument(
-        "--folder", type=Path, help="keeps identity and chunks (default: ~/.local/share/echo2/worker-NAME)"
+        "--folder",
+        type=Path,
+        help="where it keeps its identity and weights (default: ~/.local/share/echo2/worker-NAME)",
     )
     join.add_argument(
-        "--preemption", default="", help="watch for the notice that this machine ends: aws, azure, gcp or an address"
+        "--preemption",
+        default="",
+        help="hand work back when the cloud takes the machine: aws, azure, gcp, or the address to ask",
     )
     add_config_arguments(join)
     add_log_arguments(join)

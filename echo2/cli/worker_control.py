@@ -20,9 +20,9 @@ HELP = {
 def add_control_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--name", default="", help="which worker, where several run")
-        command.add_argument("--folder", type=Path, help="the folder that it keeps its identity in")
-        command.add_argument("--json", action="store_true", help="answer as one JSON object")
+        command.add_argument("--name", default="", help="which worker, if several run here")
+        command.add_argument("--folder", type=Path, help="the worker's folder, if it is not the default one")
+        command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(control=name)
 
 

@@ -167,3 +167,22 @@ def test_names_that_pages_show_are_in_the_code() -> None:
         shown = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
         gone = set(NAME.findall(shown)) - known - OF_OTHERS
         assert not gone, f"{page.relative_to(ROOT)} speaks of what is not in the code: {sorted(gone)}"
+
+
+WORDS_MAX = 900
+"""Two screens of a page that one reads to do something; what is longer is a reference."""
+
+
+def test_the_index_says_what_to_read_first_and_no_page_of_a_task_is_long() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    parts = re.findall(r"```\{toctree\}\n:caption: (.*)\n:maxdepth: 1\n\n([^`]*)```", index)
+    assert [caption.partition(" - ")[0].partition(",")[0] for caption, _ in parts] == [
+        "Start here", "One task a page", "Reference", "Reference",
+    ]  # fmt: skip
+    listed = [name for _, names in parts for name in names.split()]
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(pages - {"index"}), "every page is in the index once"
+    for caption, names in parts:
+        for name in names.split() if not caption.startswith("Reference") else ():
+            words = len((ROOT / "docs" / f"{name}.md").read_text().split())
+            assert words <= WORDS_MAX or name == "troubleshooting", f"{name}: {words} words"

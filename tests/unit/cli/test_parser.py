@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+from collections.abc import Iterator
+
 import pytest
 
 from echo2.cli import coordinator, learner, main, worker
@@ -34,8 +38,6 @@ from echo2.cli import coordinator, learner, main, worker
 def test_a_wrong_word_is_answered_with_the_one_that_was_meant(
     program: object, typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     try:
         code = program(typed)  # type: ignore[operator]
     except SystemExit as ended:
@@ -43,3 +45,18 @@ def test_a_wrong_word_is_answered_with_the_one_that_was_meant(
     told = capsys.readouterr().err
     assert code == 2, told
     assert re.search(said, told), told
+
+
+def test_every_argument_of_every_command_is_explained() -> None:
+    from docs.generate import _parser_of
+
+    def unexplained(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from unexplained(inner)
+            elif not action.help:
+                yield f"{parser.prog} {action.dest}"
+
+    for program in (main, coordinator, learner, worker):
+        assert list(unexplained(_parser_of(program.main))) == []
