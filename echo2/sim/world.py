@@ -68,6 +68,7 @@ EVALUATION = EvaluationOptions(prompts=4, every_steps=3, samples=2, patience_s=2
 PROGRESS_STEPS, PROGRESS_S = 3, 400.0
 CATCH_UP_S = 150.0
 RESTART_S = 3.0
+CLOSE_S = 30.0
 LEARNER_PORT, WORKER_PORT = 9100, 9000
 
 
@@ -489,11 +490,14 @@ def _heard(world: World) -> Iterator[None]:
 
 
 async def _all_ended(loop: VirtualLoop) -> None:
-    for _ in range(60):
-        for task in asyncio.all_tasks(loop):
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.sleep(0.5)
+    """Tasks of ended processes close what they hold; a second cancelling would end that half-way, so it comes late."""
+    for _ in range(10):
+        rest = asyncio.all_tasks(loop) - {asyncio.current_task()}
+        if not rest:
+            return
+        _, pending = await asyncio.wait(rest, timeout=CLOSE_S)
+        for task in pending:
+            task.cancel()
 
 
 def _fast_folder() -> str | None:

@@ -138,12 +138,14 @@ class BroadcastNode:
             self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._connections.close()
-        self._connections.links.clear()
-        await self._transport.close()
-        self.library.store.close()
-        self._changed.set()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._connections.close()
+            self._connections.links.clear()
+            await self._transport.close()
+        finally:  # whatever becomes of the network: each artifact is a file that stands open
+            self.library.store.close()
+            self._changed.set()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

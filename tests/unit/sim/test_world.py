@@ -46,6 +46,22 @@ def test_calm_weather_trains_without_a_restart() -> None:
     assert outcome.faults["keyframes published"] and outcome.faults["deltas published"]
 
 
+def test_a_world_leaves_no_descriptor_open_behind_it() -> None:
+    """Also of processes that were killed: thousands of worlds are run in one process."""
+    before = descriptors()
+    for seed in (3, 5):
+        world = World(Scene.of(seed))
+        for at_s, name in ((8.0, "w0"), (10.0, "learner"), (12.0, "coordinator")):
+            world.after(at_s, lambda name=name, world=world: world.kill(name) and world.start(name))
+        assert not world.run(20.0).failure
+        assert descriptors() == before
+
+
+def descriptors() -> list[str]:
+    """What each is of; the listing's own is not there any more when it is asked for."""
+    return sorted(str(path.readlink()) for path in list(Path("/proc/self/fd").iterdir()) if path.is_symlink())
+
+
 def test_a_synchronous_run_trains_every_token_in_the_step_of_its_version() -> None:
     """S = 0: the first invariant holds each trained token to lag 0; nothing grows stale, since nothing is begun too early."""
     outcome = World(replace(Scene.of(3), staleness_bound=0)).run(60.0)
