@@ -52,7 +52,7 @@ from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.sim.witness import Witness
-from echo2.sim.world_parts import NoPage, NoPauses, VirtualEngines, WatchedStore, as_running, uncollected
+from echo2.sim.world_parts import NoPage, NoPauses, VirtualEngines, WatchedStore, all_ended, as_running, uncollected
 from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.tls import Credentials
 from echo2.weights.fingerprint import fingerprint, key_of_run
@@ -68,7 +68,6 @@ EVALUATION = EvaluationOptions(prompts=4, every_steps=3, samples=2, patience_s=2
 PROGRESS_STEPS, PROGRESS_S = 3, 400.0
 CATCH_UP_S = 150.0
 RESTART_S = 3.0
-CLOSE_S = 30.0
 LEARNER_PORT, WORKER_PORT = 9100, 9000
 
 
@@ -351,7 +350,7 @@ class World:
                 process.end()
         self.loop.forgets_errors = True
         with contextlib.suppress(RuntimeError):
-            self.loop.run_until_complete(_all_ended(self.loop))
+            self.loop.run_until_complete(all_ended(self.loop))
         self.loop.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -487,17 +486,6 @@ def _heard(world: World) -> Iterator[None]:
     finally:
         root.setLevel(before[0])
         root.propagate, root.handlers[:] = before[1], before[2]
-
-
-async def _all_ended(loop: VirtualLoop) -> None:
-    """Tasks of ended processes close what they hold; a second cancelling would end that half-way, so it comes late."""
-    for _ in range(10):
-        rest = asyncio.all_tasks(loop) - {asyncio.current_task()}
-        if not rest:
-            return
-        _, pending = await asyncio.wait(rest, timeout=CLOSE_S)
-        for task in pending:
-            task.cancel()
 
 
 def _fast_folder() -> str | None:

@@ -1,4 +1,4 @@
-"""What daemons are handed in the virtual world in place of a page, a database's watcher, a machine and its engines."""
+"""What daemons are handed in the virtual world in place of a page, a database's watcher, a machine and its engines; its end."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.machine import WorkerMachine
 
 GIB = 1 << 30
+CLOSE_S = 30.0
 
 
 class NoPage:
@@ -164,3 +165,14 @@ def uncollected() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+async def all_ended(loop: VirtualLoop) -> None:
+    """Tasks of ended processes close what they hold; a second cancelling would end that half-way, so it comes late."""
+    for _ in range(10):
+        rest = asyncio.all_tasks(loop) - {asyncio.current_task()}
+        if not rest:
+            return
+        _, pending = await asyncio.wait(rest, timeout=CLOSE_S)
+        for task in pending:
+            task.cancel()
