@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks import priority
 from echo2.base.ids import Version
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime import sockets
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactSealed, BlockArrived
-from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan, star
 from echo2.broadcast.weighting import Needs, weighted_plan

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
     """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
-    from echo2.broadcast.runtime.shaper import LinkShape
+    from echo2.broadcast.link_shape import LinkShape
     from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
     from echo2.tasks.runtime.registry import turns_of
     from echo2.tasks.task import TaskSpec

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, EchoError
+from echo2.broadcast.link_shape import LinkShape
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse, with_values
@@ -20,7 +21,7 @@ from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daem
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
 from echo2.worker.engine import SwapMode
-from echo2.worker.options import EmulatedLink, EngineChoice, MachinePlace, Quantisation, WorkerOptions
+from echo2.worker.options import EngineChoice, MachinePlace, Quantisation, WorkerOptions
 from echo2.worker.place import place_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as well
@@ -79,7 +80,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         is_spot=worker.is_spot,
         listen_host=worker.host,
         listen_port=worker.port,
-        link=EmulatedLink(worker.emulated_uplink, worker.emulated_downlink, worker.emulated_rtt),
+        link=LinkShape(worker.emulated_uplink, worker.emulated_downlink, worker.emulated_rtt),
         uplink_limit_bytes_per_s=worker.uplink_limit,
         store_bytes=worker.store_bytes,
         slowdown=worker.slowdown,

@@ -215,10 +215,6 @@ class Truth:
 
     # ---- processes and waits
 
-    def came_back(self, who: str, error: str) -> None:
-        """A process was started; `error`: what ended it at once."""
-        self._check(5, not error, f"{who} does not come back: {error}")
-
     def lied(self, group_id: GroupId) -> None:
         """A liar is given this group: what its tokens claim proves nothing any more."""
         self.tainted.add(group_id)

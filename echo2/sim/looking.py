@@ -27,7 +27,6 @@ STALL_SLACK_S = 7.0
 AGREE_S = 14.0
 """So long the learner's and the coordinator's lists of groups may differ: three reminders."""
 UNASKED_S = 9.0
-SILENT_S = 9.0
 UNKNOWN_S = 60.0
 """So long a machine may cost money that the journal does not have as rented: some looks, of which the cloud answers most."""
 WORK_S = 60.0

@@ -13,7 +13,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from echo2.outside import outside_of
 
@@ -21,15 +21,6 @@ T = TypeVar("T")
 THREAD_S = 0.0002
 """What handing a piece of work to a thread and back takes at least."""
 HANDLES_AT_ONE_TIME_MAX = 500_000
-
-
-class Owner(Protocol):
-    """What the loop asks of the outside in a handle's context."""
-
-    is_frozen: bool
-    held: list[asyncio.Handle]
-
-    def began(self, task: asyncio.Task[Any]) -> None: ...
 
 
 class NumberedTask(asyncio.Task[Any]):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.sim.storm import stormy_world
@@ -44,16 +42,6 @@ def outcome_of(seed: int) -> WorldOutcome:
     """One seed, from start to end."""
     world, storm_until_s = stormy_world(seed)
     return world.run(storm_until_s)
-
-
-def tally_of(seeds: Iterable[int], limit_s: float = float("inf")) -> Tally:
-    """As many of `seeds` as begin within `limit_s` seconds of real time."""
-    tally, began = Tally(), time.monotonic()
-    for seed in seeds:
-        if time.monotonic() - began > limit_s:
-            break
-        tally.add(outcome_of(seed))
-    return tally
 
 
 def main(arguments: list[str] | None = None) -> int:

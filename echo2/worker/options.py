@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
+from echo2.broadcast.link_shape import LinkShape
 from echo2.worker.engine import SwapMode
 
 
@@ -26,15 +27,6 @@ class Quantisation(enum.Enum):
 
     NONE = "none"
     INT8 = "int8"
-
-
-@dataclass(frozen=True, slots=True)
-class EmulatedLink:
-    """A WAN link to pretend, for trials on one machine; 0 leaves that side as it is."""
-
-    uplink_bytes_per_s: float = 0.0
-    downlink_bytes_per_s: float = 0.0
-    rtt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +68,7 @@ class WorkerOptions:
     listen_host: str = ""  # empty: every address, or loopback where the coordinator is there
     listen_port: int = 0
     advertised_addresses: tuple[str, ...] = ()
-    link: EmulatedLink = field(default_factory=EmulatedLink)
+    link: LinkShape = field(default_factory=LinkShape)
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
     store_bytes: int = 0  # disk kept for chunks; 0: from the model
     slowdown: float = 1.0

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 from echo2.base.ids import Version
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.shaper import LinkShape
 from tests.contract.fleet import blocks_of, fleet, gathered, until
 
 KEYFRAME = ArtifactId(Version(0))

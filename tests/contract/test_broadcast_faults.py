@@ -14,10 +14,10 @@ import pytest
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast import stalls
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactId, Chunk
 from echo2.broadcast.runtime.library import LibraryLimits
 from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.trust.identity import Role

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from echo2.base.errors import EchoError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import Event, PeerDown, PeerUp, SendChunk
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.dialling import Dialling, Target
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
-from echo2.broadcast.runtime.shaper import LinkShape, NodeShaper
+from echo2.broadcast.runtime.shaper import NodeShaper
 from echo2.broadcast.runtime.stripes import Stripes
 from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
 from echo2.broadcast.session import BroadcastSession

@@ -10,10 +10,10 @@ import logging
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.catch_up import Way, link_of
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.stalls import Stalls
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.weights.policy import WorkerLink

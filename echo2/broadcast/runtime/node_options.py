@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.runtime.library import LibraryLimits
-from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.weights.container import FORMAT_VERSION
 
 

@@ -73,7 +73,6 @@ class LinkStatus:
     connections: int
     sent_bytes: int
     received_bytes: int
-    received_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 
 from echo2.base.errors import Unreachable
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.reachability import LinkWay
 from echo2.broadcast.runtime.transport import Connection, way_of
 from echo2.trust.identity import PeerIdentity
 
 DELAYED_BYTES_MIN = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LinkShape:
-    """0 leaves that side as it is. A node delays what it sends by half of `rtt_s`."""
-
-    uplink_bytes_per_s: float = 0.0
-    downlink_bytes_per_s: float = 0.0
-    rtt_s: float = 0.0
-
-    @property
-    def is_off(self) -> bool:
-        return not (self.uplink_bytes_per_s or self.downlink_bytes_per_s or self.rtt_s)
 
 
 class Bucket:

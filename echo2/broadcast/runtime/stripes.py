@@ -144,11 +144,7 @@ class Stripes:
 
     def statuses(self) -> tuple[LinkStatus, ...]:
         """Of all links, for the operator."""
-        peers = self._session.peers
         return tuple(
-            LinkStatus(
-                peer, self.way_of(link), link.width, link.sent_bytes, link.received_bytes,
-                peers[peer].rate.bytes_per_s if peer in peers else 0.0,
-            )
+            LinkStatus(peer, self.way_of(link), link.width, link.sent_bytes, link.received_bytes)
             for peer, link in self._links.items()
-        )  # fmt: skip
+        )

@@ -9,7 +9,7 @@ from typing import Literal
 
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
-from echo2.broadcast.runtime.shaper import LinkShape
+from echo2.broadcast.link_shape import LinkShape
 from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
 from echo2.learner.delta_setting import SettingWish

@@ -23,7 +23,6 @@ from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.control.backoff import Backoff
@@ -360,12 +359,11 @@ class Shift:
 
 
 def _node_options(options: WorkerOptions) -> NodeOptions:
-    link = options.link
     return NodeOptions(
         folder=options.folder / "chunks",
         store_bytes=options.store_bytes,
         uplink_limit_bytes_per_s=options.uplink_limit_bytes_per_s,
-        shape=LinkShape(link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s),
+        shape=options.link,
         seed=options.seed,
     )
 

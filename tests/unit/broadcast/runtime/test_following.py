@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from echo2.base.ids import RunId, Version
+from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactId, Header
 from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.following import Following
 from echo2.broadcast.runtime.library import Library, LibraryLimits
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.shaper import LinkShape
 from echo2.broadcast.stalls import FORGOTTEN_S, STALL_S
 from echo2.trust.identity import Identity
 
