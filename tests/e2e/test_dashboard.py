@@ -407,3 +407,32 @@ def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
             await shoot(page, "away-1440-light")
 
     asyncio.run(asyncio.wait_for(scene(), 240))
+
+
+def test_a_starved_run_says_who_waits_for_what_and_what_to_do(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with browser() as chromium, running(options(tmp_path, usd_budget=1.0)) as daemon:
+            learner = await Node.join(daemon, Role.LEARNER)
+            await learner.hello(step_limit=20, step=3)
+            report = pb.LearnerReport(step=3, train_s=1, utilisation=0.1, waits_for="rollouts", waits_since_s=40)
+
+            async def beats() -> None:
+                while True:
+                    await learner.say(report=report)
+                    await asyncio.sleep(0.1)
+
+            beating = asyncio.create_task(beats())
+            for width, scheme in ((1440, "light"), (390, "dark")):
+                async with page_of(chromium, daemon, width, scheme) as page:
+                    await page.locator("#status").filter(has_text="learner waits").wait_for(timeout=WAIT_MS)
+                    await page.locator("#waits").get_by_text("the learner waits for rollouts").wait_for(timeout=WAIT_MS)
+                    assert "Start a worker" in await page.locator("#todo-text").text_content()
+                    assert "of $1.00 spent" in await page.locator("#budget-text").text_content()
+                    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+                    assert await _clipped(page) == []
+                    await shoot(page, f"starved-{width}-{scheme}")
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            await learner.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 240))
