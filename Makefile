@@ -11,7 +11,7 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-llm gpu test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
+.PHONY: help demo demos demo-llm gpu test test-vllm check proto proto-check bench docs recording sim soak redteam audit format clean mutants
 
 help:
 	@echo "make demo        train a small model over three emulated rented machines: one to three minutes, no GPU"
@@ -107,6 +107,10 @@ docs: $(STAMP)
 # docs/images anew, from a real demo; needs npx and Chromium.
 recording: $(STAMP)
 	$(BIN)/python docs/record.py --seed $(SEED)
+
+# README's figures anew, from demos of two seeds and four staleness bounds: some minutes on two idle cores.
+demos: $(STAMP)
+	$(BIN)/python -m benchmarks.demos
 
 # One seed of the virtual world, in which the real daemons run, with its story; COUNT=n runs n seeds from SEED on.
 COUNT ?= 1

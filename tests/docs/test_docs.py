@@ -186,3 +186,12 @@ def test_the_index_says_what_to_read_first_and_no_page_of_a_task_is_long() -> No
         for name in names.split() if not caption.startswith("Reference") else ():
             words = len((ROOT / "docs" / f"{name}.md").read_text().split())
             assert words <= WORDS_MAX or name == "troubleshooting", f"{name}: {words} words"
+
+
+def test_readmes_figures_are_those_of_the_file_that_make_demos_writes() -> None:
+    from benchmarks import demos
+
+    kept = json.loads(demos.RESULTS.read_text())
+    assert demos.PASSAGE.findall(demos.README.read_text()) == [demos.passage(kept)], (
+        "python -m benchmarks.demos --again"
+    )

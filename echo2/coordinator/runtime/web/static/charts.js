@@ -44,7 +44,7 @@ function tooltip() {
 }
 export function drawSeries(series) {
   const x = series.step;
-  draw("reward-chart", [x, series.reward, series.eval], { scales: { x: { time: false } }, plugins: [tooltip()], axes: axes("step", (v) => number(v)), series: [{ label: "step" }, line("batch", "--accent", { width: 1.5 }), line("held out", "--second", { width: 2.5 })] }, ["No step yet", "The curve begins with the learner's first step."]);
+  draw("reward-chart", [x, series.reward, series.eval], { scales: { x: { time: false }, y: { range: (u, low, high) => low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true) } }, plugins: [tooltip()], axes: axes("step", (v) => number(v)), series: [{ label: "step" }, line("batch", "--accent", { width: 1.5 }), line("held out", "--second", { width: 2.5 })] }, ["No step yet", "The curve begins with the learner's first step."]);
   draw("utilisation-chart", [x, series.utilisation, series.predicted], { scales: { x: { time: false }, y: { range: [0, 1.02] } }, plugins: [tooltip()], axes: axes("step", (v) => percent(v, 0)), series: [{ label: "step" }, line("measured", "--accent", { fill: colour("--accent") + "1c", say: percent }), line("predicted", "--second", { dash: [5, 4], say: percent })] }, ["No step yet", "Measured and predicted appear side by side."]);
 }
 export function drawLags(histogram, bound) {

@@ -131,7 +131,7 @@ function showSliders() {
 }
 function resetSliders() {
   const count = Object.values(fleet()).filter((w) => w.state !== "gone").length || 1;
-  sliders.fleet.max = Math.max(12, 4 * count); sliders.s.value = state.run.staleness_bound || 4; sliders.up.value = 0; sliders.fleet.value = count;
+  sliders.fleet.max = Math.max(12, 4 * count); sliders.s.min = state.run.staleness_bound === 0 ? 0 : 1; sliders.s.value = state.run.staleness_bound ?? 4; sliders.up.value = 0; sliders.fleet.value = count;
   touched = false; showSliders(); askWhatIf();
 }
 function askWhatIf() {
