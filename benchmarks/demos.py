@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "demos.json"
+RESULTS = ROOT / "docs" / "demos.json"
 README = ROOT / "README.md"
 PASSAGE = re.compile(r"(?<=<!-- made by benchmarks/demos.py -->\n).*?(?=\n<!-- until here -->)", re.DOTALL)
 SEEDS = (0, 1)
@@ -60,23 +60,22 @@ def passage(kept: dict[str, Any]) -> str:
         f"brought the held-out reward from {first} to {last}. No token older than S was trained on, all workers ended with the",
         f"learner's weights bit for bit, deltas were {_span(shares, 0)} % of the full snapshots' bytes, and the learner's "
         f"utilisation was {busy} %,",
-        f"predicted {promised} %. By staleness bound ({BOUND_STEPS} steps, `echo2 demo --staleness S`):",
+        f"predicted {promised} %. By staleness bound (`echo2 demo --staleness 8 --steps {BOUND_STEPS}` and so on):",
         "",
-        "| S | measured utilisation | predicted |",
-        "|---|---|---|",
+        "| S | measured utilisation | predicted | held-out reward |",
+        "|---|---|---|---|",
     ]
     for run in bounds:
         bound = run["arguments"][run["arguments"].index("--staleness") + 1]
         told = f"{bound} (synchronous)" if bound == "0" else bound
-        lines.append(
-            f"| {told} | {100 * run['utilisation_measured']:.0f} % | {100 * run['utilisation_predicted']:.0f} % |"
-        )
+        busy, promised = 100 * run["utilisation_measured"], 100 * run["utilisation_predicted"]
+        lines.append(f"| {told} | {busy:.0f} % | {promised:.0f} % | {run['held_out_reward_last']:.2f} |")
     return "\n".join(lines)
 
 
 def _span(values: list[float], digits: int) -> str:
     low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else f"{low}-{high}"
 
 
 def write_passage(kept: dict[str, Any]) -> None:

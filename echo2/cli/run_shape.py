@@ -36,6 +36,10 @@ def model_of(path: str) -> tuple[ModelSize, str]:
         raise ConfigError(
             f"model.path: expected a model to plan for, got none: give RUN.toml or --model.path; or {ways}"
         )
+    if path.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model.path {path}: expected config.json in that folder, found none. Name another, or {ways}"
+        )
     raise ConfigError(
         f"model.path {path}: expected its config.json, in that folder or in the hub's cache on this machine, found none. "
         f"Fetch it (hf download {path} config.json), or {ways}"
