@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -195,3 +196,27 @@ def test_readmes_figures_are_those_of_the_file_that_make_demos_writes() -> None:
     assert demos.PASSAGE.findall(demos.README.read_text()) == [demos.passage(kept)], (
         "python -m benchmarks.demos --again"
     )
+
+
+def test_the_task_of_the_page_on_ones_own_task_scores_and_its_run_file_loads(tmp_path: Path) -> None:
+    """Its code as it stands there, word for word, in files of the names that it gives."""
+    from echo2.config.load import load_config
+
+    page = (ROOT / "docs" / "howto-own-task.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (run_file,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "palindromes.py").write_text(code)
+    (tmp_path / "run.toml").write_text(run_file)
+    config = load_config([tmp_path / "run.toml"])
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from echo2.tasks.runtime.registry import make_task; from echo2.tasks.task import TaskSpec\n"
+        f"task = make_task(TaskSpec({config.task.name!r}, {dict(config.task.args)!r}, 3))\n"
+        "one = task.sample(5)\n"
+        "whole = one.answer + one.answer[::-1]\n"
+        "print(one == task.sample(5), task.score(one, whole).value, task.score(one, 'zzzz').value)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said == "True 1.0 0.0\n"
