@@ -23,6 +23,7 @@ IDLE_RELEASE_S = 600.0
 JOIN_S_MAX = 1800.0
 RENT_AT_ONCE = 4
 """More at once would be bought on a guess: what these do is measured first."""
+NO_BOUND = "set coordinator.usd_per_hour_cap or coordinator.usd_budget: nothing that costs money is rented without one"
 BUDGET_HOURS_LEFT = 1.0
 """Nothing is rented that the budget does not feed for so long."""
 
@@ -58,12 +59,18 @@ class FleetAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Purse:
-    """0: no cap, no budget. `usd_per_hour`: of workers that work and of rented machines, those on their way included."""
+    """0: no cap, no budget; with neither, only what is free is rented. `usd_per_hour`: of workers that work and of rented
+    machines, those on their way included."""
 
     usd_per_hour: float
     usd_spent: float
     usd_per_hour_cap: float = 0.0
     usd_budget: float = 0.0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Without a cap and a budget nothing that costs money is rented."""
+        return self.usd_per_hour_cap > 0 or self.usd_budget > 0
 
     @property
     def is_spent(self) -> bool:
@@ -73,6 +80,8 @@ class Purse:
         """How many machines of this price may be had more."""
         if usd_per_hour <= 0:
             return 0 if self.is_spent else RENT_AT_ONCE
+        if not self.is_bounded:
+            return 0
         room = math.inf
         if self.usd_per_hour_cap > 0:
             room = self.usd_per_hour_cap - self.usd_per_hour
@@ -165,7 +174,8 @@ def _rents(
         needed = max(1, math.ceil(shortage / rate - 1e-9)) if rate > 0 else 1
         count = min(room, purse.affordable(offer.usd_per_hour), needed)
         if count <= 0:
-            why_not = f"{offer.usd_per_hour:g} USD/h more for {offer.name} would go beyond the cap or the budget"
+            more = f"{offer.usd_per_hour:g} USD/h more for {offer.name}"
+            why_not = f"{more} would go beyond the cap or the budget" if purse.is_bounded else NO_BOUND
             continue
         speed = f"of about {rate:.3g} rollouts/s each" if rate > 0 else "of a rate that nobody has measured yet"
         text = f"the pool lacks {shortage:.3g} rollouts/s: {count} {speed} at {offer.usd_per_hour:g} USD/h"

@@ -22,6 +22,8 @@ ANSWER_S = (0.1, 6.0)
 """The longer is beyond what who asks waits for."""
 BOOT_S = (4.0, 15.0)
 PRICE_USD_PER_HOUR = 0.5
+CLOUD_CAP_USD_PER_HOUR = 1000.0
+"""No bound in effect: without one nothing is rented."""
 NAME = "spot"
 
 

@@ -37,7 +37,7 @@ from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
-from echo2.sim.cloud import PRICE_USD_PER_HOUR, VirtualCloud
+from echo2.sim.cloud import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, VirtualCloud
 from echo2.sim.looking import Daemon, Looking
 from echo2.sim.made_up_engine import EngineFaults
 from echo2.sim.malice import Liar
@@ -219,6 +219,7 @@ class World:
             gone_after_s=scene.gone_after_s, lease_timeout_s=scene.lease_timeout_s,
             report_interval_s=scene.report_interval_s, plan_interval_s=scene.plan_interval_s,
             offers_file=self.cloud.offers_file if self.cloud is not None else None,
+            usd_per_hour_cap=CLOUD_CAP_USD_PER_HOUR if self.cloud is not None else 0.0,
         )  # fmt: skip
 
     def _learner_options(self, process: Process) -> LearnerOptions:

@@ -1,26 +1,31 @@
 """Catalogues of what can be rented: fetched through gpuhunt, kept on this machine with their age.
 
-Guarantees: what was fetched is kept whole or not at all; without a network the kept catalogue is used and its age said, and
-without one the typical prices that come with the package, which are no offers. Leaves to others: ranking (cost_model/offers).
+Guarantees: what was fetched is kept whole or not at all; without a network the kept catalogue is used and its age said, without
+one what SkyPilot has fetched, and without that the typical prices that come with the package, which are no offers. Leaves to
+others: ranking (cost_model/offers).
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, Unreachable
 from echo2.cost_model.catalogue import CPU, GpuType
+from echo2.cost_model.kinds import kind_of_name
 from echo2.cost_model.offers import MarketOffer, offer_from_row
 from echo2.outside import unix_now
 
 FILE = "offers.json"
 VENDOR = "nvidia"
 TYPICAL = "typical"
+SKYPILOT_FOLDER = Path("~/.sky/catalogs")
+"""Where the package skypilot keeps one CSV file a cloud, in folders v1, v2, ...; it fetches them when it is used."""
 _log = logging.getLogger("echo2.market")
 
 
@@ -116,10 +121,55 @@ def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
     return Catalogue(offers, None, "typical prices of mid 2026 that come with echo2: assumptions, nobody offers them")
 
 
+def of_skypilot(folder: Path, gpus: Mapping[str, GpuType]) -> Catalogue | None:
+    """What SkyPilot has fetched for itself, as old as its oldest file; None where it has fetched nothing. A machine whose memory
+    a file does not name has that of its kind's data sheet."""
+    versions = sorted((one for one in folder.glob("v*") if one.name[1:].isdigit()), key=lambda one: int(one.name[1:]))
+    offers: list[MarketOffer] = []
+    ages: list[float] = []
+    for file in sorted(versions[-1].glob("*/vms.csv")) if versions else ():
+        try:
+            with file.open(encoding="utf-8", newline="") as lines:
+                found = [one for row in csv.DictReader(lines) for one in _of_sky_row(file.parent.name, row, gpus)]
+            ages.append(file.stat().st_mtime)
+        except (OSError, ValueError, csv.Error) as error:
+            _log.warning("offers: %s: expected SkyPilot's catalogue, got: %s", file, error)
+            continue
+        offers += found
+    return Catalogue(tuple(offers), min(ages), "SkyPilot's catalogues") if offers else None
+
+
+def _of_sky_row(cloud: str, row: Mapping[str, str | None], gpus: Mapping[str, GpuType]) -> Iterator[MarketOffer]:
+    """On demand and spot, where there is a price; nothing of rows without a GPU that the catalogue knows."""
+    name, count = row.get("AcceleratorName") or "", _positive(row.get("AcceleratorCount"))
+    kind = kind_of_name(name, gpus)[0] or kind_of_name(name.removesuffix("-SXM"), gpus)[0]
+    if not kind or count is None or count != int(count):
+        return
+    for column, is_spot in (("Price", False), ("SpotPrice", True)):
+        price = _positive(row.get(column))
+        if price is None:
+            continue
+        try:
+            yield MarketOffer(
+                cloud, row.get("InstanceType") or name, row.get("Region") or "", kind.partition("-")[0], int(count),
+                gpus[kind].memory_gib, price, is_spot,
+            )  # fmt: skip
+        except ConfigError as error:
+            _log.debug("left out: %s", error)
+
+
+def _positive(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
 def newest(
     path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float
 ) -> Catalogue:
-    """Fetched where that is asked for or what is kept is older than `age_max_s`; else kept; else typical."""
+    """Fetched where that is asked for or what is kept is older than `age_max_s`; else kept; else SkyPilot's; else typical."""
     found = kept(path)
     age_s = None if found is None else found.age_s(unix_now())
     if must_fetch or (may_fetch and (age_s is None or age_s > age_max_s)):
@@ -132,4 +182,4 @@ def newest(
         else:
             keep(fresh, path)
             return fresh
-    return found or typical(gpus)
+    return found or of_skypilot(SKYPILOT_FOLDER.expanduser(), gpus) or typical(gpus)

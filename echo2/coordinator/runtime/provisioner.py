@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet_advice import FleetAdvice, Purse, advise, kind_text, rates_by_gpu
+from echo2.coordinator.fleet_advice import NO_BOUND, FleetAdvice, Purse, advise, kind_text, rates_by_gpu
 from echo2.coordinator.membership import Member
 from echo2.coordinator.options import PlannerMode
 from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, RentedMachine, Sighting, machine_prefix
@@ -78,6 +78,20 @@ class Provisioner:
         self._journal(machine, "rent", reason)
         await self._in_time(machine, self._rent(machine, link))
         return machine
+
+    def quote(self, offer_name: str) -> dict[str, float]:
+        """What one machine of an offer would cost, in USD/h, alone and with all that is paid now; refused as `rent` would be.
+        Nothing is asked of a provider."""
+        self._hub.ending.check_open()
+        offer = self._offer(offer_name)
+        self._check_room(offer)
+        purse = self.purse()
+        after = purse.usd_per_hour + offer.usd_per_hour
+        left = (purse.usd_budget - purse.usd_spent) / after if purse.usd_budget > 0 and after > 0 else 0.0
+        return {
+            "usd_per_hour": offer.usd_per_hour, "usd_per_hour_after": after, "usd_per_hour_cap": purse.usd_per_hour_cap,
+            "usd_budget": purse.usd_budget, "usd_spent": purse.usd_spent, "budget_hours_after": left,
+        }  # fmt: skip
 
     async def _rent(self, machine: RentedMachine, link: str) -> None:
         try:
@@ -329,6 +343,8 @@ class Provisioner:
         if sum(machine.offer == offer.name for machine in open_ones) >= offer.machines_max:
             raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, all are rented")
         purse = self.purse()
+        if offer.usd_per_hour > 0 and not purse.is_bounded:
+            raise LimitExceeded(f"offer {offer.name}: {NO_BOUND}")
         if offer.usd_per_hour > 0 and purse.affordable(offer.usd_per_hour) < 1:
             raise LimitExceeded(
                 f"offer {offer.name}: {offer.usd_per_hour:g} USD/h more than the {purse.usd_per_hour:g} USD/h of now "

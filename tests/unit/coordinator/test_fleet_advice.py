@@ -22,7 +22,7 @@ from echo2.cost_model.plan import Limit, Plan, Term
 
 NOW = 10_000.0
 SMALL, BIG = MachineOffer("small", "local", "RTX 4090", 0.4), MachineOffer("big", "local", "H100", 2.4)
-RICH = Purse(1, 0)
+RICH = Purse(1, 0, usd_per_hour_cap=1000)
 RATES = {"RTX 4090": 1.0, "H100": 5.0, "": 1.0}
 
 
@@ -55,7 +55,7 @@ def test_the_cheapest_rollouts_are_rented_as_many_as_are_missing() -> None:
     assert shortage_rollouts_per_s(plan(3, 9)) == 6
     (wish,) = ask(plan(3, 9), [], {}).rent
     assert (wish.offer, wish.count, wish.usd_per_hour) == ("small", RENT_AT_ONCE, 4 * 0.4)
-    dearer = advise(plan(3, 9), [replace(SMALL, usd_per_hour=0.6), BIG], [], {}, RATES, Purse(1, 0), NOW)
+    dearer = advise(plan(3, 9), [replace(SMALL, usd_per_hour=0.6), BIG], [], {}, RATES, RICH, NOW)
     assert [(wish.offer, wish.count) for wish in dearer.rent] == [("big", 2)]
     assert "lacks 6 rollouts/s" in dearer.rent[0].reason
 
@@ -76,7 +76,7 @@ def test_machines_on_their_way_count_as_there() -> None:
 
 
 def test_an_offer_that_nobody_has_measured_is_tried_with_one() -> None:
-    (wish,) = advise(plan(3, 9), [SMALL], [], {}, {}, Purse(1, 0), NOW).rent
+    (wish,) = advise(plan(3, 9), [SMALL], [], {}, {}, RICH, NOW).rent
     assert (wish.count, "nobody has measured" in wish.reason) == (1, True)
     assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
 

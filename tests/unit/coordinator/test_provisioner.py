@@ -73,7 +73,7 @@ class Scene:
 
     def __init__(self, folder: Path, cloud: Cloud, **more: Any) -> None:
         self.clock, self.cloud = Clock(), cloud
-        self.options: CoordinatorOptions = options(folder, **more)
+        self.options: CoordinatorOptions = options(folder, **{"usd_per_hour_cap": 100.0, **more})
         self.folder = folder
         self.begin()
 
@@ -339,5 +339,27 @@ def test_over_provisioning_lets_more_groups_in_and_stragglers_are_recalled_for_i
         assert lease.is_recalled
         assert consolidate(run.hub) == 0, "once"
         assert "is moved: it is among the last of its step" in run.hub.keeper.events[-1].text
+
+    play(scene)
+
+
+def test_without_a_cap_or_a_budget_nothing_that_costs_money_is_rented_and_a_quote_says_what_would_be(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        for name in ("unbounded", "bounded"):
+            (tmp_path / name).mkdir()
+        unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=0.0)
+        with pytest.raises(LimitExceeded, match="set coordinator.usd_per_hour_cap or coordinator.usd_budget"):
+            unbounded.provisioner.quote("gpu")
+        with pytest.raises(LimitExceeded, match="nothing that costs money is rented without one"):
+            await unbounded.provisioner.rent("gpu", "", "a test")
+        bounded = Scene(tmp_path / "bounded", Cloud(), usd_per_hour_cap=0.0, usd_budget=20.0)
+        await bounded.provisioner.rent("gpu", "", "a test")
+        told = bounded.provisioner.quote("gpu")
+        assert (told["usd_per_hour"], told["usd_per_hour_after"], told["usd_budget"]) == (2.0, 4.0, 20.0)
+        assert told["budget_hours_after"] == pytest.approx(5.0, abs=0.1)
+        assert len(bounded.provisioner.machines) == 1, "a quote rents nothing"
+        assert not unbounded.provisioner.machines
 
     play(scene)

@@ -211,6 +211,8 @@ class Web:
     async def _rent(self, body: Body) -> Body:
         offer, label = _text(body, "offer"), _text(body, "label", "")
         reason = _text(body, "reason", "") or "the operator's word"
+        if body.get("dry_run") is True:
+            return {"quote": self._commands.provisioner.quote(offer)}
         machine = await self._commands.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
         return {**machine_value(machine, self._commands), "command": command_of(machine)}
 
