@@ -48,6 +48,7 @@ class Looking:
         self, truth: Truth, machines: Mapping[str, VirtualMachine], wires: Wires, counts: Counter[str]
     ) -> None:
         self._truth, self._machines, self._wires, self._counts = truth, machines, wires, counts
+        self.holds_training = False  # the world lets no step end: how long one takes is no fault then
         self._now = wires.loop.time
         self._since: dict[Hashable, float] = {}
         self._shunned: Counter[PeerId] = Counter()
@@ -127,7 +128,7 @@ class Looking:
 
     def _look_at_learner(self, life: Hashable, daemon: LearnerDaemon) -> None:
         waits_for, _ = daemon.waits_for
-        if daemon.shift is not None and not waits_for:
+        if daemon.shift is not None and not waits_for and not self.holds_training:
             works_s = self._lasts_s(life, "works", daemon.shift.loop.step)
             self._truth.waits_since("learner", works_s, WORK_S, "a step, and does not say what it waits for")
 

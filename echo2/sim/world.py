@@ -391,7 +391,7 @@ class World:
 
     async def _await_newest(self) -> None:
         """Training stands still: every worker must be back and at the newest version, nothing admitted may be lost."""
-        self.train_s = 10_000.0
+        self.train_s, self.looking.holds_training = 10_000.0, True
         is_there = await self._until(lambda: not self._behind(), CATCH_UP_S)
         self._check(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
         if self.witness.shelf is not None:
