@@ -18,7 +18,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams,
 from echo2.learner.audit import Habits, Passage, examined, passage_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import SentTokens
-from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
+from echo2.learner.runtime.snapshots import VersionScorer
 from echo2.learner.scorings import VERIFIED_SHARE
 from echo2.scoring.request import Stretch
 from echo2.worker.runtime.engines.scoring import ScoringPass
@@ -55,18 +55,18 @@ def measured(times: int = 2) -> dict[str, Any]:
     staged = keyframe_of(model, 0)
     live = LiveWeights(read_shape(CONFIG))
     live.apply(live.checked(staged))
-    kept = KeptVersions(model, versions_max=2)
+    learner = VersionScorer(model, versions_max=2)
     first = {name: p.detach().bfloat16().clone() for name, p in model.named_parameters()}
-    kept.keep(Version(0), first)
-    kept.keep(Version(1), {name: t + (torch.rand_like(t) < 0.02) * t.abs() / 64 for name, t in first.items()})
-    learner, engine, one = VersionScorer(kept), ScoringPass(live, TOKENS + 1), passage()
+    learner.keep(Version(0), first)
+    learner.keep(Version(1), {name: t + (torch.rand_like(t) < 0.02) * t.abs() / 64 for name, t in first.items()})
+    engine, one = ScoringPass(live, TOKENS + 1), passage()
     stretch = Stretch(Version(0), 1, TOKENS, GroupId("g"), 0)
     learner_s, engine_s = [], []
     with torch.inference_mode():
         engine.scores(one.token_ids, one.sampling, stretch)
         for _ in range(times):
             begun = time.process_time()
-            examined([one], kept.versions, learner)
+            examined([one], learner.versions, learner)
             learner_s.append(time.process_time() - begun)
             begun = time.process_time()
             for _ in range(2):

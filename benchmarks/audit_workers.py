@@ -21,7 +21,7 @@ from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import SentTokens
 from echo2.learner.plausible import problem_of_end, problem_of_segment
 from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
+from echo2.learner.runtime.snapshots import VersionScorer
 from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -47,7 +47,7 @@ REFUSED = Accusation("intake", 0.0, 0, "refused at intake", True)
 class Bench:
     model: PolicyModel
     snapshots: dict[Version, dict[str, torch.Tensor]]
-    kept: KeptVersions
+    scorer: VersionScorer
 
 
 def make_bench(folder: Path) -> Bench:
@@ -60,15 +60,15 @@ def make_bench(folder: Path) -> Bench:
         for name, master in model.masters_by_name().items():
             master.mul_(1.0 if "norm" in name else 3.0)
     model.round_to_policy()
-    kept, snapshots = KeptVersions(copy.deepcopy(model.hf_model), versions_max=3), {}
+    scorer, snapshots = VersionScorer(copy.deepcopy(model.hf_model), versions_max=3), {}
     for version in (OLDEST, PREVIOUS, NEWEST):
         snapshots[Version(version)] = dict(model.snapshot())
-        kept.keep(Version(version), snapshots[Version(version)])
+        scorer.keep(Version(version), snapshots[Version(version)])
         with torch.no_grad():
             for master in model.masters:
                 master.add_(UPDATE * master.abs().mean() * torch.randn_like(master))
         model.round_to_policy()
-    return Bench(model, snapshots, kept)
+    return Bench(model, snapshots, scorer)
 
 
 def engine_of(bench: Bench, version: int, dtype: torch.dtype = torch.float32, alter: Alter | None = None) -> Any:
@@ -153,7 +153,7 @@ def watched(
     """Looks at all rollouts of up to `groups` groups: what is held against the worker, after how many, and of what it is
     accused."""
     suspicion, rollouts_seen = Suspicion(SuspicionConfig(), 0.0), 0
-    worker, scorer, dice = PeerId("w"), VersionScorer(bench.kept), random.Random(first_group)
+    worker, scorer, dice = PeerId("w"), bench.scorer, random.Random(first_group)
 
     def back() -> int:
         return 1 if dice.random() < 0.5 else 2
@@ -166,7 +166,7 @@ def watched(
         senders = tuple((SentTokens(worker, len(rollout.token_ids)),) for rollout in rollouts)
         group = TrainGroup(spec, number, tuple(rollouts), (0.0,) * len(rollouts), (), senders)
         passages = [passage_of(group, member, lambda peer: Habits(draws_by_seed)) for member in range(len(rollouts))]
-        for passage, found in zip(passages, examined(passages, bench.kept.versions, scorer, back), strict=True):
+        for passage, found in zip(passages, examined(passages, scorer.versions, scorer, back), strict=True):
             rollouts_seen += 1
             for evidence in found:
                 suspicion.observe(evidence)

@@ -96,6 +96,10 @@ class ScoreUnderVersion(Protocol):
     ) -> tuple[TokenScores, object]: ...
 
 
+ScoreTogether = Callable[[Version, Sequence[tuple[Passage, Piece]]], list[TokenScores]]
+"""The same for pieces that stand alone, all under one version."""
+
+
 def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> Passage:
     """The rollout `member` of a group that is trained on."""
     rollout = group.rollouts[member]
@@ -163,6 +167,7 @@ def examined(
     score: ScoreUnderVersion,
     steps_back: Callable[[], int] = one_back,
     olders: Sequence[Mapping[Version, Version] | None] = (),
+    together: ScoreTogether | None = None,
 ) -> list[list[Evidence]]:
     """Of each passage, the evidence of its pieces whose version is among the `kept` ones (ascending); the older version that it
     is compared with is that of `olders`, where it says one of the passage, else it lies `steps_back` before. Pieces that stand
@@ -181,12 +186,11 @@ def examined(
     exact: dict[tuple[int, int], TokenScores] = {}
     older: dict[tuple[int, int], TokenScores] = {}
     for version in kept:
-        for number, piece in alone:
-            key = (number, piece.start)
-            if piece.version == version:
-                exact[key] = score(version, passages[number], piece, None)[0]
-            elif compared[number].get(piece.version) == version:
-                older[key] = score(version, passages[number], piece, None)[0]
+        asked = [one for one in alone if version in (one[1].version, compared[one[0]].get(one[1].version))]
+        pieces = [(passages[number], piece) for number, piece in asked]
+        scored = together(version, pieces) if together else [score(version, *one, None)[0] for one in pieces]
+        for (number, piece), scores in zip(asked, scored, strict=True):
+            (exact if piece.version == version else older)[number, piece.start] = scores
     for number, piece in alone:
         key = (number, piece.start)
         before = compared[number].get(piece.version) if key in older else None

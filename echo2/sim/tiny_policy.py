@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import NormalDist
 
 import numpy as np
@@ -68,6 +69,8 @@ def picked(logprobs: Column, number: float) -> int:
 class TinyScorer:
     """A `Scorer` of the tiny model."""
 
+    is_of_trainer = False
+
     def __init__(self, versions_max: int) -> None:
         self._versions_max = versions_max
         self._fingerprints: dict[Version, int] = {}
@@ -82,6 +85,12 @@ class TinyScorer:
         self._fingerprints[version] = fingerprint_of(dict(tensors))
         while len(self._fingerprints) > self._versions_max:
             del self._fingerprints[next(iter(self._fingerprints))]
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
+        return [self(version, passage, piece, None)[0] for passage, piece in asked]
 
     def __call__(
         self, version: Version, passage: Passage, piece: Piece, cache: object | None

@@ -57,9 +57,6 @@ class TinyModel:
     stop_token_ids = (STOP_TOKEN,)
     config: Any = None
 
-    def scorer(self, versions_max: int) -> Scorer:
-        return TinyScorer(versions_max)
-
     def check_length(self, tokens: int) -> None:
         pass
 
@@ -126,6 +123,9 @@ class TinyTrainer:
         checkpoint = store.load(steps[-1], None)
         self._weights, self.step_count = copied(checkpoint.masters), int(checkpoint.step)
         return checkpoint
+
+    def scorer(self, versions_max: int, newest: Version) -> Scorer:
+        return TinyScorer(versions_max)
 
     def stop(self) -> None:
         pass

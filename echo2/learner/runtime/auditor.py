@@ -1,13 +1,13 @@
 """The audit at work: some rollouts of each batch are scored again under the versions that they name, beside the training.
 
-Guarantees: training never waits for it; which rollouts is decided after they are in, by dice that no worker can know
-(learner/audit_draw), and so is who scores them (learner/scorings): workers, where enough of them can, and the learner what they
+Guarantees: training waits for it at most `TRAINER_SHARE` of the time, a second or one rollout at a time; which rollouts is
+decided after they are in, by dice that no worker can know (learner/audit_draw), and so is who scores them (learner/scorings): workers, where enough of them can, and the learner what they
 dispute, some known answers, and what nobody else can; a worker is accused once, on the event loop, and by the learner's own
-numbers; an audit that fails is told (`AuditCalls`). Waits for: batches (`consider`), scorers (`tell`), its thread. Leaves to
+numbers; an audit that fails is told (`AuditCalls`). Waits for: batches (`consider`), scorers (`tell`), its threads. Leaves to
 others: the verdict (learner/suspicion, learner/disputes), banning and dropping (`AuditCalls.accused`).
 
-Costs host memory for the versions that rollouts may name (learner/runtime/snapshots) and, of what the learner scores itself,
-the thread's time: one forward pass over a rollout under its version, one under an older one.
+Costs host memory for what each version changed (learner/runtime/snapshots) and, of what the learner scores itself, the time of the
+device that trains: one forward pass over a rollout under its version, one under an older one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,12 @@ from echo2.scoring.request import ScoreRequest
 
 TURN_TOKENS = 16_384
 """Looked at in one turn of the thread, prompts included; one rollout at least."""
+TRAINER_TURN_S = 1.0
+"""So long a turn may be on the trainer's thread, by the speed of those before; one rollout at least."""
+TRAINER_SHARE = 0.1
+"""Of the time in which there is something to train on. Scoring everything that is drawn by default takes about as much: two
+forward passes over 12 % of the tokens, where a step makes one and a backward pass of twice its work."""
+IDLE_LOOK_S = 0.05
 WORKERS_MAX = 16_384
 STEPS_BACK = 4
 BOUNDS_KEPT = 2
@@ -53,6 +59,7 @@ class AuditCounts:
     rollouts: int = 0
     accused: int = 0
     own_tokens: int = 0
+    own_read_tokens: int = 0
     own_rollouts: int = 0
     own_s: float = 0.0
 
@@ -69,22 +76,19 @@ class AuditCalls:
 
 
 class Auditor:
-    """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by a scorer that is
-    made and used in the audit's thread. All methods belong to the event loop's thread; times are unix seconds."""
+    """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by the scorer that
+    `begin` gives, which keeps `versions_max`; nothing is scored by the learner before. All methods belong to the event loop's thread; times are unix seconds."""
 
     def __init__(
-        self,
-        make_scorer: Callable[[], Scorer],
-        share: float,
-        rng: random.Random,
-        fleet_share: float,
-        calls: AuditCalls,
+        self, share: float, rng: random.Random, fleet_share: float, calls: AuditCalls, versions_max: int = 1
     ) -> None:
         self.counts = AuditCounts()
         self.draw = AuditDraw(share, rng)
         self.accused: dict[PeerId, Accusation] = {}
+        self.versions_max = versions_max
         self._calls = calls
-        self._make_scorer = make_scorer
+        self._is_trainer_idle: Callable[[], bool] = lambda: False
+        self._trainer_thread: Executor | None = None
         self._config = SuspicionConfig()
         self.scorings = Scorings(rng, fleet_share)
         self.disputes = Disputes(self._config)
@@ -92,7 +96,7 @@ class Auditor:
         self._counted: dict[int, None] = {}
         self._suspicions: dict[PeerId, Suspicion] = {}
         self._excused: set[PeerId] = set()
-        self._made: Scorer | None = None  # of the thread
+        self._scorer: Scorer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_looking = False
@@ -101,10 +105,14 @@ class Auditor:
     def is_on(self) -> bool:
         return self.draw.share > 0
 
+    def begin(self, scorer: Scorer, trainer_thread: Executor, is_trainer_idle: Callable[[], bool]) -> None:
+        """`trainer_thread`: for the trainer's own scorer. `is_trainer_idle`: it has nothing to train on."""
+        self._scorer, self._trainer_thread, self._is_trainer_idle = scorer, trainer_thread, is_trainer_idle
+
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """`tensors` of a version that was published; never changed in place. Returns at once."""
-        if self.is_on:
-            self._begin(self._in_thread(self._keep, version, tensors))
+        if self._scorer is not None:
+            self._begin(self._in_thread(self._thread, self._scorer.keep, version, tensors))
             self.tell(scorings.VersionKept(version))
 
     def tell(self, event: scorings.Event) -> None:
@@ -154,24 +162,41 @@ class Auditor:
                     self._carry_out(self.disputes.told(look, scorer, evidence, now), now)
                 case scorings.AccuseScorer(worker, accusation):
                     self._accuse(worker, accusation)
-        if self._own and not self._is_looking:
+        if self._own and self._scorer is not None and not self._is_looking:
             self._is_looking = True
-            self._begin(self._look(now))
+            self._begin(self._look(self._scorer, now))
 
-    async def _look(self, now: float) -> None:
+    async def _look(self, scorer: Scorer, now: float) -> None:
         """Until the learner has nothing to score."""
+        assert self._trainer_thread is not None, "begin comes first"
+        thread = self._trainer_thread if scorer.is_of_trainer else self._thread
         try:
             while self._own:
                 taken = [self._own.pop(0)]
-                while self._own and sum(len(look.drawn.passage.token_ids) for look in taken) < TURN_TOKENS:
+                most = self._turn_tokens(scorer)
+                while self._own and sum(len(look.drawn.passage.token_ids) for look in taken) < most:
                     taken.append(self._own.pop(0))
-                found, took_s = await self._in_thread(self._score, taken)
+                found, took_s = await self._in_thread(thread, self._score, scorer, taken)
                 self.counts.own_s += took_s
+                self.counts.own_read_tokens += sum(len(look.drawn.passage.token_ids) for look in taken)
                 for look, evidence in zip(taken, found, strict=True):
                     self._weigh(look, evidence, now)
                 self._place(now)
+                if scorer.is_of_trainer:
+                    await self._leave_to_training(took_s)
         finally:
             self._is_looking = False
+
+    def _turn_tokens(self, scorer: Scorer) -> int:
+        if not scorer.is_of_trainer:
+            return TURN_TOKENS
+        return min(TURN_TOKENS, round(TRAINER_TURN_S * self.counts.own_read_tokens / max(1e-6, self.counts.own_s)))
+
+    async def _leave_to_training(self, took_s: float) -> None:
+        """The trainer's thread is the training's until the turn was its share of the time, or there is nothing to train on."""
+        until = monotonic() + took_s * (1.0 / TRAINER_SHARE - 1.0)
+        while not self._is_trainer_idle() and monotonic() < until:
+            await asyncio.sleep(min(IDLE_LOOK_S, max(0.0, until - monotonic())))
 
     def _own_tokens(self) -> int:
         return sum(len(look.drawn.passage.token_ids) for look in self._own)
@@ -202,28 +227,22 @@ class Auditor:
             self._judge(worker)
         self._carry_out(self.disputes.proven(look, tuple(found), now), now)
 
-    # ---- in the audit's thread
+    # ---- in the thread that scores
 
-    def _keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self._scorer().keep(version, tensors)
-
-    def _score(self, looks: Sequence[Look]) -> tuple[list[list[Evidence]], float]:
+    def _score(self, scorer: Scorer, looks: Sequence[Look]) -> tuple[list[list[Evidence]], float]:
         """And the seconds that it took."""
-        scorer, begun = self._scorer(), monotonic()
+        begun = monotonic()
         passages, olders = [look.drawn.passage for look in looks], [look.older for look in looks]
-        return examined(passages, scorer.versions, scorer, self._steps_back, olders), monotonic() - begun
+        with scorer.turn():
+            found = examined(passages, scorer.versions, scorer, self._steps_back, olders, scorer.together)
+        return found, monotonic() - begun
 
     def _steps_back(self) -> int:
         """One in half of all cases, two in a quarter, four in an eighth, and so on."""
         return next((1 << step for step in range(STEPS_BACK) if self.draw.rng.random() < 0.5), 1 << STEPS_BACK)
 
-    def _scorer(self) -> Scorer:
-        if self._made is None:
-            self._made = self._make_scorer()
-        return self._made
-
-    def _in_thread(self, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+    def _in_thread(self, thread: Executor, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -278,10 +297,8 @@ class Auditor:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def auditor_of(
-    options: LearnerOptions, make_scorer: Callable[[int], Scorer], rng: random.Random, calls: AuditCalls
-) -> Auditor:
+def auditor_of(options: LearnerOptions, rng: random.Random, calls: AuditCalls) -> Auditor:
     """By the run's options; where an adapter is published, nothing is looked at."""
     share = 0.0 if options.trainer.lora_rank else options.audit_share
     versions = BOUNDS_KEPT * options.staleness_bound + 2  # one before the oldest, for it may be leant to
-    return Auditor(lambda: make_scorer(versions), share, rng, options.audit_fleet_share, calls)
+    return Auditor(share, rng, options.audit_fleet_share, calls, versions)

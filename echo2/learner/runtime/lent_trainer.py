@@ -102,9 +102,6 @@ class DeclaredModel:
                 raise ConfigError(f"publish: expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
         return {name: tensors[name].detach().to(device="cpu", dtype=self.dtype, copy=True) for name in self.shapes}
 
-    def scorer(self, versions_max: int) -> VersionScorer:
-        return scorer_of(self.config, versions_max)
-
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes `policy` in Hugging Face layout."""
         from transformers import AutoModelForCausalLM
@@ -261,6 +258,10 @@ class LentTrainer:
                     f"got others, {given:016x}"
                 )
         return checkpoint
+
+    def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
+        """By a copy of the model: the one that trains is the user's."""
+        return scorer_of(self.model.config, versions_max)
 
     def stop(self) -> None:
         pass

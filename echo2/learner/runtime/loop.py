@@ -57,14 +57,6 @@ LEFT_OUT_LINES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is published: this rank's rows, and all of it where audits compare with it."""
-
-    own: Mapping[str, Tensor]
-    audited: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class LoopParts:
     """Whom the loop works with. `stepped` is called behind each step's row."""
 
@@ -124,7 +116,9 @@ class TrainingLoop:
         """
         if self.auditor.is_on:
             newest = self.p.schedule.newest
-            self.auditor.keep(newest, await self._in_trainer(lambda: self.p.team.whole(self.p.published, newest)))
+            scorer = await self._in_trainer(lambda: self.p.team.scorer(self.auditor.versions_max, newest))
+            self.auditor.begin(scorer, self.executor, lambda: bool(self.waiting[0]))
+            self.auditor.keep(newest, self.p.published)
         await self._make_up()
         while not self.is_finished and not self._is_stopping:
             await self._one_step()
@@ -144,7 +138,7 @@ class TrainingLoop:
             self._write(row)  # of a step that has its row already, metrics.jsonl takes no second one
         is_last = self.is_finished and self.p.schedule.newest < self.step
         if is_last or self.p.schedule.is_due(Step(self.step)):
-            await self._publish(await self._in_trainer(self._snapshot), StepTimes())
+            await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
         if is_last or not self.step:
             self._write({"step": self.step, "unix_s": unix_now()})
         self.exams.version_left(self.p.schedule.newest, self.is_finished)
@@ -159,8 +153,9 @@ class TrainingLoop:
         if batch is None:
             self._is_stopping = True
             return
+        due_at = monotonic()
         try:
-            result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch))
+            result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch, times, due_at))
         except TrainingError:
             self._keep_for_inspection(batch)
             raise
@@ -175,26 +170,24 @@ class TrainingLoop:
             self._keep_for_inspection(batch)
         self._record(batch, result, times)
 
-    def _train(self, batch: Batch) -> tuple[StepResult, Snapshot | None, float]:
-        """On the trainer's thread."""
+    def _train(
+        self, batch: Batch, times: StepTimes, due_at: float
+    ) -> tuple[StepResult, Mapping[str, Tensor] | None, float]:
+        """On the trainer's thread, which may have been at an audit when the step was due."""
+        times.audit_wait_s = monotonic() - due_at
         next_step = Step(self.step + 1)
         is_due = self.p.schedule.is_due(next_step) or next_step >= self.options.steps
         result = self.p.team.step(batch, is_due)
         began = monotonic()
-        snapshot = self._snapshot() if is_due else None
+        snapshot = self.p.team.snapshot() if is_due else None
         return result, snapshot, monotonic() - began
-
-    def _snapshot(self) -> Snapshot:
-        """On the trainer's thread."""
-        own = self.p.team.snapshot()
-        return Snapshot(own, self.p.team.whole(own, Version(self.step)) if self.auditor.is_on else {})
 
     async def _in_trainer(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
-    async def _publish(self, snapshot: Snapshot, times: StepTimes) -> None:
-        self.auditor.keep(Version(self.step), snapshot.audited)
-        times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot.own)
+    async def _publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
+        self.auditor.keep(Version(self.step), snapshot)
+        times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot)
         self.exams.version_left(Version(self.step), self.is_finished)
 
     # ---- checkpoints

@@ -25,7 +25,7 @@ from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_ma
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, on_host, own_part
-from echo2.learner.runtime.snapshots import VersionScorer, scorer_of
+from echo2.learner.runtime.reading import TokensToScore, columns_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -36,7 +36,8 @@ PROBE_TOLERANCE = 1e-3
 
 
 class Policy(nn.Module):
-    """The model as the trainer calls it: packed tokens in, log-probabilities of the sampled tokens out."""
+    """The model as the trainer calls it: packed tokens in, log-probabilities of the sampled tokens out; and as an audit does:
+    a sequence in, the columns of `TokenScores` out. Both by `forward`, where the ranks' rows come together."""
 
     def __init__(self, hf_model: Any, temperature: float, slices_head: bool) -> None:
         super().__init__()
@@ -65,8 +66,10 @@ class Policy(nn.Module):
             return torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
         return mask_B1WW
 
-    def forward(self, inputs: PackedInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats."""
+    def forward(self, inputs: PackedInputs | TokensToScore, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats; or columns_CT."""
+        if isinstance(inputs, TokensToScore):
+            return self._scored(inputs), None
         arguments = {
             "input_ids": inputs.token_ids_BW,
             "attention_mask": self._mask(inputs.tree),
@@ -80,6 +83,15 @@ class Policy(nn.Module):
         hidden_BWH = _backbone(self.hf_model)(**arguments)[0]
         hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
         return self._headed(hidden_TH, inputs.target_T, with_entropy)
+
+    def _scored(self, asked: TokensToScore) -> Tensor:
+        count, head = len(asked.target_T), self.hf_model.get_output_embeddings()
+        size = int(self.hf_model.get_input_embeddings().weight.shape[0])
+        if not self.slices_head:
+            logits_TV = self.hf_model(**asked.arguments, logits_to_keep=count).logits[0]
+            return columns_of(asked, logits_TV, size, lambda rows_TV: rows_TV)
+        hidden_TH = _backbone(self.hf_model)(**asked.arguments)[0][0, -count:]
+        return columns_of(asked, hidden_TH, size, head)
 
     def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         head = self.hf_model.get_output_embeddings()
@@ -266,9 +278,6 @@ class PolicyModel:
     def layout_of(self, published_name: str) -> Tensor | None:
         """A tensor that is laid out over the ranks as the one published under this name; None where there is none."""
         return dict(zip(self.published_names, self.masters, strict=True)).get(published_name)
-
-    def scorer(self, versions_max: int) -> VersionScorer:
-        return scorer_of(self.config, versions_max)
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes `policy`, a snapshot, in Hugging Face layout; an adapter as part of the weights that it adapts."""

@@ -33,9 +33,10 @@ class StepTimes:
     diff_s: float = 0.0
     publish_wait_s: float = 0.0
     checkpoint_s: float = 0.0
+    audit_wait_s: float = 0.0
 
     def busy_s(self, result: StepResult) -> float:
-        return sum(result.phases_s.values()) + self.diff_s + self.publish_wait_s
+        return sum(result.phases_s.values()) + self.diff_s + self.publish_wait_s + self.audit_wait_s
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[s
         "phase/diff_s": times.diff_s,
         "phase/publish_wait_s": times.publish_wait_s,
         "phase/checkpoint_s": times.checkpoint_s,
+        "phase/audit_wait_s": times.audit_wait_s,
         "step_s": busy_s,
         "tokens_per_s": result.sampled_tokens / busy_s if busy_s > 0 else 0.0,
         "positions_per_s": result.positions / busy_s if busy_s > 0 else 0.0,

@@ -149,7 +149,7 @@ class LearnerShift:
 
     def _made_auditor(self) -> Auditor:
         calls = AuditCalls(self._found_false, self._scoring.lease, self._fail, self._ingest.habits_of)
-        return auditor_of(self.options, self._prepared.model.scorer, here().rng, calls)
+        return auditor_of(self.options, here().rng, calls)
 
     def _made_publisher(self) -> VersionPublisher:
         prepared = self._prepared

@@ -1,17 +1,20 @@
-"""Published versions as one model and the changes between them, and the forward pass under each: what an audit compares
-claims with.
+"""Published versions as the newest one and the changes between them, put into a model one at a time, and the forward pass
+under each: what an audit compares claims with.
 
-Guarantees: scores are of exactly the published weights; at most `versions_max` versions and `bytes_max` of changes are
-held. Leaves to others: which rollouts to audit (auditor), what the numbers say (learner/suspicion). Costs one more copy of
-the model, and for each version the places and bits of the weights that it changed: 6 bytes each of bf16 (2 a weight where
-more than a third changed). At 8 billion weights of which 2 in a hundred change, 1 GB a version.
+Guarantees: scores are of exactly the published weights; at most `versions_max` versions and BYTES_MAX_OF_MODEL times
+their bytes of changes are held. Leaves to others: which rollouts to audit (auditor), what the numbers say
+(learner/suspicion). Costs for each version the places and bits of the weights that it changed: 6 bytes each of bf16 (2 a
+weight where more than a third changed). At 8 billion weights of which 2 in a hundred change, 1 GB a version. The model is
+the one that trains, between two steps (own_scoring), or a copy of its own (`VersionScorer`, beside a trainer of the user's).
 
 Not for the trainer's thread while a step runs, nor for the event loop's. Shapes: L tokens, V vocabulary, C of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import Version
 from echo2.learner.audit import Passage, Piece
 from echo2.learner.runtime.adapter import published_name
+from echo2.learner.runtime.ranks import own_part
 from echo2.scoring.columns import scores_of
 from echo2.scoring.request import TokenScores
 
@@ -43,72 +47,99 @@ class _Change:
 
     def turn(self, parameter: Tensor, dtype: torch.dtype) -> None:
         """Turns one version's values into the other's. `dtype`: that in which they are published."""
-        flat = parameter.view(-1)
-        old = flat if self.places is None else flat[self.places.long()]
-        new = (old.to(dtype).view(self.bits.dtype) ^ self.bits).view(dtype).to(flat.dtype)
-        if self.places is None:
+        flat, bits = parameter.view(-1), self.bits.to(parameter.device)
+        places = None if self.places is None else self.places.to(parameter.device).long()
+        old = flat if places is None else flat[places]
+        new = (old.to(dtype).view(bits.dtype) ^ bits).view(dtype).to(flat.dtype)
+        if places is None:
             flat.copy_(new)
         else:
-            flat[self.places.long()] = new
+            flat[places] = new
+
+
+def rows_by_name(hf_model: Any) -> dict[str, Tensor]:
+    """A model's parameters, this rank's rows of them, by their own names and those under which they are published."""
+    own = {name: own_part(parameter.detach()) for name, parameter in hf_model.named_parameters()}
+    return own | {published_name(name): rows for name, rows in own.items()}  # of an adapter
 
 
 class KeptVersions:
-    """The newest published versions in `hf_model`, whose weights are those of one of them at a time."""
+    """The newest published versions, to be put into `rows`: a model's parameters, or this rank's rows of them.
 
-    def __init__(self, hf_model: Any, versions_max: int):
+    `keep` may be called from another thread than the rest. Of several ranks the first one says what is forgotten.
+    """
+
+    def __init__(self, rows: Mapping[str, Tensor], versions_max: int, *, is_leader: bool = True):
         assert versions_max >= 1, "at least one version is kept"
-        self.model = hf_model.eval()
         self._versions_max = versions_max
-        self._own = dict(hf_model.named_parameters())
-        self._own |= {published_name(name): parameter for name, parameter in self._own.items()}  # of an adapter
+        self._rows = dict(rows)
+        self._is_leader = is_leader
+        self._lock = threading.RLock()
         self._changes: dict[Version, dict[str, _Change]] = {}  # from the version before
         self._order: list[Version] = []
-        self._newest: Mapping[str, Tensor] = {}
+        self._newest: dict[str, Tensor] = {}
         self._loaded: Version | None = None
 
     @property
     def versions(self) -> list[Version]:
         """Ascending."""
-        return list(self._order)
+        with self._lock:
+            return list(self._order)
 
     @property
     def held_bytes(self) -> int:
         return sum(change.size for changes in self._changes.values() for change in changes.values())
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`: all that is published of it, never changed in place."""
-        unknown = sorted(tensors.keys() - self._own.keys())
+        """`tensors`: what is published of it, this rank's rows; never changed in place."""
+        rows = {name: own_part(tensor) for name, tensor in tensors.items()}
+        unknown = sorted(rows.keys() - self._rows.keys())
         if unknown:
             raise StateError(f"version {version}: expected tensors of the model that scores, got {unknown[0]}")
-        if not self._order:
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    self._own[name].copy_(tensor)
-            self._loaded = version
-        elif version > self._order[-1]:
-            changes = {name: _change(self._newest[name], tensor) for name, tensor in tensors.items()}
-            self._changes[version] = {name: change for name, change in changes.items() if change is not None}
-        else:
+        if self._order and version <= self._order[-1]:
             return
-        self._order.append(version)
-        self._newest = tensors
-        limit = BYTES_MAX_OF_MODEL * sum(tensor.nbytes for tensor in tensors.values())
-        while len(self._order) > self._versions_max or (self.held_bytes > limit and len(self._order) > 2):
-            self._forget_oldest()
+        found = {name: _change(self._newest[name], tensor) for name, tensor in rows.items()} if self._order else {}
+        with self._lock:
+            if self._order:
+                self._changes[version] = {name: change for name, change in found.items() if change is not None}
+            self._order.append(version)
+            before, self._newest = self._newest, rows
+            if not before or not self._is_leader:
+                return
+            limit = BYTES_MAX_OF_MODEL * sum(tensor.nbytes for tensor in rows.values())
+            while len(self._order) > self._versions_max or (self.held_bytes > limit and len(self._order) > 2):
+                self._forget_oldest()
 
-    def load(self, version: Version) -> Any:
-        """The model with the weights of that version."""
-        if version not in self._order:
-            raise StateError(f"version {version}: expected a kept version among {', '.join(map(str, self._order))}")
-        assert self._loaded is not None, "a version that is kept has been loaded"
-        here, there = self._order.index(self._loaded), self._order.index(version)
-        path = self._order[here + 1 : there + 1] if there > here else reversed(self._order[there + 1 : here + 1])
-        with torch.no_grad():
+    @contextmanager
+    def held(self) -> Iterator[list[Version]]:
+        """Nothing is forgotten meanwhile."""
+        with self._lock:
+            yield list(self._order)
+
+    def forget_before(self, version: Version) -> None:
+        with self._lock:
+            while len(self._order) > 1 and self._order[0] < version:
+                self._forget_oldest()
+
+    def load(self, version: Version) -> None:
+        """Puts the weights of that version into the rows."""
+        with self._lock, torch.no_grad():
+            if version not in self._order:
+                raise StateError(f"version {version}: expected a kept version among {', '.join(map(str, self._order))}")
+            if self._loaded is None:
+                for name, tensor in self._newest.items():
+                    self._rows[name].copy_(tensor)
+                self._loaded = self._order[-1]
+            here, there = self._order.index(self._loaded), self._order.index(version)
+            path = self._order[here + 1 : there + 1] if there > here else reversed(self._order[there + 1 : here + 1])
             for step in path:
                 for name, change in self._changes[step].items():
-                    change.turn(self._own[name], self._newest[name].dtype)
-        self._loaded = version
-        return self.model
+                    change.turn(self._rows[name], self._newest[name].dtype)
+            self._loaded = version
+
+    def changed_elsewhere(self) -> None:
+        """The rows hold other weights now; the next `load` begins anew."""
+        self._loaded = None
 
     def _forget_oldest(self) -> None:
         if self._loaded == self._order[0]:
@@ -141,27 +172,38 @@ def scorer_of(config: Any, versions_max: int) -> VersionScorer:
     """Of a model of this configuration (transformers'), in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    return VersionScorer(KeptVersions(AutoModelForCausalLM.from_config(config, dtype=torch.float32), versions_max))
+    return VersionScorer(AutoModelForCausalLM.from_config(config, dtype=torch.float32), versions_max)
 
 
 class VersionScorer:
-    """Scores pieces of passages under kept versions."""
+    """A `Scorer` by a model of its own."""
 
-    def __init__(self, kept: KeptVersions) -> None:
-        self._kept = kept
+    is_of_trainer = False
+
+    def __init__(self, hf_model: Any, versions_max: int) -> None:
+        self._model = hf_model.eval()
+        self.kept = KeptVersions(rows_by_name(hf_model), versions_max)
 
     @property
     def versions(self) -> list[Version]:
-        return self._kept.versions
+        return self.kept.versions
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self._kept.keep(version, tensors)
+        self.kept.keep(version, tensors)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self.kept.held():
+            yield
+
+    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
+        return [self(version, passage, piece, None)[0] for passage, piece in asked]
 
     def __call__(
         self, version: Version, passage: Passage, piece: Piece, cache: object | None
     ) -> tuple[TokenScores, object]:
-        model = self._kept.load(version)
-        device = next(model.parameters()).device
+        self.kept.load(version)
+        device = next(self._model.parameters()).device
         places = torch.from_numpy(passage.places[piece.start : piece.stop])
         begin = cache.length if isinstance(cache, _Cache) else 0
         end = int(places[-1])
@@ -171,7 +213,7 @@ class VersionScorer:
         needed = end - int(places[0]) + 1
         keeps = any(other.keeps_cache for other in passage.pieces)
         with torch.no_grad():
-            out = model(
+            out = self._model(
                 input_ids=tokens_L[None],
                 past_key_values=cache.values if isinstance(cache, _Cache) else None,
                 use_cache=keeps,

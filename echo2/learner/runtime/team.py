@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from echo2.learner.runtime.checkpoint import (
     write_shards,
 )
 from echo2.learner.runtime.coding import LocalCoder, VersionCoder
+from echo2.learner.runtime.own_scoring import OwnScorer, RankReader, readings_from_bytes, readings_to_bytes
 from echo2.learner.runtime.ranks import own_rows, whole
+from echo2.learner.runtime.reading import Reading
 from echo2.learner.runtime.trainer import StepResult, Trainer
 
 _log = logging.getLogger("echo2.learner")
@@ -56,6 +59,8 @@ class Team:
         self._writing: threading.Thread | None = None
         self._coding: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._reader: RankReader | None = None
+        self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -113,6 +118,25 @@ class Team:
         put_back(checkpoint, self.trainer)
         return checkpoint
 
+    def scorer(self, versions_max: int, newest: Version) -> OwnScorer:
+        self.ranks.tell({"command": "audit", "versions_max": versions_max, "newest": newest})
+        self._reader = reader = RankReader(self.model, versions_max)
+
+        def begin(oldest: Version) -> None:
+            self.ranks.tell({"command": "begin_scoring", "oldest": oldest})
+            reader.begin()
+
+        def ask(version: Version, readings: Sequence[Reading], is_shared: bool) -> list[Tensor]:
+            head = {"command": "read", "version": version, "is_shared": is_shared}
+            self.ranks.tell(head, readings_to_bytes(readings) if self.ranks.count > 1 else b"")
+            return reader.read(version, readings, is_shared=is_shared)
+
+        def end() -> None:
+            self.ranks.tell({"command": "end_scoring"})
+            reader.end()
+
+        return OwnScorer(reader, begin, ask, end)
+
     def stop(self) -> None:
         """Ends the other ranks. To be called once, when no checkpoint is being written."""
         if self._shards is not None:
@@ -139,6 +163,12 @@ class Team:
                 case "snapshot":
                     self._held.keep(Version(self.trainer.step_count), self.model.snapshot())
                     self.ranks.meet()
+                    self._keep_for_audits(Version(self.trainer.step_count))
+                case "audit":
+                    self._reader = RankReader(self.model, head["versions_max"])
+                    self._keep_for_audits(Version(head["newest"]))
+                case "begin_scoring" | "read" | "end_scoring":
+                    self._score(head, payload)
                 case "gather":
                     held = self._held.of(Version(head["version"]))
                     for name in sorted(held):
@@ -159,6 +189,29 @@ class Team:
                     return
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
+
+    def _keep_for_audits(self, version: Version) -> None:
+        """In a thread: comparing all rows with those before takes seconds."""
+        if self._reader is not None:
+            self._keeping.submit(self._reader.kept.keep, version, self._held.of(version)).add_done_callback(self._kept)
+
+    def _kept(self, keeping: Future[None]) -> None:
+        error = keeping.exception()
+        if isinstance(error, Exception):
+            self._failure = error
+
+    def _score(self, head: Mapping[str, Any], payload: bytes) -> None:
+        assert self._reader is not None, "rank 0 says audit first"
+        match head["command"]:
+            case "begin_scoring":
+                self._keeping.submit(lambda: None).result()  # all versions that rank 0 may name are kept
+                self._reader.kept.forget_before(Version(head["oldest"]))
+                self._reader.begin()
+            case "read":
+                readings = readings_from_bytes(payload)
+                self._reader.read(Version(head["version"]), readings, is_shared=head["is_shared"])
+            case _:
+                self._reader.end()
 
     def _take_rows(self, version: Version, name: str, payload: bytes) -> None:
         layout = self.model.layout_of(name)

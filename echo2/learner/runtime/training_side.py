@@ -5,7 +5,8 @@ Guarantees: nothing; these are the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,21 +14,34 @@ import torch
 from torch import Tensor
 
 from echo2.base.ids import Version
-from echo2.learner.audit import ScoreUnderVersion
+from echo2.learner.audit import Passage, Piece, ScoreUnderVersion
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.runtime.coding import VersionCoder
 from echo2.learner.runtime.trainer import StepResult
+from echo2.scoring.request import TokenScores
 
 
 class Scorer(ScoreUnderVersion, Protocol):
-    """Scores tokens under the published `versions` (ascending) that it keeps."""
+    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: by the model that trains, so only
+    on the trainer's thread; else in a thread of its own. `keep` may be called from another thread than the rest."""
+
+    @property
+    def is_of_trainer(self) -> bool: ...
 
     @property
     def versions(self) -> list[Version]: ...
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`: all that is published of it, never changed in place."""
+        """`tensors`: what is published of it, as in a snapshot; never changed in place."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """What is scored is scored within one; no version that was kept as it began is forgotten before its end."""
+        ...
+
+    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
+        """Of pieces that stand alone, all under one version."""
         ...
 
 
@@ -65,10 +79,6 @@ class PublishedModel(Protocol):
     def digest(self) -> str: ...
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
-
-    def scorer(self, versions_max: int) -> Scorer:
-        """For audits; used in one thread of theirs."""
-        ...
 
 
 class StepCounter(Protocol):
@@ -112,5 +122,9 @@ class TrainingSide(Protocol):
     ) -> Checkpoint: ...
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None: ...
+
+    def scorer(self, versions_max: int, newest: Version) -> Scorer:
+        """For audits; asked for once. Of several ranks each keeps its rows from `newest` on, which is still held."""
+        ...
 
     def stop(self) -> None: ...

@@ -81,6 +81,13 @@ def test_two_ranks_train_as_one_process_does(
         assert two["policy"][name].dtype == tensor.dtype
         assert torch.allclose(two["policy"][name].float(), tensor.float(), rtol=1e-2, atol=2e-4), name
     assert two["again"] == two["repeated"], "what was loaded is what was saved"
+    if not weights_dtype.endswith("-lora"):
+        store = CheckpointStore(trained(weights_dtype) / "checkpoints", CheckpointOptions(free_bytes_min=0))
+        loaded = one.load_newest(store)
+        assert loaded is not None
+        numbers, behind = two_ranks.scored(one, loaded.published)
+        assert len(numbers) == 29 and two["scored"] == pytest.approx(numbers, abs=1e-3)
+        assert two["behind"] == pytest.approx(behind, rel=2e-3, abs=2e-5), "training goes on as if nothing was scored"
     assert two["held"], "each rank takes its rows of whole weights, and they come together again"
 
 

@@ -14,12 +14,17 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.noise import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, examined, passage_of
+from echo2.learner.audit import Evidence, Habits, Passage, examined, passage_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import SentTokens
 from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer
+from echo2.learner.runtime.options import TrainerOptions
+from echo2.learner.runtime.own_scoring import RankReader, reading_of, readings_from_bytes, readings_to_bytes
+from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer, rows_by_name
+from echo2.learner.runtime.team import Team
+from echo2.learner.runtime.trainer import Trainer
+from echo2.learner.runtime.training_side import Scorer
 from echo2.learner.suspicion import Suspicion, SuspicionConfig
 from echo2.worker.runtime.engines.sampling import draw
 from tests.unit.learner.tiny import make_tiny_model
@@ -30,22 +35,29 @@ WORKER = PeerId("w")
 Snapshots = dict[int, dict[str, torch.Tensor]]
 
 
-def model_with_history(tmp_path: Path, changed: float = 1.0) -> tuple[PolicyModel, KeptVersions, Snapshots]:
-    """A policy that was published at 0, 2 and 4, and has moved on. `changed`: the share of weights that each step changes."""
+def model_with_history(
+    tmp_path: Path, changed: float = 1.0, is_own: bool = False, weights_dtype: str = "bfloat16"
+) -> tuple[PolicyModel, Scorer, Snapshots]:
+    """A policy that was published at 0, 2 and 4, and has moved on. `changed`: the share of weights that each step changes;
+    `is_own`: scored by the model that trains, else by a copy."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     path = str(make_tiny_model(tmp_path / "model"))
-    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0)
-    scorer_model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0).hf_model
-    kept, snapshots = KeptVersions(scorer_model, versions_max=2), {}
+    model = PolicyModel(path, weights_dtype, torch.device("cpu"), 1.0)
+    scorer: Scorer
+    if is_own:
+        scorer = Team(Trainer(model, TrainerOptions(path), 10)).scorer(2, Version(0))
+    else:
+        scorer = VersionScorer(PolicyModel(path, weights_dtype, torch.device("cpu"), 1.0).hf_model, versions_max=2)
+    snapshots: Snapshots = {}
     for version in (0, 2, 4):
         snapshots[version] = dict(model.snapshot())
-        kept.keep(Version(version), snapshots[version])
+        scorer.keep(Version(version), snapshots[version])
         with torch.no_grad():
             for master in model.masters:
                 master.add_(0.1 * torch.randn_like(master) * (torch.rand_like(master) < changed))
         model.round_to_policy()
-    return model, kept, snapshots
+    return model, scorer, snapshots
 
 
 def sampled(
@@ -81,6 +93,12 @@ def sampled(
 PLAIN = SamplingParams(max_new_tokens=TOKENS, stop_token_ids=(1,), seed=9)
 
 
+def found_by(scorer: Scorer, passages: list[Passage]) -> list[list[Evidence]]:
+    with scorer.turn():
+        return examined(passages, scorer.versions, scorer, together=scorer.together)
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "copy"])
 @pytest.mark.parametrize("changed", [1.0, 0.05])
 @pytest.mark.parametrize("keeps_cache", [False, True])
 @pytest.mark.parametrize(
@@ -88,13 +106,17 @@ PLAIN = SamplingParams(max_new_tokens=TOKENS, stop_token_ids=(1,), seed=9)
     ids=["plain", "filtered", "filtered at 1"],
 )  # fmt: skip
 def test_tokens_are_scored_as_they_were_sampled(
-    tmp_path: Path, sampling: SamplingParams, keeps_cache: bool, changed: float
+    tmp_path: Path, sampling: SamplingParams, keeps_cache: bool, changed: float, is_own: bool
 ) -> None:
     """Under their own versions, behind the cache that their engine had, and by the numbers of their lease."""
-    model, kept, snapshots = model_with_history(tmp_path, changed)
+    model, scorer, snapshots = model_with_history(tmp_path, changed, is_own)
     spans = [(2, TOKENS // 2), (4, TOKENS // 2)]
     passages = [sampled(model, snapshots, spans, replace(sampling, seed=seed), keeps_cache) for seed in range(2)]
-    for passage, found in zip(passages, examined(passages, kept.versions, VersionScorer(kept)), strict=True):
+    model.round_to_policy()
+    trained = {name: p.detach().clone() for name, p in model.hf_model.named_parameters()}
+    all_found = found_by(scorer, passages)
+    assert all(torch.equal(p, trained[name]) for name, p in model.hf_model.named_parameters()), "what trains is back"
+    for passage, found in zip(passages, all_found, strict=True):
         assert [(e.piece.version, e.older is not None) for e in found] == [(2, False), (4, True)]
         for evidence in found:
             exact = evidence.exact
@@ -108,11 +130,14 @@ def test_tokens_are_scored_as_they_were_sampled(
 
 
 def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_published(tmp_path: Path) -> None:
-    _, kept, snapshots = model_with_history(tmp_path, changed=0.05)
+    model, scorer, snapshots = model_with_history(tmp_path, changed=0.05)
+    assert isinstance(scorer, VersionScorer)
+    kept = scorer.kept
     assert kept.versions == [2, 4]
     assert kept.held_bytes < 0.4 * sum(tensor.nbytes for tensor in snapshots[4].values())
     for version in (4, 2, 2, 4, 2):
-        own = dict(kept.load(Version(version)).named_parameters())
+        kept.load(Version(version))
+        own = dict(scorer._model.named_parameters())
         assert all(torch.equal(own[name].bfloat16(), tensor) for name, tensor in snapshots[version].items())
     with pytest.raises(StateError, match="version 0: expected a kept version among 2, 4"):
         kept.load(Version(0))
@@ -120,7 +145,7 @@ def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_publis
 
 def test_changes_of_all_weights_are_bounded_by_their_bytes(tmp_path: Path) -> None:
     model, _, snapshots = model_with_history(tmp_path)
-    kept = KeptVersions(model.hf_model, versions_max=100)
+    kept = KeptVersions(rows_by_name(model.hf_model), versions_max=100)
     size = sum(tensor.nbytes for tensor in snapshots[0].values())
     for number in range(8):
         kept.keep(Version(number), snapshots[2 * (number % 3)])
@@ -131,7 +156,7 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = str(make_tiny_model(tmp_path / "model"))
     model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4))
-    kept = KeptVersions(
+    kept = VersionScorer(
         PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4)).hf_model, versions_max=3
     )
     kept.keep(Version(0), dict(model.snapshot()))
@@ -144,7 +169,7 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, (VersionSpan(Version(1), 3),), FinishReason.STOP)
     spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
     group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, 3),),))
-    ((evidence,),) = examined([passage_of(group, 0, lambda peer: Habits())], kept.versions, VersionScorer(kept))
+    ((evidence,),) = found_by(kept, [passage_of(group, 0, lambda peer: Habits())])
     assert np.abs(evidence.exact.logprobs - evidence.older.logprobs).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
         kept.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
@@ -152,18 +177,46 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
 
 def test_greedy_answers_are_held_to_the_likeliest_token_and_honest_ones_pass(tmp_path: Path) -> None:
     """What an evaluation is answered by: tokens that were drawn, or are another model's, are found as such."""
-    model, kept, snapshots = model_with_history(tmp_path)
+    model, scorer, snapshots = model_with_history(tmp_path)
     greedy = replace(PLAIN, temperature=0.0)
     honest, liar = Suspicion(SuspicionConfig(), 0.0), Suspicion(SuspicionConfig(), 0.0)
     for seed in range(3):
         own = sampled(model, snapshots, [(4, TOKENS)], replace(greedy, seed=seed), False)
         drawn = sampled(model, snapshots, [(4, TOKENS)], replace(PLAIN, seed=seed), False)
         passages = [own, replace(drawn, sampling=greedy)]
-        for suspicion, found in zip(
-            (honest, liar), examined(passages, kept.versions, VersionScorer(kept)), strict=True
-        ):
+        for suspicion, found in zip((honest, liar), found_by(scorer, passages), strict=True):
             for evidence in found:
                 assert evidence.exact.logprobs == pytest.approx(evidence.claimed, abs=2e-5)
                 suspicion.observe(evidence)
     assert honest.accusation is None
     assert liar.accusation is not None and liar.accusation.bet == "draw"
+
+
+def test_float32_weights_that_train_are_back_after_a_turn_too(tmp_path: Path) -> None:
+    model, scorer, snapshots = model_with_history(tmp_path, changed=0.05, is_own=True, weights_dtype="float32")
+    passage = sampled(model, snapshots, [(2, 20), (4, 20)], PLAIN, False)
+    model.load_masters({name: tensor + 1e-3 for name, tensor in snapshots[4].items()})
+    trained = {name: p.detach().clone() for name, p in model.hf_model.named_parameters()}
+    (found,) = found_by(scorer, [passage])
+    assert all(one.exact.logprobs == pytest.approx(one.claimed, abs=2e-5) for one in found)
+    assert all(torch.equal(p, trained[name]) for name, p in model.hf_model.named_parameters())
+
+
+def test_what_ranks_are_told_to_read_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    model, _, snapshots = model_with_history(tmp_path)
+    sampling = replace(PLAIN, temperature=0.7, top_k=5)
+    passage = sampled(model, snapshots, [(2, 20), (4, 20)], sampling, True)
+    readings = [reading_of(passage, piece, 0) for piece in passage.pieces]
+    assert readings_from_bytes(readings_to_bytes(readings)) == readings
+    assert [one.keeps for one in readings] == [True, True] and readings[0].count == 20
+
+
+def test_ranks_that_follow_keep_what_the_first_one_keeps(tmp_path: Path) -> None:
+    model, _, snapshots = model_with_history(tmp_path)
+    follower = RankReader(model, versions_max=2).kept
+    follower._is_leader = False
+    for version, tensors in snapshots.items():
+        follower.keep(Version(version), tensors)
+    assert follower.versions == [0, 2, 4]
+    follower.forget_before(Version(2))
+    assert follower.versions == [2, 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from echo2.base.errors import EchoError
-from echo2.base.ids import Step, Version
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.broadcast.runtime import sharded
-from echo2.learner.batch import Batch
+from echo2.learner.audit import Habits, Passage, examined, passage_of
+from echo2.learner.batch import Batch, TrainGroup
+from echo2.learner.episodes import SentTokens
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 from echo2.learner.runtime.ranks import own_part, own_rank, ranks_of_environment
@@ -41,6 +45,35 @@ def batch(step: int) -> Batch:
     return Batch(Step(step), random_groups(step, count=2 + step))
 
 
+def passages() -> list[Passage]:
+    """Three rollouts of version STEPS, and one over a change of versions whose engine kept its cache."""
+    found = []
+    for number, spans in enumerate([[(STEPS, 5)], [(STEPS, 9)], [(STEPS, 7)], [(STEPS, 4), (STEPS + 1, 4)]]):
+        count = sum(length for _, length in spans)
+        tokens = tuple(10 + (7 * number + 3 * n) % 20 for n in range(count))
+        told = tuple(VersionSpan(Version(version), length) for version, length in spans)
+        rollout = Rollout(GroupId("g"), 0, tokens, (-1.0,) * count, (-1.0,) * count, told, FinishReason.STOP)
+        spec = GroupSpec(GroupId("g"), (5, 6, 7), 1, SamplingParams(stop_token_ids=(1,)), 0)
+        group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(PeerId("w"), count),),))
+        found.append(passage_of(group, 0, lambda peer: Habits(True, True)))
+    return found
+
+
+def scored(team: Team, published: Mapping[str, torch.Tensor]) -> tuple[list[float], float]:
+    """The numbers of all passages under their versions, from a step and what was published on both its sides; and what the
+    step behind them gives."""
+    scorer = team.scorer(4, Version(STEPS))
+    scorer.keep(Version(STEPS), published)
+    team.step(batch(STEPS))
+    scorer.keep(Version(STEPS + 1), team.snapshot())
+    with scorer.turn():
+        found = examined(passages(), scorer.versions, scorer, together=scorer.together)
+    numbers = [number for each in found for one in each for number in one.exact.logprobs.tolist()]
+    result = team.step(batch(STEPS + 1)).metrics
+    assert result is not None
+    return numbers, result.loss
+
+
 def lead(team: Team, folder: Path) -> None:
     """Three steps, a checkpoint; what came of them goes to a file."""
     results = [team.step(batch(step)) for step in range(STEPS)]
@@ -57,6 +90,9 @@ def lead(team: Team, folder: Path) -> None:
     rows = team.hold(Version(STEPS + 1), moved)
     is_held = all(torch.equal(t, moved[n]) for n, t in team.whole(rows, Version(STEPS + 1)).items())
     is_shared_out = all(isinstance(tensor, DTensor) for tensor in rows.values())
+    loaded = team.load_newest(store)
+    assert loaded is not None
+    numbers, behind = ([], 0.0) if team.model.adapter else scored(team, loaded.published)
     team.stop()
     torch.save(
         {
@@ -66,6 +102,8 @@ def lead(team: Team, folder: Path) -> None:
             "held": is_held and is_shared_out,
             "again": again.metrics.loss,
             "repeated": repeated.metrics.loss,
+            "scored": numbers,
+            "behind": behind,
         },
         folder / "result.pt",
     )

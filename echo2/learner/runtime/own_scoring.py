@@ -1,0 +1,177 @@
+"""The learner's own scoring: by the model that trains, on its device, from its own rows, between two steps.
+
+Guarantees: numbers are of the very bits that were published; after a turn the parameters hold the training's weights again, to
+the bit; no rank sees more than its own rows, and no whole weights come together for it. Of several ranks each reads a share of what
+is asked, and all meet in each forward pass. Leaves to others: which rollouts (auditor), when (auditor: it has the trainer's
+thread for a bounded share of the time), how ranks are told (team).
+
+Shapes: L tokens read, T tokens scored, C columns of `TokenScores`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import DynamicCache
+
+from echo2.base.ids import Version
+from echo2.base.rollout import SamplingParams
+from echo2.learner.audit import Passage, Piece
+from echo2.learner.runtime.attention import Attention
+from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.ranks import own_part
+from echo2.learner.runtime.reading import COLUMNS, Reading, TokensToScore
+from echo2.learner.runtime.snapshots import KeptVersions, rows_by_name
+from echo2.scoring.request import TokenScores
+
+Ask = Callable[[Version, Sequence[Reading], bool], list[Tensor]]
+
+
+def readings_to_bytes(readings: Sequence[Reading]) -> bytes:
+    return json.dumps([asdict(one) for one in readings]).encode()
+
+
+def readings_from_bytes(data: bytes) -> list[Reading]:
+    return [_reading_from(said) for said in json.loads(data)]
+
+
+def _reading_from(said: dict[str, Any]) -> Reading:
+    sampling = said["sampling"] | {"stop_token_ids": tuple(said["sampling"]["stop_token_ids"])}
+    return Reading(
+        tuple(said["token_ids"]), said["count"], SamplingParams(**sampling), said["begin"], said["keeps"]
+    )  # fmt: skip
+
+
+class RankReader:
+    """One rank's part: the versions as its rows, the forward passes of its share."""
+
+    def __init__(self, model: PolicyModel, versions_max: int) -> None:
+        self._model = model
+        self._ranks = model.ranks
+        self.kept = KeptVersions(rows_by_name(model.hf_model), versions_max, is_leader=model.ranks.is_leader)
+        self._cache: DynamicCache | None = None
+        self._trained: dict[str, Tensor] = {}
+        self._was_training = False
+        self._attention = model.policy.attention
+
+    def begin(self) -> None:
+        """Between two steps: the training's weights are put aside."""
+        self._was_training = self._model.hf_model.training
+        self._model.hf_model.eval()
+        self._attention = self._model.policy.attention
+        if self._attention is not Attention.DENSE:  # whose masks are of packed rows
+            self._model.policy.attend_by(Attention.DENSE)
+        if not self._model.is_rounded:  # else they come back from their masters
+            self._trained = {name: own_part(p.detach()).cpu().clone() for name, p in self._parameters()}
+
+    def end(self) -> None:
+        """The training's weights are back."""
+        self._cache = None
+        with torch.no_grad():
+            for name, parameter in self._parameters() if self._trained else ():
+                own_part(parameter.detach()).copy_(self._trained[name])
+        self._trained = {}
+        self._model.round_to_policy()
+        self.kept.changed_elsewhere()
+        for module in self._model.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what was gathered for the last pass is of another version
+        self._model.hf_model.train(self._was_training)
+        if self._attention is not Attention.DENSE:
+            self._model.policy.attend_by(self._attention)
+
+    def read(self, version: Version, readings: Sequence[Reading], *, is_shared: bool) -> list[Tensor]:
+        """`columns_CT` of each reading, on every rank. Not shared: each rank reads all, for the next goes on behind this one's
+        cache."""
+        self.kept.load(version)
+        count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
+        found = [torch.zeros(COLUMNS, one.count, dtype=torch.float64) for one in readings]
+        for begin in range(0, len(readings), count):
+            own = min(begin + rank, len(readings) - 1)  # a rank without one repeats another's, for all must meet
+            columns_CT = self._columns(readings[own])
+            if begin + rank < len(readings):
+                found[own] = columns_CT
+        if count == 1:
+            return found
+        together = self._ranks.sum(torch.cat([one.flatten() for one in found]))
+        parts = torch.split(together, [one.numel() for one in found])
+        return [part.view(one.shape) for part, one in zip(parts, found, strict=True)]
+
+    def _columns(self, reading: Reading) -> Tensor:
+        if reading.keeps:
+            if reading.begin == 0 or self._cache is None:
+                self._cache = DynamicCache()
+            elif (later := self._cache.get_seq_length() - reading.begin) > 0:
+                self._cache.crop(-later)  # of the same piece under another version
+        tokens = torch.tensor(reading.token_ids, device=self._model.device)
+        asked = TokensToScore(tokens[None, :-1], tokens[-reading.count :], reading.sampling, self._past(reading))
+        with torch.no_grad():
+            columns_CT: Tensor = self._model.policy(asked)[0]
+        return columns_CT
+
+    def _past(self, reading: Reading) -> Any:
+        return self._cache if reading.keeps else None
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(zip(self._model.names, self._model.parameters, strict=True))
+
+
+class OwnScorer:
+    """A `Scorer` on the first rank. `tell_begin`, `tell_end` and `ask` reach all ranks."""
+
+    is_of_trainer = True
+
+    def __init__(
+        self, reader: RankReader, tell_begin: Callable[[Version], None], ask: Ask, tell_end: Callable[[], None]
+    ) -> None:
+        self._kept = reader.kept
+        self._tell_begin, self._ask, self._tell_end = tell_begin, ask, tell_end
+
+    @property
+    def versions(self) -> list[Version]:
+        return self._kept.versions
+
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        self._kept.keep(version, tensors)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._kept.held() as versions:
+            self._tell_begin(versions[0])
+            try:
+                yield
+            finally:
+                self._tell_end()
+
+    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
+        readings = [reading_of(passage, piece, 0) for passage, piece in asked]
+        if not readings:
+            return []
+        return [_scores(columns_CT) for columns_CT in self._ask(version, readings, True)]
+
+    def __call__(
+        self, version: Version, passage: Passage, piece: Piece, cache: object | None
+    ) -> tuple[TokenScores, object]:
+        reading = reading_of(passage, piece, cache if isinstance(cache, int) else 0)
+        (columns_CT,) = self._ask(version, (reading,), False)
+        return _scores(columns_CT), int(passage.places[piece.stop - 1]) if reading.keeps else None
+
+
+def reading_of(passage: Passage, piece: Piece, begin: int) -> Reading:
+    """Of a piece, whose tokens follow one another; `begin`: so many tokens are in the cache already."""
+    first, stop = int(passage.places[piece.start]), int(passage.places[piece.stop - 1]) + 1
+    keeps = any(other.keeps_cache for other in passage.pieces)
+    return Reading(
+        passage.token_ids[begin:stop], stop - first, passage.sampling.without_seed(), begin if keeps else 0, keeps
+    )
+
+
+def _scores(columns_CT: Tensor) -> TokenScores:
+    return TokenScores(*columns_CT.numpy())
