@@ -1,10 +1,11 @@
 """The audit at work: some rollouts of each batch are scored again under the versions that they name, beside the training.
 
 Guarantees: training waits for it at most `TRAINER_SHARE` of the time, a second or one rollout at a time; which rollouts is
-decided after they are in, by dice that no worker can know (learner/audit_draw), and so is who scores them (learner/scorings): workers, where enough of them can, and the learner what they
-dispute, some known answers, and what nobody else can; a worker is accused once, on the event loop, and by the learner's own
-numbers; an audit that fails is told (`AuditCalls`). Waits for: batches (`consider`), scorers (`tell`), its threads. Leaves to
-others: the verdict (learner/suspicion, learner/disputes), banning and dropping (`AuditCalls.accused`).
+decided after they are in, by dice that no worker can know (learner/audit_draw), and so is who scores them (learner/scorings):
+workers, where enough of them can, and the learner what they dispute, some known answers, and what nobody else can; a worker
+is accused once, on the event loop, and by the learner's own numbers; an audit that fails is told (`AuditCalls`). Waits for:
+batches (`consider`), scorers (`tell`), its threads. Leaves to others: the verdict (learner/suspicion, learner/disputes),
+banning and dropping (`AuditCalls.accused`).
 
 Costs host memory for what each version changed (learner/runtime/snapshots) and, of what the learner scores itself, the time of the
 device that trains: one forward pass over a rollout under its version, one under an older one.
@@ -76,8 +77,9 @@ class AuditCalls:
 
 
 class Auditor:
-    """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by the scorer that
-    `begin` gives, which keeps `versions_max`; nothing is scored by the learner before. All methods belong to the event loop's thread; times are unix seconds."""
+    """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by the scorer
+    that `begin` gives, which keeps `versions_max`; nothing is scored by the learner before. All methods belong to the event
+    loop's thread; times are unix seconds."""
 
     def __init__(
         self, share: float, rng: random.Random, fleet_share: float, calls: AuditCalls, versions_max: int = 1

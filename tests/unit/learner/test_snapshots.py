@@ -130,7 +130,7 @@ def test_tokens_are_scored_as_they_were_sampled(
 
 
 def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_published(tmp_path: Path) -> None:
-    model, scorer, snapshots = model_with_history(tmp_path, changed=0.05)
+    _, scorer, snapshots = model_with_history(tmp_path, changed=0.05)
     assert isinstance(scorer, VersionScorer)
     kept = scorer.kept
     assert kept.versions == [2, 4]
