@@ -80,9 +80,7 @@ class RankReader:
         self._trained = {}
         self._model.round_to_policy()
         self.kept.changed_elsewhere()
-        for module in self._model.policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what was gathered for the last pass is of another version
+        self._reshard()
         self._model.hf_model.train(self._was_training)
         if self._attention is not Attention.DENSE:
             self._model.policy.attend_by(self._attention)
@@ -90,6 +88,7 @@ class RankReader:
     def read(self, version: Version, readings: Sequence[Reading], *, is_shared: bool) -> list[Tensor]:
         """`columns_CT` of each reading, on every rank. Not shared: each rank reads all, for the next goes on behind this one's
         cache."""
+        self._reshard()
         self.kept.load(version)
         count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
         found = [torch.zeros(COLUMNS, one.count, dtype=torch.float64) for one in readings]
@@ -115,6 +114,12 @@ class RankReader:
         with torch.no_grad():
             columns_CT: Tensor = self._model.policy(asked)[0]
         return columns_CT
+
+    def _reshard(self) -> None:
+        """What was gathered for the last pass may be of another version."""
+        for module in self._model.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _past(self, reading: Reading) -> Any:
         return self._cache if reading.keeps else None
