@@ -31,6 +31,7 @@ async def join(options: LearnerOptions, waits: Waits, stopped: asyncio.Event) ->
     if not options.join_link:
         raise ConfigError(f"run {options.run_id}: expected a join link on the learner's first start, got none")
     link = JoinLink.parse(options.join_link)
+    waits.begin("coordinator", f"the coordinator at {link.address}")
     backoff = Backoff(here().rng, longest_s=PAUSE_S_MAX)
     credentials = await unless(stopped, asyncio.create_task(enrolled(link, identity, Role.LEARNER, waits, backoff)))
     if credentials is None:

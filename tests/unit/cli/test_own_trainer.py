@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,10 @@ def test_a_run_that_does_not_end_says_what_it_waits_for(tmp_path: Path, monkeypa
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         run = run_of(tmp_path, f"echo2://{address}/{Identity.generate().peer_id}?token={'t' * 43}")
         begin(run)
+        assert run._thread is not None
+        until = time.monotonic() + WITHIN_S
         while run.waits_for != f"the coordinator at {address}":
-            assert run._thread is not None and run._thread.is_alive()
+            assert run._thread.is_alive() and time.monotonic() < until, run.waits_for
             run._thread.join(0.01)
         with silent.accept()[0]:  # the handshake has begun, and ends with this connection
             with pytest.raises(
