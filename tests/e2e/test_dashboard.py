@@ -314,7 +314,7 @@ def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path)
     async def scene() -> None:
         chosen = options(
             tmp_path / "run", plan_interval_s=0.5, offers_file=offers, planner_mode=PlannerMode.APPROVE,
-            lease_timeout_s=60.0,
+            lease_timeout_s=60.0, usd_per_hour_cap=50.0,
         )  # fmt: skip
         async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 3):
             async with page_of(chromium, daemon, 1440, "light") as page:
