@@ -80,7 +80,9 @@ def normalisation(config: RunConfig) -> Resolved[str]:
         return Resolved(config.learner.normalisation, "given")
     chosen = objective(config).value
     if chosen == "gspo" and config.learner.objective == "auto":
-        return Resolved("luspo", "with gspo above a staleness bound of 4 it lost least: docs/algorithms.md")
+        return Resolved(
+            "luspo", f"with gspo above a staleness bound of {TOKEN_CLIP_BOUND_MAX} it lost least: docs/algorithms.md"
+        )
     by_rollout = chosen in ("gspo", "sapo")
     return Resolved(
         "grpo" if by_rollout else "dapo", "each rollout weighs the same" if by_rollout else "each token does"

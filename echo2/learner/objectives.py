@@ -182,7 +182,7 @@ def _m2po(ratios: Ratios, config: ObjectiveConfig) -> Surrogate:
     ratio_T, advantage_T = torch.exp(ratios.log_ratio_T), ratios.advantage_T
     with torch.no_grad():
         square_T = ratios.log_ratio_T.square()
-        away_T = (ratios.log_ratio_T * advantage_T > 0) & ratios.segments.mask_T
+        away_T = ratios.log_ratio_T * advantage_T > 0  # off the mask the ratio is 1
         kept_T = _within_moment(
             square_T, Segments(ratios.segments.sequence_T, away_T, ratios.segments.rollout_count), config
         )

@@ -78,6 +78,14 @@ def trial_inputs(
     return PackedInputs(ids, positions, UnitTree(unit, part), torch.tensor(predictors), targets)
 
 
+def difference_of(found_T: Tensor, expected_T: Tensor, dtype: torch.dtype) -> str:
+    """Why log-probabilities are not those with a dense mask, computed in `dtype`; empty if they are, up to rounding."""
+    off, limit = float((found_T - expected_T).abs().max()), TOLERANCE_NATS.get(dtype, 1e-1)
+    if off <= limit:  # never of NaN
+        return ""
+    return f"log-probabilities differ by {off:.3g} nats from those with a dense mask, {limit:g} at most expected"
+
+
 def _failure_of_flex(policy: Policy, device: torch.device) -> str:
     """Why FlexAttention is not to be used; empty if it may."""
     inputs = trial_inputs(int(policy.hf_model.get_input_embeddings().weight.shape[0])).to(device)

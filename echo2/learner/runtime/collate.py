@@ -9,7 +9,7 @@ Shapes: B rows, W positions of a row, T sampled tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,15 +58,17 @@ class PackedBatch:
 
 def collated(groups: Sequence[TrainGroup], layout: Iterable[MicroBatch], multiple: int = 1) -> Iterator[PackedBatch]:
     """Each micro-batch as tensors, in order: the next one is made while the caller computes with the last, no more."""
-    with ThreadPoolExecutor(1, "collate") as pool:
-        made: Future[PackedBatch] | None = None
-        for micro in layout:
+    rest = iter(layout)
+    first = next(rest, None)
+    if first is None:
+        return
+    made = collate(groups, first, multiple)
+    with ThreadPoolExecutor(1, "collate") as pool:  # starts its thread only where there is a second one
+        for micro in rest:
             following = pool.submit(collate, groups, micro, multiple)
-            if made is not None:
-                yield made.result()
-            made = following
-        if made is not None:
-            yield made.result()
+            yield made
+            made = following.result()
+        yield made
 
 
 def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:

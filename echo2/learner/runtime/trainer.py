@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ class _Stopwatch:
 @dataclass(frozen=True, slots=True)
 class _Part:
     """The groups of one update, laid out. The first `counted` of this rank's micro-batches `own` count; `rollouts` are its
-    places in the flat list of the batch. `proximal`: by micro-batch, the policy's log-probabilities before the batch's first
-    update; empty where there is one update, for then they are the current ones.
+    places in the flat list of the batch. `before`: by micro-batch, the policy's log-probabilities before the batch's first
+    update; empty where nothing asks for them.
     """
 
     groups: Sequence[TrainGroup]
@@ -79,7 +79,7 @@ class _Part:
     own: list[MicroBatch]
     counted: int
     rollouts: slice
-    proximal: list[Tensor] = field(default_factory=list)
+    before: list[Tensor] = field(default_factory=list)
 
 
 class Trainer:
@@ -112,17 +112,20 @@ class Trainer:
         watch = _Stopwatch(self.model.device)
         parts = self._parts(batch)
         watch.lap("load")
-        advantages = self._advantages(batch.groups, parts)
-        if len(parts) > 1:
+        is_minimum_variance = self.options.advantage.baseline is Baseline.MINIMUM_VARIANCE
+        if len(parts) > 1 or is_minimum_variance:  # one pass serves both
             for part in parts:
-                part.proximal.extend(logprobs_T for _, logprobs_T in self._policy_logprobs(part))
+                part.before.extend(self._policy_logprobs(part))
+        advantages = self._advantages(batch.groups, parts)
         watch.lap("forward")
         left_out_N = torch.zeros(batch.rollout_count)
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         ratio_max, grad_norm, lr, tokens, is_skipped = 0.0, 0.0, 0.0, 0, False
         for part in parts:
             totals = self._totals(batch, advantages, part)
-            part_sums_M, part_max = self._accumulate(part, advantages, totals, left_out_N, watch)
+            # Of one update, what was before it is the current policy, and the loss takes that.
+            proximal = part.before if len(parts) > 1 else []
+            part_sums_M, part_max = self._accumulate(part, proximal, advantages, totals, left_out_N, watch)
             norm, lr = self._update(loss_metrics(part_sums_M, part_max))
             watch.lap("optimiser")
             sums_M += part_sums_M
@@ -201,21 +204,26 @@ class Trainer:
 
     # ---- parts of a step
 
-    def _policy_logprobs(self, part: _Part) -> Iterator[tuple[PackedBatch, Tensor]]:
+    def _policy_logprobs(self, part: _Part) -> list[Tensor]:
         """Of each micro-batch, by a forward pass without gradient."""
-        for micro in self._packed(part):
-            with torch.no_grad():
-                yield micro, self.model.policy(micro.inputs.to(self.model.device))[0]
+        with torch.no_grad():
+            return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in self._packed(part)]
 
     def _accumulate(
-        self, part: _Part, advantages: Advantages, totals: BatchTotals, left_out_N: Tensor, watch: _Stopwatch
+        self,
+        part: _Part,
+        proximal: Sequence[Tensor],
+        advantages: Advantages,
+        totals: BatchTotals,
+        left_out_N: Tensor,
+        watch: _Stopwatch,
     ) -> tuple[Tensor, float]:
         """Adds the gradient of each micro-batch to the model's; the metric sums over all ranks, and the largest ratio."""
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         ratio_max = 0.0
         for number, micro in enumerate(self._packed(part)):
             watch.lap("load")
-            proximal_T = part.proximal[number] if part.proximal else None
+            proximal_T = proximal[number] if proximal else None
             loss, left_out_R = self._loss(micro, advantages, totals, number < part.counted, proximal_T)
             left_out_N[micro.rollout_R] += left_out_R
             watch.lap("forward")
@@ -240,12 +248,10 @@ class Trainer:
         return replace(advantages, trained_R=advantages.trained_R & ended_R)
 
     def _variance_weights(self, parts: Sequence[_Part], count: int) -> Tensor:
-        """Needs a forward pass of its own, for the ratios are wanted before the loss."""
+        """By the ratios of the whole batch, which are wanted before the loss."""
         log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
         for part in parts:
-            for number, (micro, logprobs_T) in enumerate(self._policy_logprobs(part)):
-                if number >= part.counted:
-                    continue
+            for micro, logprobs_T in islice(zip(self._packed(part), part.before, strict=True), part.counted):
                 every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
                 segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
                 believed_T = believed(logprobs_T.cpu(), micro.behaviour_T, segments)
@@ -335,6 +341,8 @@ class Trainer:
         model = self.model
         reference = PolicyModel(model.path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
         reference.hf_model.eval()
+        if model.policy.attention is not reference.policy.attention:
+            reference.policy.attend_by(model.policy.attention)
         return reference
 
     def _reference_logprobs(self, inputs: PackedInputs) -> Tensor | None:

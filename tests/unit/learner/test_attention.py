@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from echo2.base.errors import ConfigError
 from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
-from echo2.learner.runtime.attention_choice import choose_attention, trial_inputs
+from echo2.learner.runtime.attention_choice import choose_attention, difference_of, trial_inputs
 from echo2.learner.runtime.model import PolicyModel
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -105,6 +105,14 @@ def test_on_a_cpu_dense_is_taken_and_flex_refused(model_path: Path) -> None:
     assert choose_attention(policy, "dense", CPU) is Attention.DENSE
     with pytest.raises(ConfigError, match="no gradient"):
         choose_attention(policy, "flex", CPU)
+
+
+@pytest.mark.parametrize(("dtype", "bears"), [(torch.float32, 5e-4), (torch.bfloat16, 0.05)])
+def test_numbers_beyond_rounding_are_told(dtype: torch.dtype, bears: float) -> None:
+    exact_T = torch.linspace(-5, 0, 9)
+    assert difference_of(exact_T + bears, exact_T, dtype) == ""
+    assert "nats" in difference_of(exact_T + 4 * bears, exact_T, dtype)
+    assert "nan nats" in difference_of(torch.full_like(exact_T, torch.nan), exact_T, dtype)
 
 
 def test_where_flex_fails_the_trial_dense_goes_on_and_says_why(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,13 @@ import torch
 
 from echo2.base.ids import Step
 from echo2.base.rollout import FinishReason
+from echo2.learner.advantage import ADVANTAGES
 from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.correction import Correction, CorrectionConfig
 from echo2.learner.loss import PolicyLossConfig
+from echo2.learner.runtime.attention import Attention
+from echo2.learner.runtime.collate import PackedInputs
+from echo2.learner.runtime.trainer import Trainer
 from tests.unit.learner.test_trainer import gradient_of, new_trainer, random_groups
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -49,6 +54,7 @@ def test_each_update_trains_on_its_share_as_a_batch_of_its_own_would(model_path:
     assert result.metrics.token_count == first.metrics.token_count + second.metrics.token_count
     # The first update is the same; the second is not, since its ratio starts from the policy before the batch.
     assert result.metrics.loss != pytest.approx((first.metrics.loss + second.metrics.loss) / 2, rel=1e-6)
+    assert result.metrics.loss == pytest.approx((first.metrics.loss + second.metrics.loss) / 2, rel=0.4)
     moved = [float((a - b).abs().max()) for a, b in zip(parts.model.masters, apart.model.masters, strict=True)]
     assert 0 < max(moved) < 1e-2
 
@@ -64,6 +70,39 @@ def test_the_ratio_of_later_updates_starts_from_the_policy_before_the_batch(mode
     assert result.metrics is not None
     clipped = result.metrics.clip_low_fraction + result.metrics.clip_high_fraction
     assert 0.0 < clipped <= 0.5, "the first update clips nothing, the second what the first moved"
+
+
+def test_an_update_that_is_not_finite_is_told_though_the_next_one_is(model_path: Path) -> None:
+    first, second = random_groups(13, count=2)
+    broken = replace(first, rewards=(math.nan, *first.rewards[1:]))
+    trainer = new_trainer(model_path, updates_per_batch=2)
+    result = trainer.step(Batch(Step(0), (broken, second)))
+    assert result.is_skipped and result.lr == 1e-3 and trainer.nonfinite_steps == 1
+
+
+def test_the_minimum_variance_baseline_and_several_updates_share_one_pass(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_trainer(model_path, updates_per_batch=2, advantage=ADVANTAGES["vcpo"])
+    passes: list[bool] = []
+    forward = trainer.model.policy.forward
+
+    def counted(inputs: PackedInputs, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        passes.append(torch.is_grad_enabled())
+        return forward(inputs, with_entropy)
+
+    monkeypatch.setattr(trainer.model.policy, "forward", counted)
+    trainer.step(Batch(Step(0), random_groups(12, count=2)))
+    assert passes == [False, False, True, True]
+    assert torch.is_grad_enabled()
+
+
+def test_the_reference_attends_as_the_policy_does(model_path: Path) -> None:
+    """It reads the same rows; a dense mask of long ones would undo what blocks save."""
+    trainer = new_trainer(model_path, loss=PolicyLossConfig(kl_coefficient=0.1))
+    trainer.model.policy.attend_by(Attention.FLEX)
+    again = Trainer(trainer.model, trainer.options, 10)
+    assert again.reference is not None and again.reference.policy.attention is Attention.FLEX
 
 
 def test_more_updates_than_groups_make_one_of_each(model_path: Path) -> None:
