@@ -50,7 +50,9 @@ class Page:
 def test_a_rented_worker_trains_survives_the_coordinator_and_is_given_back(tmp_path: Path, run_config: str) -> None:
     offers, config = tmp_path / "offers.toml", tmp_path / "runs" / "trial" / "run.toml"
     offers.write_text(OFFERS.format(config=config))
-    text = run_config.replace("[coordinator]", f'[coordinator]\nplanner_mode = "advise"\noffers = "{offers}"')
+    text = run_config.replace(
+        "[coordinator]", f'[coordinator]\nplanner_mode = "advise"\noffers = "{offers}"\nusd_per_hour_cap = 8'
+    )
     page = Page(tomllib.loads(text)["coordinator"]["dashboard_port"])
     with Cluster(tmp_path, text, workers=0) as cluster:
         cluster.start_all()
