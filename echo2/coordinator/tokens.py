@@ -83,7 +83,9 @@ class TokenBook:
         """The token, once it lets `peer_id` in as `role`; BadToken or NotAllowed with the reason."""
         token = self._by_hash.get(token_hash(secret))
         if token is None:
-            raise BadToken(f"join token of {peer_id}: unknown; ask the operator for a new link")
+            raise BadToken(
+                f"join token of {peer_id}: expected one of this run, got one that it does not know; ask for a new link"
+            )
         if token.role != role:
             raise NotAllowed(
                 f"join token {token.token_id} of {peer_id}: it is for the role {token.role}, not {role[:40]!r}"
@@ -99,7 +101,9 @@ class TokenBook:
         """The token, without using it: also one that is used up. BadToken for one that is unknown, expired or revoked."""
         token = self._by_hash.get(token_hash(secret))
         if token is None:
-            raise BadToken(f"join token of {whose}: unknown; ask the operator for a new link")
+            raise BadToken(
+                f"join token of {whose}: expected one of this run, got one that it does not know; ask for a new link"
+            )
         if token.is_revoked or now >= token.expires_at:
             raise BadToken(
                 f"join token {token.token_id} ({token.label or token.role}) of {whose}: {token.problem(now)}"

@@ -41,7 +41,7 @@ COMMENTED = sorted(
 )
 
 RUN_HERE = (
-    r"echo2 (config show|plan(?! --(?:live|history))|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*"
+    r"echo2 (config show|plan(?! --(?:live|history)|$)|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*"
     r"|python -m tests\.fuzz_targets"
 )
 
@@ -91,6 +91,7 @@ ONLY_READ = (
         "minutes of measuring each",
     ),
     (r"python -m tests\.soak.*", "half an hour of storms"),
+    (r"python -m tests\.contract\.test_golden", "writes the golden bytes anew; the test beside it compares with those kept"),
     (r"python -m tests\.mutants\.run", "hours: each defect is looked for by tests and seeds"),
     (r"python -m tests\.redteam\.run.*", "measures attackers one at a time; tests/redteam/test_messages.py runs the same ones"),
     (r"echo2 demo --model smollm2.*", "a quarter of an hour with a model from a package; tests/unit/cli/test_demo_llm.py makes it"),
@@ -99,7 +100,7 @@ ONLY_READ = (
     (r"python -m tests\.security\.dependency_audit", "asks an advisory service on the Internet; its verdicts have tests"),
     (r"(python -m )?pip install .*|git clone .*|export PIP_INDEX_URL=.*|apt install .*", "need a package index"),
     (r"docker .*|kubectl .*|sky .*|systemctl .*", "need a container engine, a cluster, a cloud or an init system"),
-    (r"echo2 sim|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),
+    (r"echo2 (sim|plan)|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),
 )  # fmt: skip
 
 

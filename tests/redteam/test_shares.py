@@ -16,6 +16,7 @@ from echo2.broadcast.runtime.chunk_store import ChunkStore
 from echo2.broadcast.runtime.inbox import HELD_HEADERS_MAX, Inbox
 from echo2.broadcast.runtime.library import Library, LibraryLimits
 from echo2.broadcast.runtime.meter import Meter
+from echo2.coordinator.runtime.asking import RolloutDesk
 from echo2.coordinator.runtime.services import CoordinatorService
 from echo2.learner.runtime import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares, Pace
@@ -80,7 +81,7 @@ def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered_has_i
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             assert daemon.hub is not None
-            service = CoordinatorService(daemon.hub)
+            service = CoordinatorService(daemon.hub, RolloutDesk(daemon.hub.learner.tell))
             a, b, c = (
                 PeerIdentity(PeerId(name), Role.WORKER, link) for name, link in (("a", "x"), ("b", "x"), ("c", "y"))
             )

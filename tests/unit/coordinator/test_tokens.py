@@ -24,7 +24,7 @@ def test_secret_is_not_kept() -> None:
 
 
 def test_unknown_expired_used_up_revoked_and_foreign_role_are_told_apart() -> None:
-    with pytest.raises(BadToken, match="unknown; ask the operator"):
+    with pytest.raises(BadToken, match="does not know; ask for a new link"):
         book().redeem("t" * 43, "worker", PeerId("a"), 1.0)
     with pytest.raises(NotAllowed, match="role worker"):
         book().redeem(SECRET, "learner", PeerId("a"), 1.0)
