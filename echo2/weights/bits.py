@@ -44,6 +44,8 @@ def put(words: U64, at: Int, value: np.uint64, count: Int) -> Int:
     are there then. The first word of a run is 0 at first."""
     word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
     words[word] |= value << shift
+    # Two shifts, since a shift by 64 (shift = 0) has no meaning for the processor. The next word is set, not added to:
+    # so only a run's first word has to be 0 beforehand.
     words[word + _1] = (value >> _1) >> (_63 - shift)
     return at + count
 
@@ -52,6 +54,7 @@ def put(words: U64, at: Int, value: np.uint64, count: Int) -> Int:
 def bits_at(words: U64, at: Int) -> np.uint64:
     """The 64 bits from bit `at` on."""
     word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
+    # Two shifts for the same reason as in `put`; this is why a run has a word to spare.
     found: np.uint64 = (words[word] >> shift) | ((words[word + _1] << _1) << (_63 - shift))
     return found
 
@@ -86,6 +89,8 @@ def gaps_of_places(places: U32, k: int, out: tuple[U8, U64, U32]) -> Int:
     shift = np.uint64(k)
     first = min(np.uint64(places[0]) >> shift, _LONG)
     quotients[0] = first
+    # This pass only counts the long gaps: without a branch in it the compiler makes vectors of it, and blocks with a long
+    # gap are few.
     longer = np.int64(first == _LONG)
     for i in range(1, places.size):
         quotient = min((np.uint64(places[i]) - np.uint64(places[i - 1]) - _1) >> shift, _LONG)
@@ -117,6 +122,7 @@ def _low_bits(places: U32, k: int, low: U64) -> None:
     """The low k bits of every gap, as many together as a word holds."""
     shift = np.uint64(k)
     mask = (_1 << shift) - _1
+    # Gathered in a register first: each `put` waits for the word that the last one wrote.
     together = 64 // k
     bits: Int = 0
     for start in range(0, places.size, together):
@@ -139,6 +145,7 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
     i: Int = 0
     while i < quotients.size:
         end = min(i + GAPS, quotients.size)
+        # Sixteen at once where no plain bits lie between; if one of them turns out to be long, they are read again one by one.
         if k == 0 and end - i == GAPS:
             following = add_gaps(quotients, i, after, places)
             if following != NOT_ALL_SHORT:
@@ -165,6 +172,8 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
 @inlined
 def list_few(word: np.uint64, base: np.uint64, places: U32, found: Int, usual: int) -> Int:
     """As `list_word`, quick where there are not more than the usual number of marks, which is at most `LISTED`."""
+    # The first loop always runs its full count: a branch on the number of marks would be mispredicted at every other word,
+    # which costs more than writing places that the next word overwrites.
     following = found + np.int64(count_ones(word))
     for i in range(usual):
         places[found + i] = base + trailing_zeros(word)
@@ -194,6 +203,7 @@ def places_of_marks(words: U64, count: int, places: U32) -> Int:
     more than these."""
     found: Int = 0
     marked = places.size - LISTED
+    # Up to 64 / 24 = 2.7 marks a word on average, four are seldom exceeded; up to 64 / 12 = 5.3, eight are.
     if marked * 24 < count:
         for at in range(0, count, 64):
             found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 4)

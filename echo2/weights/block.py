@@ -51,6 +51,7 @@ class FindsPool:
         self._free: deque[Finds] = deque()
 
     def take(self, block: Block) -> Finds:
+        # Asked for by several threads: `pop` of a deque is atomic, a look at its length first would not be.
         try:
             finds = self._free.pop()
         except IndexError:
@@ -101,6 +102,7 @@ def coded_block(
     if not count:
         return EncodedBlock(Method.UNCHANGED, b"", 0, 0)
     payload = sparse()
+    # Whole elements are read without the old ones beside them; a payload that is hardly shorter is not worth these.
     if len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
         return EncodedBlock(*encode_whole(whole(), block.element), step, block.element_count)
     return EncodedBlock(Method.SPARSE, payload, step, count)
@@ -116,6 +118,7 @@ def octave_of(element: ElementType, class_base: int) -> classes.Octave:
 def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64) -> bytes:
     """The changes by exponent class; `changed` holds their marks."""
     element = block.element
+    # Of one tensor: in a block of several small ones, the largest has most to gain.
     sample = max(old, key=lambda part: part.size)
     class_base = classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
     octave = octave_of(element, class_base)

@@ -41,6 +41,7 @@ def choose_class_base(old: Bits, exponent_shift: int, exponent_bits: int) -> int
 
 def sample_of(old: Sample) -> Sample:
     """Groups of neighbours, evenly spread; all elements where they are few."""
+    # Groups rather than single elements: a cache line is fetched whole anyway.
     stride = old.shape[0] // _GROUPS
     return old if stride <= _GROUP else old[: _GROUPS * stride].reshape(_GROUPS, stride)[:, :_GROUP].reshape(-1)
 
@@ -108,9 +109,11 @@ def sort_marks(
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
         word = bits_at(changed, base + start) & below(old.size - start)
+        # Most words of a block have no change; their runs are 0 already and only grow.
         if word:
             following = rank + np.int64(count_ones(word))
             while found < larger.size and np.int64(larger[found]) < following:
+                # The lane of the word's n-th change: `deposit` moves bit n to the n-th one of `word`.
                 bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
                 i = start + np.int64(trailing_zeros(bit))
                 mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
@@ -162,6 +165,7 @@ def join_marks(
         for c in range(CLASS_COUNT):
             part = deposit(bits_at(words, at[c]), work[c])
             at[c] += np.int64(count_ones(work[c]))
+            # From here on `work` tells which lanes of a class changed: larger changes are counted among these.
             work[c] = part
             word |= part
         bits = put(changed, bits, word, min(LANES, old.size - start))

@@ -202,6 +202,7 @@ class StagedDelta:
             return
         changes = staged.changes()
         wrapped = changes.move(block, held, staged.is_in_place)
+        # Taken back before the error leaves: a host whose bits are not the parent's must not be changed further by finding out.
         if wrapped and not staged.is_in_place:
             changes.move(block, held, True)
             raise self._wrapped(block)
@@ -328,6 +329,8 @@ class ContainerDecoder:
             raise StateError(f"{header.describe()}: expected a host at that version, it is at {self._base.version}")
         if head.table_digest != self._base.table_digest:
             raise DeltaFormatError(f"{header.describe()}: the tensors of the learner are not those of the host")
+        # The fingerprint is linear in the bits, so the parent's plus the steps is the target's: a delta is proven without
+        # reading the weights that it leaves alone.
         found = self._base.fingerprint(header.fingerprint_key)
         if found != header.parent_fingerprint:
             raise FingerprintMismatch(
@@ -381,6 +384,8 @@ class ContainerDecoder:
         there is room."""
         if is_plain(payload):
             return b"".join(plain) if self._staging.has_room(sum(map(len, plain))) else bytes(payload)
+        # Not the sender's code: by exponent class it can be read beside the old weights only, and these are gone once it is
+        # in place and has to be taken back.
         quick = changes.payload(is_coded=False)
         if self._staging.has_room(len(quick)) or self._staging.can_spill:
             return quick
@@ -397,6 +402,8 @@ class ContainerDecoder:
             part = bits[segment.base : segment.base + segment.count]
             _tensor_bits(whole, segment.spec)[segment.start : segment.start + segment.count] = part
             step += sum_bits(segment.spec.name, part, self._head.header.fingerprint_key, segment.start)
+        # Summed by block and not in one total: frames come in any order and from several threads, and one that comes again
+        # must not count again.
         self._steps[block.index] = step % MODULUS
 
     def missing_blocks(self) -> list[int]:

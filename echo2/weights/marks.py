@@ -61,6 +61,7 @@ def compare_tail(old: Bits, new: Bits, start: Int, out: U64) -> None:
         if before == after:
             continue
         out[0] |= bit
+        # Below 64 bits a sign can be told from the numbers themselves; of 64 bits only the wrapped difference is known.
         down = after - before >= half if width == 64 else after < before
         if down:
             out[1] |= bit
@@ -94,12 +95,14 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
+            # Counted beyond the room as well: the caller makes that much and asks again.
             if found < excess.size:
                 lane = np.int64(trailing_zeros(bit))
                 larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
                 places[found] = bits + lane
                 excess[found] = _excess_of(old, new, start + lane)
             found += 1
+        # Signs are kept for changed elements alone: `extract` closes the gaps between their bits.
         bits = put(changed, bits, word, min(left, LANES))
         rank = put(signs, rank, extract(out[1], word), np.int64(count_ones(word)))
     at[0], at[1], at[2] = bits, rank, found
@@ -139,10 +142,13 @@ def settle_larger(
     total, row_sum, row = _0, _0, _0
     while i < stop and np.int64(places[i]) < base + count:
         element = np.uint64(places[i]) + to_element
+        # A row's coefficient multiplies the sum of its row: one multiplication for each row that has a change, not for each
+        # change.
         if element >> _ROW != row:
             total += row_sum * row_coefficient(seed, row)
             row, row_sum = element >> _ROW, _0
         number = columns[element & _COLUMN] * np.uint64(excess[i])
+        # All ones or 0: (x ^ -1) + 1 negates without a branch, which random signs would mispredict half the time.
         down = _0 - bit_at(signs, np.uint64(ranks[i]))
         row_sum += (number ^ down) - down
         i += _1
@@ -179,6 +185,7 @@ def settle_marks(
         for at in range(0, size, LANES):
             word = bits_at(changed, base + start + at) & below(size - at)
             down = deposit(bits_at(signs, so_far), word)
+            # The table of coefficients has one row: 64 of them cannot be loaded from where fewer are left.
             if column + at <= _LAST_WHOLE:
                 row_sum += sum_marked(columns, column + at, word, down)
             else:
@@ -221,6 +228,8 @@ def move_marks(
     changed, signs = marks
     places, ranks, excess, _ = larger
     rank, found = cursor[0], np.uint64(cursor[1])
+    # Taking back is moving the other way, in the same order: each element ends on its old bits whichever step comes first,
+    # since sums wrap.
     flip = ~_0 if is_back else _0
     wrapped = _0
     for start in range(0, live.size, ROW_ELEMENTS):
@@ -233,6 +242,7 @@ def move_marks(
             else:
                 wrapped += _move_lanes(live, at, word, down)
             rank += np.int64(count_ones(word))
+        # After every row and not at the end: its elements are still in the cache.
         while found < places.size and np.int64(places[found]) < base + start + size:
             down = bit_at(signs, np.uint64(ranks[found])) ^ (flip & _1)
             wrapped += move(live, np.int64(places[found]) - base, np.uint64(excess[found]), down)
