@@ -2,7 +2,14 @@
 
 Waits for: frames of peers, slots of the transport, timers of the session, the consumer of `progress`; shown in
 `stats().waits_for` or ended by a timer. Guarantees: only chunks signed by the publisher are kept, passed on or handed out; a
-peer that sends anything else is named, dropped and banned. Leaves to others: plan, coding (delta/), swaps (worker).
+peer that sends anything else is named, dropped and banned. Leaves to others: plan, coding (weights/), swaps (worker).
+
+What becomes of an artifact at one node:
+
+    header ──▶ known ──on the way to the newest──▶ wanted ──every chunk, and the seal──▶ sealed ──▶ consumer decodes
+                 ▲                                  │  ▲                                   │
+                 └────── nothing comes: another way ┘  └── disk or weights disagree: anew ─┘
+    any of them ──no longer needed, or no room──▶ forgotten
 """
 
 from __future__ import annotations
