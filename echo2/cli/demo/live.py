@@ -129,19 +129,21 @@ def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
 
 
 def plain_line(state: ScreenState) -> str:
-    """Where no screen is drawn."""
+    """Where no screen is drawn. What has not been measured yet is left out."""
     status = state.status
-    if status is None:
-        return f"{state.elapsed_s:4.0f} s  starting"
-    learner = status.learner
-    reward = f"{sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}" if state.rewards else "-"
+    if status is None or not status.learner_is_connected:
+        what = "the coordinator starts" if status is None else "the learner loads its model"
+        return f"{state.elapsed_s:4.0f} s  {what}"
+    learner, predicted = status.learner, status.plan.predicted_utilisation
     versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)
-    return (
-        f"{state.elapsed_s:4.0f} s  step {learner.step}/{status.learner_hello.step_limit}  reward {reward}  "
-        f"version {learner.newest_version}  workers {versions or '-'}  utilisation {learner.utilisation:.0%} "
-        f"(predicted {status.plan.predicted_utilisation:.0%})  buffered {learner.buffered_rollouts}  "
-        f"USD {status.usd_spent:.4f}{'  waits for ' + learner.waits_for if learner.waits_for else ''}"
-    )
+    parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}/{status.learner_hello.step_limit}"]
+    if state.rewards:
+        parts.append(f"reward {sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}")
+    parts += [f"version {learner.newest_version}", f"workers {versions or 'none yet'}"]
+    if learner.step:
+        parts.append(f"utilisation {learner.utilisation:.0%}{f' (predicted {predicted:.0%})' if predicted else ''}")
+    parts += [f"buffered {learner.buffered_rollouts}", f"USD {status.usd_spent:.4f}"]
+    return "  ".join([*parts, *([f"waits for {learner.waits_for}"] if learner.waits_for else [])])
 
 
 def results_of(run_folder: Path) -> str:

@@ -102,11 +102,14 @@ def _middle(state: ScreenState, status: coordinator_pb2.RunStatus) -> Renderable
 
 def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
     learner, hello = status.learner, status.learner_hello
-    measured = status.measured_utilisation or learner.utilisation
-    rows = [
-        f"step {learner.step} / {hello.step_limit}   version {learner.newest_version}",
-        f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
-        f"utilisation {measured:.0%} measured, {status.plan.predicted_utilisation:.0%} predicted",
+    rows = [f"step {learner.step} / {hello.step_limit}   version {learner.newest_version}"]
+    if learner.step:  # before the first one nothing of this was measured
+        measured, predicted = status.measured_utilisation or learner.utilisation, status.plan.predicted_utilisation
+        rows += [
+            f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
+            f"utilisation {measured:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
+        ]
+    rows += [
         f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
         f"deltas {format_bytes(status.artifact_bytes_published)}{_share(status)}",
         f"spent ${status.usd_spent:.4f}, {useful_share(status):.0%} of it on work; now ${status.usd_per_hour:.2f}/h",

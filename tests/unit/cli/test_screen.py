@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from echo2.cli.demo.live import plain_line
 from echo2.cli.demo.screen import ScreenState, curve, draw, lag_lines
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
@@ -46,3 +47,26 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
         "now 0.90",
     ):
         assert expected in text
+
+
+def test_what_was_not_measured_is_not_shown() -> None:
+    def shown(status: coordinator_pb2.RunStatus | None) -> tuple[str, str]:
+        state = ScreenState(title="demo", status=status)
+        console = Console(width=140, record=True)
+        console.print(draw(state))
+        return plain_line(state), console.export_text()
+
+    assert "the coordinator starts" in shown(None)[0]
+    status = coordinator_pb2.RunStatus()
+    line, _ = shown(status)
+    assert "the learner loads its model" in line and "step" not in line
+    status.learner_is_connected = True
+    status.learner_hello.step_limit = 120
+    for text in shown(status):
+        assert "120" in text and "utilisation" not in text and "reward -" not in text
+    status.learner.step, status.learner.utilisation, status.plan.predicted_utilisation = 3, 0.5, 0.9
+    line, screen = shown(status)
+    assert "utilisation 50% (predicted 90%)" in line and "utilisation 50% measured, 90% predicted" in screen
+    status.plan.predicted_utilisation = 0.0
+    line, screen = shown(status)
+    assert "predicted" not in line and "predicted" not in screen.split("broadcast")[0].split("capacity model")[0]
