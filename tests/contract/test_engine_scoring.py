@@ -49,9 +49,6 @@ def test_scores_are_those_of_the_version_named_and_generation_is_as_if_nothing_w
     rig: Rig,
     sampling: SamplingParams,
 ) -> None:
-    if not rig.engine.scorable and rig.kind.startswith("vllm"):
-        pytest.skip("vLLM does not score")
-
     async def body() -> None:
         alone = await rig.generate(rig.request((4, 5, 6), LONG))
         for version in (1, 2):
@@ -91,8 +88,6 @@ def test_what_is_kept_is_bounded_and_whole_tensors_are_steps_too(rig: Rig) -> No
     """A version that overtook others arrives whole; what changed since the one before is kept all the same."""
 
     async def body() -> None:
-        if not rig.engine.scorable:
-            pytest.skip("vLLM does not score")
         await rig.engine.swap(rig.keyframe(1), SwapMode.RECOMPUTE_KV)
         assert {0, 1} <= rig.engine.scorable
         (found,) = await rig.engine.score(ScoreRequest("s", TOKENS, PLAIN, (stretch(0, 5, 20),)))
@@ -105,8 +100,6 @@ def test_a_caller_that_gives_up_on_its_scores_leaves_the_engine_as_it_is(rig: Ri
     """Whether the thread had begun with them or not."""
 
     async def body() -> None:
-        if not rig.engine.scorable:
-            return
         (alone,) = await rig.generate(rig.request((4, 5, 6), LONG))
         running = rig.submit(rig.request((4, 5, 6), LONG))
         for pause_s in (0.0, 0.0, 0.001, 0.01):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import tempfile
 import time
@@ -26,8 +27,15 @@ from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit
-from echo2.scoring.request import ScoreRequest, TokenScores
-from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
+from echo2.worker.engine import (
+    EngineStats,
+    GenerateRequest,
+    SwapMode,
+    TokenChunk,
+    refuse_bad_request,
+    refuse_bad_scoring,
+)
 from echo2.worker.options import Quantisation, WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
 from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox, SampledToken
@@ -39,6 +47,7 @@ STOP_TIMEOUT_S = 9.0
 APPLY_TIMEOUT_S = 300.0
 GPU_MEMORY_SHARE = 0.9  # of a GPU, what vLLM may take
 CPU_CACHE_GIB = 1
+_log = logging.getLogger("echo2.worker")
 _EXTENSION = "echo2.worker.runtime.engines.vllm_extension.WorkerExtension"
 _RAW_LOGPROB_ID = -1
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
@@ -116,6 +125,8 @@ class VllmEngine:
             self._rpc, str(self._config.get("model_type")), None if adapter is None else adapter.spec
         )
         self._swap_order = asyncio.Lock()
+        self._scores = False
+        self._scoring: set[asyncio.Task[TokenScores]] = set()
         self._counters = _VllmCounters()
 
     @property
@@ -132,11 +143,34 @@ class VllmEngine:
 
     @property
     def scorable(self) -> frozenset[Version]:
-        """None: vLLM runs no sequence under weights that it has no more, and most of what is drawn is of such a version."""
-        return frozenset()
+        if self._version is None or not self._scores:
+            return frozenset()
+        return self._weights.former | {self._version}
 
     async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
-        raise EngineError(f"scoring {request.request_id}: the vLLM engine does not score")
+        refuse_bad_scoring(request, self._context_tokens, self._vocab_count)
+        # One stretch at a time, so that decode steps come between.
+        return tuple([await self._score(request, stretch) for stretch in request.stretches])
+
+    async def _score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
+        # To its end, also where the caller gives up: generation must not stay paused, nor former weights live.
+        task = asyncio.create_task(self._paused_score(request, stretch))
+        self._scoring.add(task)
+        task.add_done_callback(self._scoring.discard)
+        return await asyncio.shield(task)
+
+    async def _paused_score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
+        async with self._swap_order:
+            live = self._version
+            if live is None or stretch.version not in self.scorable:
+                raise EngineError(
+                    f"scoring {request.request_id}: expected a version of {sorted(self.scorable)}, got {stretch.version}"
+                )
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                return await self._weights.scores(request, stretch, live)
+            finally:
+                await self._llm.resume_generation()
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -151,6 +185,10 @@ class VllmEngine:
                 raise EngineError(answer.removeprefix("error: "))
         if adapter is not None and base is not None:
             await self._weights.lay_base(base, adapter.spec)
+        reason = await self._weights.why_not_scoring()
+        self._scores = not reason
+        if reason:
+            _log.info("this worker scores nothing for audits: %s", reason)
 
     def _make_llm(self) -> Any:
         for name, value in _environment().items():
@@ -237,8 +275,9 @@ class VllmEngine:
                     f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
                 )
             await self._weights.stage(staged)
+            replaced = self._version
             stood_still_s = await self._apply(staged.version, mode)
-            await self._weights.settle(is_kept=True)
+            await self._weights.settle(is_kept=True, replaced=replaced)
         for stream in list(self._streams.values()):
             if stream.task is None:
                 self._begin(stream)

@@ -1,5 +1,5 @@
 """What runs inside vLLM's worker process: the weight map, updates in place, the fingerprint, both log-probabilities, draws
-by the seeds of leases.
+by the seeds of leases, scores under former weights.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and reaches its methods by collective RPC.
 Importing this module keeps vLLM's CPU backend from packing linear weights away, which must happen before the model is
@@ -19,6 +19,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from echo2.base.errors import EchoError, EngineError
 from echo2.base.noise import uniform
+from echo2.base.rollout import SamplingParams
+from echo2.worker.runtime.engines import vllm_scoring
 from echo2.worker.runtime.engines.vllm_adapter import map_adapter, without_adapters
 from echo2.worker.runtime.engines.vllm_weights import POSITION, STREAM, Entry, read_patches
 from echo2.worker.runtime.engines.weight_map import WeightMap, record_map
@@ -185,12 +187,31 @@ class WorkerExtension:
             return f"error: {error}"
         return ""
 
-    def echo2_settle(self, is_kept: bool, is_base: bool) -> str:
-        """Ends an update: forgets the old values, or puts them back because another process failed."""
+    def echo2_settle(self, is_kept: bool, is_base: bool, replaced: int | None) -> list[int]:
+        """Ends an update: the old values are kept as those of the version `replaced`, or forgotten (None), or come back because
+        another process failed. Returns the former versions that are kept."""
         held = self._echo2_base if is_base else self._echo2_map
-        if held is not None:
-            held.settle(is_kept=is_kept)
-        return ""
+        if held is None:
+            return []
+        held.settle(is_kept=is_kept, replaced=replaced)
+        return held.former_versions
+
+    def echo2_why_not_scoring(self) -> str:
+        """What keeps this model from scoring; empty: it scores."""
+        return vllm_scoring.why_not_scoring(self.model_runner)
+
+    def echo2_score(self, token_ids: list[int], place: tuple[int, int, int, int], sampling: dict[str, Any]) -> Any:
+        """Columns of `TokenScores`; none on a rank that gets no logits. `place`: the version, the live one, first token, stop."""
+        version, live, first, stop = place
+        drawn = SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
+        try:
+            if self._echo2_map is None:
+                raise EngineError("expected a keyframe first, got tokens to score")
+            with self._echo2_map.as_of(version, live):
+                found = vllm_scoring.scores(self.model_runner, token_ids, first, stop, drawn)
+        except (EchoError, RuntimeError) as error:  # RuntimeError: as torch says that memory is short
+            return f"error: {error}"
+        return [] if found is None else [column.tolist() for column in found.columns]
 
     def echo2_sums(self, key: int, is_base: bool) -> Any:
         """What the tensors held here add to the keyed fingerprint."""

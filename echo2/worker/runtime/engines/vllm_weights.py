@@ -3,7 +3,8 @@
 A keyframe goes in rounds of some tensors, so that shared memory holds a part of it only.
 
 Guarantees: an update reaches every process or none; the fingerprint is that of what all of them hold together; with an
-adapter, the base is in place and proven to be the learner's before anything else. Leaves to others: pausing generation,
+adapter, the base is in place and proven to be the learner's before anything else; `former` are the versions that every process
+can go back to for a scoring. Leaves to others: pausing generation,
 version labels (vllm.py), what happens inside the processes (vllm_extension.py).
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ import numpy as np
 import torch
 
 from echo2.base.errors import EngineError, ResourceError, VersionMismatch
+from echo2.base.ids import Version
 from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.base.units import format_bytes
 from echo2.cost_model.sizing import ROUND_BYTES
+from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.weights.elements import bits_of
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 from echo2.worker.runtime.engines.checking import UpdateCheck
@@ -55,6 +59,7 @@ class VllmWeights:
         self._path = Path(self._folder.name, "patch")
         self._entries: list[Entry] = []
         self._is_written = False
+        self.former: frozenset[Version] = frozenset()
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -89,11 +94,26 @@ class VllmWeights:
         assert self._check is not None, "what is applied was staged"
         self._check.applied(self._updates)
 
-    async def settle(self, *, is_kept: bool, is_base: bool = False) -> None:
-        """The processes forget the old values, or put them back."""
+    async def settle(self, *, is_kept: bool, is_base: bool = False, replaced: Version | None = None) -> None:
+        """The processes keep the old values as those of the version `replaced`, or forget them (None), or put them back."""
         self._updates = []
         self._path.unlink(missing_ok=True)
-        await self._answers("echo2_settle", is_kept, is_base)
+        kept = await self._answers("echo2_settle", is_kept, is_base, replaced)
+        self.former = frozenset.intersection(*(frozenset(map(Version, versions)) for versions in kept))
+
+    async def why_not_scoring(self) -> str:
+        """What keeps the model from scoring; empty: it scores."""
+        return next(filter(None, await self._answers("echo2_why_not_scoring")), "")
+
+    async def scores(self, request: ScoreRequest, stretch: Stretch, live: Version) -> TokenScores:
+        """While generation is paused. EngineError where its version is not kept, or memory is short."""
+        sampling = asdict(request.sampling) | {"stop_token_ids": list(request.sampling.stop_token_ids)}
+        place = [stretch.version, live, stretch.first, stretch.stop]
+        answers = await self._answers("echo2_score", list(request.token_ids[: stretch.stop]), place, sampling)
+        columns = next(filter(None, answers), None)
+        if columns is None:
+            raise EngineError(f"scoring {request.request_id}: expected logits on one of {len(answers)} ranks, got none")
+        return TokenScores(*(np.array(column, dtype=np.float64) for column in columns))
 
     async def fingerprint(self, key: int) -> int:
         """Of the published weights, from what is live; none that any weights have where processes disagree."""

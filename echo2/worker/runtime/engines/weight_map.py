@@ -2,16 +2,18 @@
 
 The map is not written down by hand: a model's own loader is run once on tensors without storage, and every final
 `Tensor.copy_` says which part of which tensor would go where. Guarantees: a parameter that nothing fills is refused by
-name; an update is applied whole or undone, also after the fact, until it is settled. Where live values are not the
-published ones bit for bit (derived.py), the published ones are kept on the host beside them. Leaves to others: how
-updates reach the process, checks of the updates themselves (checking.py), and whether the parts that several
-processes hold of a tensor make a whole (ranks.py).
+name; an update is applied whole or undone, also after the fact, until it is settled; what it replaced is kept, so that the
+weights can be those of a former version for a while. Where live values are not the published ones bit for bit (derived.py), the
+published ones are kept on the host beside them, and former versions are not. Leaves to others: how updates reach the process,
+checks of the updates themselves (checking.py), and whether the parts that several processes hold of a tensor make a whole
+(ranks.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ from echo2.base.errors import EngineError
 from echo2.weights.elements import TensorSpec, element_type_of
 from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term
 from echo2.worker.runtime.engines.derived import Derived
+from echo2.worker.runtime.engines.replaced import FormerVersions, Replaced, differing, replaced_at
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -77,9 +80,33 @@ class TensorPiece:
         else:
             self.live_flat.index_copy_(0, self._places(), values.reshape(-1))
 
+    def live_places(self, among: torch.Tensor) -> torch.Tensor:
+        """Of elements of the live view, counted row by row, their positions in `live_flat`."""
+        rest, places = among, torch.zeros_like(among)
+        for size, stride in zip(reversed(self.live.shape), reversed(self.live.stride()), strict=True):
+            places += rest % size * stride
+            rest = rest // size
+        return places if self.order is None else self.order.cpu()[places + int(self.live.storage_offset())]
+
     def _places(self) -> torch.Tensor:
         assert self.order is not None, "only a reordered parameter has places"
         return self.order.as_strided(self.live.shape, self.live.stride(), self.live.storage_offset()).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeBefore:
+    """All values of a piece before an update, on the host."""
+
+    piece: TensorPiece
+    old: torch.Tensor
+
+    def put_back(self) -> None:
+        self.piece.write(self.old.to(self.piece.live.device))
+
+    def changed(self) -> Replaced:
+        """What of it the update changed."""
+        among = differing(self.old, self.piece.read().cpu())
+        return replaced_at(self.piece.live_flat, self.piece.live_places(among), self.old.reshape(-1)[among])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +133,9 @@ class WeightMap:
         self._derived = dict(derived or {})
         self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of what is derived
         self._dtypes: dict[str, str] = {}
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Replaced | _WholeBefore | Callable[[], object]] = []
         self._keeps_old = False
+        self._former = FormerVersions()
 
     def covers(self) -> list[tuple[str, int, str]]:
         """Of every tensor: how many of its elements are here, and a text that is equal where the same ones are."""
@@ -140,12 +168,36 @@ class WeightMap:
             raise EngineError(f"tensor {name}: the update did not apply, old weights are back: {error}") from error
         self._dtypes.update(dtypes)
 
-    def settle(self, *, is_kept: bool) -> None:
-        """Forgets the old values of the last update, or puts them back."""
+    def settle(self, *, is_kept: bool, replaced: int | None = None) -> None:
+        """Ends the last update: keeps the old values as those of the version `replaced`, or forgets them, or puts them back."""
+        undo, self._undo = self._undo, []
         if not is_kept:
-            for put_back in reversed(self._undo):
-                put_back()
-        self._undo = []
+            for old in reversed(undo):
+                match old:
+                    case Replaced():
+                        old.exchange()
+                    case _WholeBefore():
+                        old.put_back()
+                    case put_back:
+                        put_back()
+        elif replaced is not None and self._keeps_old and not self._derived:
+            changes = [old.changed() if isinstance(old, _WholeBefore) else old for old in undo]
+            kept = [one for one in changes if isinstance(one, Replaced) and len(one.places)]
+            self._former.added(replaced, kept, self._parameter_bytes)
+
+    @property
+    def former_versions(self) -> list[int]:
+        """Those that the weights can be of for a while, oldest first."""
+        return self._former.versions
+
+    def as_of(self, version: int, live: int) -> AbstractContextManager[None]:
+        """The live weights, which are of version `live`, are those of `version` meanwhile; EngineError where it is not kept."""
+        return self._former.as_of(version, live)
+
+    @property
+    def _parameter_bytes(self) -> int:
+        each = (piece.live for pieces in self._pieces.values() for piece in pieces)
+        return sum(math.prod(live.shape) * live.element_size() for live in each)
 
     def sums(self, key: int) -> list[tuple[int, int]]:
         """Of each tensor, in `shapes`' order: its header's term of the keyed fingerprint, and the sum over what is here."""
@@ -208,15 +260,13 @@ class WeightMap:
         if patch.positions is None:
             values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
             if self._keeps_old:
-                old = piece.read().to("cpu", copy=True)
-                self._undo.append(lambda: piece.write(old.to(device)))
+                self._undo.append(_WholeBefore(piece, piece.read().to("cpu", copy=True)))
             piece.write(piece.part_of(values))
             return
         inside, target = piece.positions(patch.positions.to(device))
         values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
         flat = piece.live_flat
-        replaced = flat[target].cpu()
-        self._undo.append(lambda: flat.index_copy_(0, target, replaced.to(device)))
+        self._undo.append(replaced_at(flat, target, flat[target].cpu()))
         flat.index_copy_(0, target, values)
 
 

@@ -43,8 +43,8 @@ class Rank(Half):
                     return f"error: {error}"
                 return ""
             case "echo2_settle":
-                self.map.settle(is_kept=arguments[0])
-                return ""
+                self.map.settle(is_kept=arguments[0], replaced=arguments[2])
+                return self.map.former_versions
             case _:
                 return self.map.sums(arguments[0])
 
@@ -78,8 +78,11 @@ def test_an_update_reaches_every_rank_or_none() -> None:
         update = TensorUpdate("q", "bfloat16", (6, 4), np.array([2, 19]), bits_of(torch.ones(2)))
         await weights.stage(Staged(Version(1), Version(0), [update]))
         await weights.apply()
-        await weights.settle(is_kept=True)
+        await weights.settle(is_kept=True, replaced=Version(0))
         assert await weights.fingerprint(5) == fingerprint(changed, 5)
+        assert weights.former == {0}, "both ranks can go back to it"
+        with ranks[0].map.as_of(0, 1), ranks[1].map.as_of(0, 1):
+            assert await weights.fingerprint(5) == fingerprint(first, 5)
 
         ranks[1].q.data = ranks[1].q.data.double()  # writes of this rank fail from now on
         ranks[1].map = record_map(ranks[1].load_weights, SHAPES, ranks[1])

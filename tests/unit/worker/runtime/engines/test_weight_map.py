@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import EngineError
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.runtime.engines.derived import Scaled
+from echo2.worker.runtime.engines.past import VERSIONS_MAX
 from echo2.worker.runtime.engines.ranks import joined
 from echo2.worker.runtime.engines.weight_map import Patch, WeightMap, record_map
 from tests.unit.worker.runtime.engines.halves import Half
@@ -142,6 +143,53 @@ def test_a_parameter_that_a_kernel_reorders_is_written_in_the_kernels_order(data
     with pytest.raises(EngineError, match="norm"):
         weight_map.apply([Patch("q", "bfloat16", None, bits(torch.ones(24).bfloat16())), broken])
     assert weight_map.fingerprint(3) == fingerprint(tensors, 3)
+
+
+@pytest.mark.parametrize("reorders", [False, True])
+def test_weights_are_those_of_a_former_version_for_a_while(reorders: bool) -> None:
+    """Over a change of some weights and one that brings all, in whatever order a kernel keeps them."""
+    model = Fusing()
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+    weight_map = record_map(
+        model.load_weights, SHAPES, model, {model.qk.untyped_storage().data_ptr(): order} if reorders else {}
+    )
+    versions = [published(0)]
+    weight_map.apply([Patch(name, "bfloat16", None, bits(tensor)) for name, tensor in versions[0].items()])
+    weight_map.settle(is_kept=True)
+    changed = {name: tensor.clone() for name, tensor in versions[0].items()}
+    places = torch.tensor([0, 5, 11])
+    for name in ("q", "wide", "turned"):
+        changed[name].reshape(-1)[places] = torch.tensor([float("nan"), -0.0, 7.0]).bfloat16()
+    patches = [Patch(name, "bfloat16", places, bits(changed[name])[places]) for name in ("q", "wide", "turned")]
+    weight_map.apply(patches)
+    weight_map.settle(is_kept=True, replaced=0)
+    whole = {name: tensor.clone() for name, tensor in changed.items()}
+    whole["turned"][2, 1], whole["q"][4, 2], whole["vocab"][0, 0] = 3.0, -0.0, 9.0
+    weight_map.apply([Patch(name, "bfloat16", None, bits(tensor)) for name, tensor in whole.items()])
+    weight_map.settle(is_kept=True, replaced=1)
+    versions += [changed, whole]
+    assert weight_map.former_versions == [0, 1]
+    for _ in range(2):
+        for version, tensors in enumerate(versions):
+            with weight_map.as_of(version, 2):
+                assert weight_map.fingerprint(3) == fingerprint(tensors, 3), version
+            assert weight_map.fingerprint(3) == fingerprint(whole, 3), "back to the bit"
+    with pytest.raises(EngineError, match=r"version 7: expected one that is kept, \[0, 1, 2\]"), weight_map.as_of(7, 2):
+        pass
+
+
+def test_former_versions_are_bounded_by_number_and_bytes() -> None:
+    tensors = published(0)
+    _, weight_map = loaded(tensors)
+    for version in range(40):
+        weight_map.apply([Patch("q", "bfloat16", torch.tensor([version % 24]), torch.tensor([version + 1]).short())])
+        weight_map.settle(is_kept=True, replaced=version)
+    assert len(weight_map.former_versions) == VERSIONS_MAX and weight_map.former_versions[-1] == 39
+    for version in range(40, 43):
+        whole = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+        weight_map.apply([Patch(name, "bfloat16", None, bits(tensor)) for name, tensor in whole.items()])
+        weight_map.settle(is_kept=True, replaced=version)
+    assert weight_map.former_versions == [], "all weights changed: a version takes more than is kept"
 
 
 @pytest.mark.parametrize(("name", "shape"), [("lossy", (6,)), ("summed", (4,)), ("unheard_of", (4,))], ids=str)
