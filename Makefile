@@ -62,7 +62,7 @@ $(VLLM_STAMP): pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM_STAMP)
-	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_engine_scoring.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py
 
 # What runs in one process is shared out among the cores by file (pytest-xdist); what starts daemons uses them all by itself.
 QUICK := not soak and not gpu and not vllm
