@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, Version
+from echo2.base.stops import check_stops, stop_place
 
 
 class FinishReason(enum.Enum):
@@ -35,7 +36,11 @@ class EndReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off."""
+    """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off.
+
+    A completion ends with the token that completes one of `stop_strings` (UTF-8); `stop_pieces` are the texts of the tokens
+    `stop_piece_ids`, which are all that can be part of one (base/stops).
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,8 +48,13 @@ class SamplingParams:
     max_new_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    stop_strings: tuple[bytes, ...] = ()
+    stop_piece_ids: tuple[int, ...] = ()
+    stop_pieces: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.stop_strings or self.stop_pieces:
+            check_stops(self.stop_strings, self.stop_piece_ids, self.stop_pieces)
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
             raise MalformedMessage(f"temperature: expected 0 to 100, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
@@ -55,8 +65,12 @@ class SamplingParams:
             raise MalformedMessage(f"max_new_tokens: expected 1 to {1 << 20}, got {self.max_new_tokens}")
 
     def without_seed(self) -> SamplingParams:
-        """The same distribution, without the numbers that picked from it."""
-        return replace(self, seed=0)
+        """The same distribution, without the numbers that picked from it, and without what ends a text."""
+        return replace(self, seed=0, stop_strings=(), stop_piece_ids=(), stop_pieces=())
+
+    def string_stop(self, token_ids: Sequence[int], begin: int = 0) -> int | None:
+        """Index of the first of a completion's tokens from `begin` on that completes a stop string."""
+        return stop_place(self.stop_strings, self.stop_piece_ids, self.stop_pieces, token_ids, begin)
 
     @property
     def is_filtered(self) -> bool:

@@ -60,7 +60,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
     from echo2.tasks.runtime.registry import turns_of
     from echo2.tasks.task import TaskSpec
 
-    learner, sampling = config.learner, config.sampling
+    learner = config.learner
     return LearnerOptions(
         folder=folder,
         run_id=config.run.name,
@@ -70,7 +70,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         staleness_bound=config.staleness.bound,
         trainer=_trainer_options(config),
         task=_task_options(config),
-        sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens),
+        sampling=_sampling(config),
         evaluation=_evaluation_options(config),
         checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
         kappa=config.staleness.kappa or None,
@@ -95,10 +95,17 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         audit_fleet_share=learner.audit_fleet_share,
         requires_seeds=not learner.drafting_workers,
         prunes_hopeless=learner.prune_hopeless,
-        prompt_tokens_max=sampling.max_prompt_tokens,
+        prompt_tokens_max=config.sampling.max_prompt_tokens,
         turns_max=turns_of(TaskSpec(config.task.name, config.task.args)),
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,
+    )
+
+
+def _sampling(config: RunConfig) -> SamplingParams:
+    sampling, stops = config.sampling, tuple(text.encode() for text in config.sampling.stop)
+    return SamplingParams(
+        sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_strings=stops
     )
 
 
@@ -122,9 +129,11 @@ def _evaluation_options(config: RunConfig) -> EvaluationOptions:
 
 def _task_options(config: RunConfig) -> TaskOptions:
     from echo2.learner.runtime.options import TaskOptions
+    from echo2.tasks.runtime.chat_format import ChatOptions
 
     task = config.task
-    return TaskOptions(task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable)
+    chat = ChatOptions(task.system_prompt, task.template_args, task.plain_prompts)
+    return TaskOptions(task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable, chat)
 
 
 def _trainer_options(config: RunConfig) -> TrainerOptions:

@@ -81,6 +81,15 @@ class TaskSection(Section):
     readable: Annotated[
         tuple[str, ...], Field(description="Files and folders that contained rewards may read beside the task's own.")
     ] = ()
+    system_prompt: Annotated[
+        str, Field(max_length=65_536, description="Opens every chat that brings no system message; empty: none.")
+    ] = ""
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the model's chat template, such as enable_thinking = false."
+    )
+    plain_prompts: Annotated[
+        bool, Field(description="Text prompts stay text, though the model has a chat template; for base models.")
+    ] = False
 
 
 class SamplingSection(Section):
@@ -90,6 +99,10 @@ class SamplingSection(Section):
     ] = 1.0
     top_k: Annotated[int, Field(ge=0, description="Keeps this many likeliest tokens; 0: off.")] = 0
     max_new_tokens: Annotated[Count, Field(description="Longest completion, in tokens.")] = 1024
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
+        Field(max_length=16, description="Texts with which a completion ends, beside the model's own stop tokens."),
+    ] = ()
     max_prompt_tokens: Annotated[
         Count, Field(description="Longest prompt, in tokens; longer ones are passed over. Workers keep room for it.")
     ] = 1024

@@ -57,8 +57,14 @@ def problem_of_end(grown: Rollout, held_tokens: int, spec: GroupSpec) -> str | N
     early = [token for token in grown.token_ids[max(0, held_tokens - 1) : -1] if token in stops]
     if early:
         return f"expected it to end with its first stop token, got {early[0]} before its last token"
+    at_string = sampling.string_stop(grown.token_ids, max(0, held_tokens - 1))
+    if at_string is not None and at_string < count - 1:
+        return f"expected it to end with its first stop string, got {count - 1 - at_string} tokens behind it"
+    is_at_stop = grown.token_ids[-1:] and (
+        grown.token_ids[-1] in stops or sampling.string_stop(grown.token_ids, count - 1) is not None
+    )
     match grown.finish_reason:
-        case FinishReason.STOP if stops and grown.token_ids[-1] not in stops:
+        case FinishReason.STOP if (stops or sampling.stop_strings) and not is_at_stop:
             return f"expected a stop token at its end, one of {sampling.stop_token_ids}, got {grown.token_ids[-1]}"
         case FinishReason.LENGTH if count < sampling.max_new_tokens:
             return f"expected {sampling.max_new_tokens} tokens where it ends for its length, got {count}"

@@ -18,6 +18,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from echo2.base.errors import MalformedMessage
+from echo2.base.stops import STOP_PIECE_BYTES_MAX, STOP_PIECES_MAX, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
 from echo2.broadcast import manifest
 from echo2.broadcast.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, KEY_BYTES
 
@@ -114,6 +115,9 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     "SamplingParams": {
         "temperature": Number(100), "top_p": Number(1), "top_k": _U32, "max_new_tokens": _TOKENS,
         "stop_token_ids": Listed(STOP_TOKENS_MAX, _TOKEN_ID), "seed": _U64,
+        "stop_strings": Listed(STOP_STRINGS_MAX, Data(STOP_STRING_BYTES_MAX)),
+        "stop_piece_ids": Listed(STOP_PIECES_MAX, _TOKEN_ID),
+        "stop_pieces": Listed(STOP_PIECES_MAX, Data(STOP_PIECE_BYTES_MAX)),
     },
     "GroupSpec": {
         "group_id": _ID, "prompt_token_ids": Listed(PROMPT_TOKENS_MAX, _TOKEN_ID),

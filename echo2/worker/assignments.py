@@ -295,11 +295,15 @@ class Assignments:
         if lease is None:
             return  # ended meanwhile; its sequences were aborted
         rollout = lease.rollouts[int(index)]
-        if rollout.is_settled:
-            return
+        was_ended = rollout.is_ended
+        if rollout.is_settled or was_ended:
+            return  # the engine ran on behind a stop string, until it heard of it
         if lease.group.exact_version not in (None, chunk.version):  # it ran on while it was being handed back
             chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
-        rollout.append(chunk)
+        ended = rollout.up_to_stop(chunk, lease.group.sampling)
+        rollout.append(ended)
+        if ended is not chunk and chunk.finish_reason is FinishReason.UNFINISHED:
+            yield Abort(chunk.request_id)
         if lease.phase is LeasePhase.HANDING_BACK:
             lease.report_due = self._wake_at = now
         if rollout.is_ended:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from echo2.base.errors import EngineError
@@ -24,6 +24,7 @@ from echo2.base.rollout import (
     Verdict,
     spans_of,
 )
+from echo2.base.stops import STOP_STRING_BYTES_MAX
 from echo2.worker.engine import TokenChunk
 
 SEGMENT_TOKENS_MAX = 1 << 14
@@ -70,12 +71,37 @@ class PartialRollout:
         if partial.is_finished:
             self.finish_reason = partial.finish_reason
             self.is_settled = self.is_stopped = True
-        elif self.token_ids and self.token_ids[-1] in sampling.stop_token_ids:
+        elif self._is_at_stop(sampling):
             self.finish_reason = FinishReason.STOP
             self.is_stopped = True
         elif len(self.token_ids) >= sampling.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
             self.is_stopped = True
+
+    def _is_at_stop(self, sampling: SamplingParams) -> bool:
+        """Whether its last token is one to stop at."""
+        if not self.token_ids:
+            return False
+        last = len(self.token_ids) - 1
+        return self.token_ids[-1] in sampling.stop_token_ids or sampling.string_stop(self.token_ids, last) == last
+
+    def up_to_stop(self, chunk: TokenChunk, sampling: SamplingParams) -> TokenChunk:
+        """The chunk up to the token that completes a stop string, with which the rollout ends; as it is, if none does."""
+        if not sampling.stop_strings or not chunk.token_ids:
+            return chunk
+        begin = len(self.token_ids)
+        known = [*self.token_ids[max(0, begin - STOP_STRING_BYTES_MAX) :], *chunk.token_ids]
+        place = sampling.string_stop(known, len(known) - len(chunk.token_ids))
+        if place is None:
+            return chunk
+        count = place - (len(known) - len(chunk.token_ids)) + 1
+        return replace(
+            chunk,
+            token_ids=chunk.token_ids[:count],
+            logprobs=chunk.logprobs[:count],
+            raw_logprobs=chunk.raw_logprobs[:count],
+            finish_reason=FinishReason.STOP,
+        )
 
     def append(self, chunk: TokenChunk) -> None:
         """Adds what the engine sampled. An abort stops it and leaves it open."""

@@ -14,6 +14,7 @@ from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.loss import PolicyLossConfig
+from echo2.tasks.runtime.chat_format import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class TaskOptions:
     epochs: int = 0  # passes over a finite data set; 0: as many as the steps need
     trusted_rewards: bool = False  # rewards run with this process' rights
     readable: tuple[str, ...] = ()  # what contained rewards may read beside the task's own
+    chat: ChatOptions = field(default_factory=ChatOptions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,9 @@ def readings_from_bytes(data: bytes) -> list[Reading]:
 
 
 def _reading_from(said: dict[str, Any]) -> Reading:
-    sampling = said["sampling"] | {"stop_token_ids": tuple(said["sampling"]["stop_token_ids"])}
+    sampling: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in said["sampling"].items()
+    }
     return Reading(
         tuple(said["token_ids"]), said["count"], SamplingParams(**sampling), said["begin"], said["keeps"]
     )  # fmt: skip

@@ -18,10 +18,12 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.world import PromptWorld, TurnAnswer, make_world, prompt_tokens, text_of
+from echo2.learner.runtime.world import PromptWorld, TurnAnswer, make_world
 from echo2.learner.selection import OverlongShaping
 from echo2.tasks.curriculum import make_curriculum
+from echo2.tasks.runtime.chat_format import ChatFormat
 from echo2.tasks.runtime.rewards import Containment
+from echo2.tasks.runtime.token_text import StopStrings
 from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import TaskInstance, TaskSpec
 
@@ -42,13 +44,14 @@ class PromptSource:
 def source_of(options: LearnerOptions) -> PromptSource:
     """By the run's options."""
     tokenizer = load_tokenizer(options.trainer.model_path)
+    chat = ChatFormat(tokenizer, options.task.chat)
     spec = TaskSpec(options.task.name, options.task.args, options.seed)
     task, folder = options.task, options.folder.absolute()
     hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
     containment = Containment(task.trusted_rewards, task.readable, (hidden,))
 
     def make(spec: TaskSpec) -> PromptWorld:
-        return make_world(spec, tokenizer, containment)
+        return make_world(spec, chat, containment)
 
     return PromptSource(tokenizer, lambda: make(spec), make)
 
@@ -85,7 +88,15 @@ class Prompts:
         buffer_tokens = options.overlong_buffer_tokens
         limit_tokens = options.sampling.max_new_tokens
         self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
-        self.sampling = replace(options.sampling, stop_token_ids=_stops(options.sampling, stop_token_ids))
+        self.chat = ChatFormat(self.tokenizer, options.task.chat)
+        self.stop_strings = StopStrings(self.tokenizer)
+        piece_ids, pieces = self.stop_strings.pieces_of([text.decode() for text in options.sampling.stop_strings])
+        self.sampling = replace(
+            options.sampling,
+            stop_token_ids=_stops(options.sampling, stop_token_ids),
+            stop_piece_ids=piece_ids,
+            stop_pieces=pieces,
+        )
         self.check_length, self.context_tokens, self.secret = check_length, context_tokens, secret
         self.prompt_tokens_max = options.prompt_tokens_max
 
@@ -101,7 +112,7 @@ class Prompts:
         return cursor + SKIPS_MAX
 
     def _is_too_long(self, index: int) -> bool:
-        tokens = len(prompt_tokens(self.tokenizer, self.world.instance(index)))
+        tokens = len(self.chat.prompt(self.world.instance(index).prompt))
         if tokens > self.prompt_tokens_max:
             _log.warning(
                 "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
@@ -136,7 +147,7 @@ class Prompts:
 
     def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
         """The prompt as the model reads it."""
-        ids = prompt_tokens(self.tokenizer, instance)
+        ids = self.chat.prompt(instance.prompt)
         if not ids or max(ids) >= self.vocabulary_size:
             raise ConfigError(
                 f"prompt {instance.index} of task {self.world.name}: expected 1 or more token ids below "
@@ -151,7 +162,7 @@ class Prompts:
         return tuple(ids)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        return text_of(self.tokenizer, token_ids)
+        return self.chat.text_of(token_ids)
 
     async def answer(
         self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""

@@ -18,10 +18,9 @@ from echo2.learner.group import Draw
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.options import TaskOptions
 from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.runtime.world import tokens_between
 from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
-from echo2.tasks.task import ChatMessage
+from echo2.tasks.runtime.chat_format import ChatFormat
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_daemon import Run, crash_image, evaluations_of, go, prepared_from, rows_of
 from tests.unit.learner.test_trainer import new_trainer
@@ -119,14 +118,15 @@ def test_a_chat_template_says_what_stands_between_two_turns(model_path: Path, tm
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     answer = tokenizer.encode("hi")
-    plain = tokens_between(tokenizer, (ChatMessage("tool", "42"),), answer)
+    said = [{"role": "tool", "content": "42"}]
+    plain = ChatFormat(tokenizer).between(said, answer)
     assert tokenizer.decode(plain).replace(" ", "") == "\n42\n"
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    ended = tokens_between(tokenizer, (ChatMessage("tool", "42"),), [*answer, tokenizer.eos_token_id])
-    cut = tokens_between(tokenizer, (ChatMessage("tool", "42"),), answer)
+    ended = ChatFormat(tokenizer).between(said, [*answer, tokenizer.eos_token_id])
+    cut = ChatFormat(tokenizer).between(said, answer)
     assert cut[0] == tokenizer.eos_token_id and cut[1:] == ended
     assert tokenizer.decode(ended).replace(" ", "") == "[tool]42<eos>[assistant]"
 

@@ -24,25 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x63ho2/v1/rollout.proto\x12\x08\x65\x63ho2.v1\"\x81\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xdc\x01\n\tGroupSpec\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x15\n\rrollout_count\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.echo2.v1.SamplingParams\x12\x14\n\x0c\x63onsume_step\x18\x05 \x01(\x04\x12\x1c\n\x04work\x18\x06 \x01(\x0e\x32\x0e.echo2.v1.Work\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x10\n\x0e_exact_version\"-\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xfc\x01\n\x0eRolloutSegment\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0craw_logprobs\x18\x06 \x03(\x02\x12,\n\rversion_spans\x18\x07 \x03(\x0b\x32\x15.echo2.v1.VersionSpan\x12-\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x16.echo2.v1.FinishReason\x12!\n\x19\x65xpected_remaining_tokens\x18\t \x01(\r\"\x96\x01\n\x0bLeaseTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x16\n\x0eworker_peer_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_unix_s\x18\x05 \x01(\x01\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x11\n\tsignature\x18\x07 \x01(\x0c*)\n\x04Work\x12\x0e\n\nWORK_TRAIN\x10\x00\x12\x11\n\rWORK_EVALUATE\x10\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x63ho2/v1/rollout.proto\x12\x08\x65\x63ho2.v1\"\xc4\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x14\n\x0cstop_strings\x18\x07 \x03(\x0c\x12\x16\n\x0estop_piece_ids\x18\x08 \x03(\r\x12\x13\n\x0bstop_pieces\x18\t \x03(\x0c\"\xdc\x01\n\tGroupSpec\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x15\n\rrollout_count\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.echo2.v1.SamplingParams\x12\x14\n\x0c\x63onsume_step\x18\x05 \x01(\x04\x12\x1c\n\x04work\x18\x06 \x01(\x0e\x32\x0e.echo2.v1.Work\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x10\n\x0e_exact_version\"-\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xfc\x01\n\x0eRolloutSegment\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0craw_logprobs\x18\x06 \x03(\x02\x12,\n\rversion_spans\x18\x07 \x03(\x0b\x32\x15.echo2.v1.VersionSpan\x12-\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x16.echo2.v1.FinishReason\x12!\n\x19\x65xpected_remaining_tokens\x18\t \x01(\r\"\x96\x01\n\x0bLeaseTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x16\n\x0eworker_peer_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_unix_s\x18\x05 \x01(\x01\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x11\n\tsignature\x18\x07 \x01(\x0c*)\n\x04Work\x12\x0e\n\nWORK_TRAIN\x10\x00\x12\x11\n\rWORK_EVALUATE\x10\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORK']._serialized_start=846
-  _globals['_WORK']._serialized_end=887
-  _globals['_FINISHREASON']._serialized_start=889
-  _globals['_FINISHREASON']._serialized_end=1011
+  _globals['_WORK']._serialized_start=913
+  _globals['_WORK']._serialized_end=954
+  _globals['_FINISHREASON']._serialized_start=956
+  _globals['_FINISHREASON']._serialized_end=1078
   _globals['_SAMPLINGPARAMS']._serialized_start=37
-  _globals['_SAMPLINGPARAMS']._serialized_end=166
-  _globals['_GROUPSPEC']._serialized_start=169
-  _globals['_GROUPSPEC']._serialized_end=389
-  _globals['_VERSIONSPAN']._serialized_start=391
-  _globals['_VERSIONSPAN']._serialized_end=436
-  _globals['_ROLLOUTSEGMENT']._serialized_start=439
-  _globals['_ROLLOUTSEGMENT']._serialized_end=691
-  _globals['_LEASETICKET']._serialized_start=694
-  _globals['_LEASETICKET']._serialized_end=844
+  _globals['_SAMPLINGPARAMS']._serialized_end=233
+  _globals['_GROUPSPEC']._serialized_start=236
+  _globals['_GROUPSPEC']._serialized_end=456
+  _globals['_VERSIONSPAN']._serialized_start=458
+  _globals['_VERSIONSPAN']._serialized_end=503
+  _globals['_ROLLOUTSEGMENT']._serialized_start=506
+  _globals['_ROLLOUTSEGMENT']._serialized_end=758
+  _globals['_LEASETICKET']._serialized_start=761
+  _globals['_LEASETICKET']._serialized_end=911
 # @@protoc_insertion_point(module_scope)

@@ -26,20 +26,26 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "seed")
+    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "seed", "stop_strings", "stop_piece_ids", "stop_pieces")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    STOP_PIECE_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_PIECES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
     max_new_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seed: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
+    stop_strings: _containers.RepeatedScalarFieldContainer[bytes]
+    stop_piece_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop_pieces: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stop_strings: _Optional[_Iterable[bytes]] = ..., stop_piece_ids: _Optional[_Iterable[int]] = ..., stop_pieces: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GroupSpec(_message.Message):
     __slots__ = ("group_id", "prompt_token_ids", "rollout_count", "sampling", "consume_step", "work", "exact_version")

@@ -1,0 +1,176 @@
+"""Tool calls as model families write them in a completion's text.
+
+Guarantees: what does not parse stays text, never half a call; one pass, bounded by the text's length and `CALLS_MAX`. Leaves to
+others: carrying calls out (tools), messages of the OpenAI kind (gateway).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+CALLS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """One call that a completion holds; `begin` and `end` are its place in the text."""
+
+    name: str
+    arguments: Mapping[str, object]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A family: the text in its chat template that tells it, and how its calls are found."""
+
+    name: str
+    sign: str
+    found: Callable[[str], Iterator[WrittenCall]]
+
+    def split(self, text: str) -> tuple[str, tuple[WrittenCall, ...]]:
+        """The text without its calls, and the calls in order."""
+        calls: list[WrittenCall] = []
+        for call in self.found(text):
+            calls.append(call)
+            if len(calls) == CALLS_MAX:
+                break
+        rest, at = [], 0
+        for call in calls:
+            rest.append(text[at : call.begin])
+            at = max(at, call.end)
+        return ("".join([*rest, text[at:]]).strip() if calls else text), tuple(calls)
+
+
+def _call(told: object, begin: int, end: int) -> WrittenCall | None:
+    """Of `{"name": ..., "arguments" or "parameters": {...}}`."""
+    if not isinstance(told, dict) or not isinstance(told.get("name"), str) or not told["name"]:
+        return None
+    arguments = told.get("arguments", told.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    return WrittenCall(told["name"], arguments, begin, end) if isinstance(arguments, dict) else None
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int, int]]:
+    """What stands between the marks, and where the marks begin and end."""
+    at = 0
+    while (begin := text.find(opening, at)) >= 0:
+        close = text.find(closing, begin + len(opening))
+        if close < 0:
+            return
+        at = close + len(closing)
+        yield text[begin + len(opening) : close], begin, at
+
+
+def _hermes(text: str) -> Iterator[WrittenCall]:
+    for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
+        if (call := _call(_json(inside.strip()), begin, end)) is not None:
+            yield call
+
+
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _value(text: str) -> object:
+    """JSON where it is some, else text."""
+    value = _json(text.strip())
+    return text if value is None and text.strip() != "null" else value
+
+
+def _coder(text: str) -> Iterator[WrittenCall]:
+    for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
+        body = inside.strip()
+        name, mark, rest = body.removeprefix("<function=").partition(">")
+        if body.startswith("<function=") and mark and name and rest.endswith("</function>"):
+            yield WrittenCall(name, {key: _value(value) for key, value in _PARAMETER.findall(rest)}, begin, end)
+
+
+def _glm(text: str) -> Iterator[WrittenCall]:
+    for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
+        name = inside.partition("<arg_key>")[0].strip()
+        if name and "<" not in name and "{" not in name:
+            yield WrittenCall(
+                name, {key.strip(): _value(value) for key, value in _ARGUMENT.findall(inside)}, begin, end
+            )
+
+
+def _mistral(text: str) -> Iterator[WrittenCall]:
+    """`[TOOL_CALLS][{...}, ...]`, or of newer models `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
+    mark = "[TOOL_CALLS]"
+    at = text.find(mark)
+    while at >= 0:
+        following = text.find(mark, at + len(mark))
+        end = following if following >= 0 else len(text)
+        body = text[at + len(mark) : end].strip()
+        name, is_named, arguments = body.partition("[ARGS]")
+        told = [{"name": name.strip(), "arguments": _json(arguments)}] if is_named else _json(body)
+        for one in told if isinstance(told, list) else []:
+            if (call := _call(one, at, end)) is not None:
+                yield call
+        at = following
+
+
+def _deepseek(text: str) -> Iterator[WrittenCall]:
+    for inside, begin, end in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
+        first, _, second = inside.partition("<｜tool▁sep｜>")
+        name, arguments = first, second
+        if first.strip() == "function":  # R1 and V3 write the name behind it, and the arguments in a block of code
+            name, _, arguments = second.partition("\n")
+            arguments = arguments.strip().removeprefix("```json").removesuffix("```")
+        told = _json(arguments.strip())
+        if name.strip() and isinstance(told, dict):
+            yield WrittenCall(name.strip(), told, begin, end)
+
+
+def _listed(text: str) -> Iterator[WrittenCall]:
+    """Granite and Phi: a list behind `<|tool_call|>`."""
+    mark = "<|tool_call|>"
+    begin = text.find(mark)
+    if begin < 0:
+        return
+    body, is_closed, _ = text[begin + len(mark) :].partition("<|/tool_call|>")
+    end = begin + len(mark) + len(body) + (len("<|/tool_call|>") if is_closed else 0)
+    told = _json(body.strip())
+    for one in told if isinstance(told, list) else []:
+        if (call := _call(one, begin, end)) is not None:
+            yield call
+
+
+def _llama(text: str) -> Iterator[WrittenCall]:
+    """The whole answer is the call."""
+    body = text.removeprefix("<|python_tag|>").strip()
+    told = _json(body) if body.startswith(("{", "[")) else None
+    for one in told if isinstance(told, list) else [told]:
+        if (call := _call(one, 0, len(text))) is not None:
+            yield call
+
+
+FORMATS = (
+    ToolFormat("deepseek", "<｜tool▁call▁begin｜>", _deepseek),
+    ToolFormat("qwen_coder", "<function=", _coder),
+    ToolFormat("glm", "<arg_key>", _glm),
+    ToolFormat("mistral", "[TOOL_CALLS]", _mistral),
+    ToolFormat("granite", "<|tool_call|>", _listed),
+    ToolFormat("hermes", "<tool_call>", _hermes),
+    ToolFormat("llama", "<|python_tag|>", _llama),
+    ToolFormat("llama_json", '"parameters":', _llama),
+)
+_DEFAULT = next(one for one in FORMATS if one.name == "hermes")
+
+
+def tool_format_of(template: str) -> ToolFormat:
+    """The family by its chat template; that of Qwen and Hermes, which most models know, where the template has no sign."""
+    return next((one for one in FORMATS if one.sign in template), _DEFAULT)
