@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, Version
+from echo2.base.routing import NO_ROUTING, Routing
 from echo2.base.stops import check_stops, stop_place
 
 
@@ -114,6 +115,7 @@ def _check_tokens(
     logprobs: Sequence[float],
     raw_logprobs: Sequence[float],
     version_spans: Sequence[VersionSpan],
+    routing: Routing,
 ) -> None:
     count = len(token_ids)
     if len(logprobs) != count or len(raw_logprobs) != count:
@@ -124,6 +126,7 @@ def _check_tokens(
     covered = sum(span.count for span in version_spans)
     if covered != count or any(span.count < 1 for span in version_spans):
         raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
+    routing.check(count, whose)
     for values in (logprobs, raw_logprobs):
         if values and (not all(map(math.isfinite, values)) or max(values) > 1e-3):
             raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
@@ -135,7 +138,7 @@ class Rollout:
 
     `logprobs[i]` is the natural log-probability, under the sampling distribution (after temperature and filters), of
     `token_ids[i]` given the prompt and the tokens before it; `raw_logprobs[i]` is that of the raw model (temperature
-    1, no filter). Both in nats, float32 precision.
+    1, no filter). Both in nats, float32 precision. `routing`: the experts that computed them, where they were recorded.
     """
 
     group_id: GroupId
@@ -145,10 +148,11 @@ class Rollout:
     raw_logprobs: tuple[float, ...]
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    routing: Routing = NO_ROUTING
 
     def __post_init__(self) -> None:
         whose = f"rollout {self.index} of group {self.group_id}"
-        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans)
+        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans, self.routing)
 
     @property
     def is_finished(self) -> bool:
@@ -177,10 +181,11 @@ class RolloutSegment:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     expected_remaining_tokens: int = 0
+    routing: Routing = NO_ROUTING
 
     def __post_init__(self) -> None:
         whose = f"tokens {self.offset}.. of rollout {self.index} of group {self.group_id}"
-        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans)
+        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans, self.routing)
 
     @property
     def end(self) -> int:

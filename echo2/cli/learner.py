@@ -164,6 +164,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         advantage=ADVANTAGES[learner.advantage],
         token_budget=learner.token_budget,
         attention=learner.attention,
+        replays_routing=learner.replay_routing,
         gradient_checkpointing=(
             gradient_checkpointing(config).value
             if learner.gradient_checkpointing == "auto"

@@ -211,6 +211,12 @@ class LearnerSection(Section):
             description="Attention over packed rows: dense masks, or FlexAttention; auto: flex on a GPU where both agree."
         ),
     ] = "auto"
+    replay_routing: Annotated[
+        bool,
+        Field(
+            description="Mixture of experts: workers say which experts computed each token, and it is trained by those."
+        ),
+    ] = False
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
         Field(description="Where metrics go beside metrics.jsonl."),

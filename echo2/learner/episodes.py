@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId
 from echo2.base.rollout import Rollout, VersionSpan, joined_spans
+from echo2.base.routing import NO_ROUTING, joined_routing
 
 NOBODY = PeerId("")
 _MARK = "."
@@ -93,19 +94,22 @@ def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
+    routing = NO_ROUTING
     senders: tuple[SentTokens, ...] = ()
     for number, turn in enumerate(turns):
         assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
         said = turn.prompt_token_ids[len(before) :]
         if said or number > 0:  # a turn begins there, also where the world said nothing
             insertions.append(Insertion(len(token_ids), said))
+        routing = joined_routing(routing, len(token_ids), turn.rollout.routing, len(turn.rollout.token_ids))
         token_ids += turn.rollout.token_ids
         logprobs += turn.rollout.logprobs
         raw_logprobs += turn.rollout.raw_logprobs
         spans = joined_spans(spans, turn.rollout.version_spans)
         senders += turn.senders
         before = turn.prompt_token_ids + turn.rollout.token_ids
-    whole = Rollout(first.rollout.group_id, index, token_ids, logprobs, raw_logprobs, spans, last.rollout.finish_reason)
+    reason = last.rollout.finish_reason
+    whole = Rollout(first.rollout.group_id, index, token_ids, logprobs, raw_logprobs, spans, reason, routing)
     return JoinedRollout(whole, tuple(insertions), senders)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from echo2.base.ids import GroupId
 from echo2.base.rollout import FinishReason, Rollout, RolloutSegment, VersionSpan, joined_spans
+from echo2.base.routing import joined_routing
 
 
 def empty_rollout(group_id: GroupId, index: int) -> Rollout:
@@ -26,6 +27,8 @@ def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
     if segment.token_ids[:overlap] != held.token_ids[segment.offset : segment.offset + overlap]:
         return None
     spans = joined_spans(held.version_spans, spans_from(segment.version_spans, overlap))
+    count = len(segment.token_ids)
+    new_routing = segment.routing.after(overlap, count)
     return Rollout(
         held.group_id,
         held.index,
@@ -34,6 +37,7 @@ def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
         held.raw_logprobs + segment.raw_logprobs[overlap:],
         spans,
         segment.finish_reason if segment.is_final else FinishReason.UNFINISHED,
+        joined_routing(held.routing, held_count, new_routing, count - overlap),
     )
 
 

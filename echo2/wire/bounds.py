@@ -18,6 +18,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from echo2.base.errors import MalformedMessage
+from echo2.base.routing import PROMPT_ROUTING_BYTES_MAX, ROLLOUT_ROUTING_BYTES_MAX
 from echo2.base.stops import STOP_PIECE_BYTES_MAX, STOP_PIECES_MAX, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
 from echo2.broadcast import manifest
 from echo2.broadcast.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, KEY_BYTES
@@ -128,6 +129,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "group_id": _ID, "index": _INDEX, "offset": _TOKENS, "token_ids": Listed(ROLLOUT_TOKENS_MAX, _TOKEN_ID),
         "logprobs": Listed(ROLLOUT_TOKENS_MAX, _LOGPROB), "raw_logprobs": Listed(ROLLOUT_TOKENS_MAX, _LOGPROB),
         "version_spans": Listed(SPANS_MAX), "expected_remaining_tokens": _TOKENS,
+        "routing": Data(ROLLOUT_ROUTING_BYTES_MAX), "prompt_routing": Data(PROMPT_ROUTING_BYTES_MAX),
     },
     "LeaseTicket": {
         "lease_id": _ID, "group_id": _ID, "worker_peer_id": _ID, "attempt": Number(ATTEMPT_MAX),

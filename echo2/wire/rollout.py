@@ -24,6 +24,7 @@ from echo2.base.rollout import (
     VersionSpan,
     Work,
 )
+from echo2.base.routing import Routing
 from echo2.wire.bounds import (
     ID_CHARS_MAX,
     MESSAGE_CHARS_MAX,
@@ -163,6 +164,8 @@ def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
         expected_remaining_tokens=segment.expected_remaining_tokens,
         version_spans=_spans_to_messages(segment.version_spans),
         finish_reason=_FINISH_TO_WIRE[segment.finish_reason],
+        routing=segment.routing.tokens,
+        prompt_routing=segment.routing.prompt,
     )
 
 
@@ -190,6 +193,7 @@ def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = 
         expected_remaining_tokens=_checked_count(
             message.expected_remaining_tokens, 0, ROLLOUT_TOKENS_MAX, f"expected_remaining_tokens {whose}"
         ),
+        routing=Routing(message.prompt_routing, message.routing),
     )
 
 
@@ -205,6 +209,7 @@ def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
             raw_logprobs=rollout.raw_logprobs,
             version_spans=rollout.version_spans,
             finish_reason=rollout.finish_reason,
+            routing=rollout.routing,
         )
     )
 
@@ -224,6 +229,7 @@ def rollout_from_message(message: rollout_pb2.RolloutSegment) -> Rollout:
         raw_logprobs=segment.raw_logprobs,
         version_spans=segment.version_spans,
         finish_reason=segment.finish_reason,
+        routing=segment.routing,
     )
 
 

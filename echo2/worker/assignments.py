@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from echo2.base.ids import LeaseId, Version
 from echo2.base.noise import rollout_seed
 from echo2.base.rollout import EndReason, FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.routing import REPORT_ROUTING_BYTES_MAX
 from echo2.worker.demand import Demand
 from echo2.worker.duties import (
     Abort,
@@ -349,10 +350,12 @@ class Assignments:
                 lease.report_due = now
 
     def _news(self, lease: LeaseWork) -> Iterator[RolloutSegment]:
-        room = REPORT_TOKENS_MAX
+        room, routing_room = REPORT_TOKENS_MAX, REPORT_ROUTING_BYTES_MAX
         siblings = [len(r.token_ids) for r in lease.rollouts.values() if r.is_ended]
         # Finished rollouts first: others wait for them.
         for rollout in sorted(lease.rollouts.values(), key=lambda r: not r.is_ended):
+            if rollout.row_bytes:
+                room = min(room, routing_room // rollout.row_bytes)
             if not rollout.has_news or room <= 0:
                 continue
             guess = 0
@@ -361,6 +364,7 @@ class Assignments:
                 guess = expected_remaining(len(rollout.token_ids), limit, siblings, self._lengths)
             segment = rollout.news(room, guess)
             room -= len(segment.token_ids)
+            routing_room -= len(segment.routing.tokens) + len(segment.routing.prompt)
             yield segment
 
     # -- what follows from any event

@@ -15,6 +15,7 @@ from typing import Protocol
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.routing import NO_ROUTING, Routing
 from echo2.base.staged import StagedVersion
 from echo2.scoring.request import ScoreRequest, TokenScores
 
@@ -69,7 +70,8 @@ def refuse_bad_scoring(request: ScoreRequest, context_tokens: int, vocab_count: 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """New tokens of one sequence since the last chunk, all of one version; `finish_reason` on the last."""
+    """New tokens of one sequence since the last chunk, all of one version; `finish_reason` on the last. `routing` of an engine
+    that records it: of the tokens, and of the prompt with a completion's first token."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -77,6 +79,7 @@ class TokenChunk:
     raw_logprobs: tuple[float, ...]
     version: Version
     finish_reason: FinishReason
+    routing: Routing = NO_ROUTING
 
 
 @dataclass(frozen=True, slots=True)

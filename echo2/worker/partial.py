@@ -24,6 +24,7 @@ from echo2.base.rollout import (
     Verdict,
     spans_of,
 )
+from echo2.base.routing import NO_ROUTING, PROMPT_ROUTING_BYTES_MAX, ROLLOUT_ROUTING_BYTES_MAX, Routing
 from echo2.base.stops import STOP_STRING_BYTES_MAX
 from echo2.worker.engine import TokenChunk
 
@@ -45,6 +46,9 @@ class PartialRollout:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     raw_logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: array[int] = field(default_factory=lambda: array("Q"))
+    prompt_rows: bytes = b""
+    rows: bytearray = field(default_factory=bytearray)
+    row_bytes: int = 0  # of the routing of each token; 0: not known of all
     finish_reason: FinishReason = FinishReason.UNFINISHED
     held: int = 0
     is_settled: bool = False
@@ -67,6 +71,7 @@ class PartialRollout:
         self.logprobs.extend(partial.logprobs)
         self.raw_logprobs.extend(partial.raw_logprobs)
         self.versions.extend(span.version for span in partial.version_spans for _ in range(span.count))
+        self._keep_routing(0, len(partial.token_ids), partial.routing)
         self.held = len(self.token_ids)
         if partial.is_finished:
             self.finish_reason = partial.finish_reason
@@ -101,6 +106,7 @@ class PartialRollout:
             logprobs=chunk.logprobs[:count],
             raw_logprobs=chunk.raw_logprobs[:count],
             finish_reason=FinishReason.STOP,
+            routing=chunk.routing.up_to(count, len(chunk.token_ids)),
         )
 
     def append(self, chunk: TokenChunk) -> None:
@@ -112,6 +118,7 @@ class PartialRollout:
                 f"{len(chunk.logprobs)} sampled and {len(chunk.raw_logprobs)} raw"
             )
         assert not self.is_stopped or not count, f"{chunk.request_id}: tokens after its end"
+        self._keep_routing(len(self.token_ids), count, chunk.routing)
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.raw_logprobs.extend(chunk.raw_logprobs)
@@ -121,10 +128,27 @@ class PartialRollout:
         if chunk.finish_reason in _ENDED:
             self.finish_reason = chunk.finish_reason
 
+    def _keep_routing(self, before: int, count: int, routing: Routing) -> None:
+        """Of `count` more tokens. Where it is missing for some, what is known of the others is of no use."""
+        if count == 0:
+            return
+        row_bytes = len(routing.tokens) // count
+        if before == 0:
+            self.row_bytes = row_bytes
+            if self.index == 0:  # of a prompt that siblings share, one says it
+                self.prompt_rows = routing.prompt
+        if row_bytes != self.row_bytes or (before + count) * row_bytes > ROLLOUT_ROUTING_BYTES_MAX:
+            self.row_bytes, self.prompt_rows = 0, b""
+            self.rows.clear()
+        elif row_bytes:
+            self.rows += routing.tokens
+
     def news(self, tokens_max: int, expected_remaining: int) -> RolloutSegment:
         """The next segment that the learner lacks; its finish reason goes with the last token."""
         begin = self.held
         end = min(len(self.token_ids), begin + min(tokens_max, SEGMENT_TOKENS_MAX))
+        rows = bytes(self.rows[begin * self.row_bytes : end * self.row_bytes])
+        prompt_rows = self.prompt_rows if begin == 0 and len(self.prompt_rows) <= PROMPT_ROUTING_BYTES_MAX else b""
         is_whole = end == len(self.token_ids)
         return RolloutSegment(
             group_id=self.group_id,
@@ -136,6 +160,7 @@ class PartialRollout:
             version_spans=spans_of(cast(Sequence[Version], self.versions[begin:end])),
             finish_reason=self.finish_reason if is_whole else FinishReason.UNFINISHED,
             expected_remaining_tokens=0 if self.is_ended else expected_remaining,
+            routing=Routing(prompt_rows, rows) if rows else NO_ROUTING,
         )
 
     def judge(self, verdict: SegmentVerdict) -> None:

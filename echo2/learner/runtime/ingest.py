@@ -23,6 +23,7 @@ import grpc
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, ProtocolError, TrustError
 from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.routing import NO_ROUTING
 from echo2.learner.audit import Habits
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.scoring import ScoringStreams
@@ -37,6 +38,8 @@ from echo2.wire.ticket import Ticket, verify_ticket
 STREAMS_PER_PEER_MAX = 4
 LEASES_PER_STREAM_MAX = 2048
 WORKERS_MAX = 16_384
+REPLY_ROUTING_BYTES_MAX = 64 << 20
+"""Of one reply with partial rollouts; what is beyond it is gone on with without routing."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -121,10 +124,13 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         if held is None:
             return None
         reply = ingest_pb2.GetPartialsReply()
+        routing_room = REPLY_ROUTING_BYTES_MAX
         for rollout in held:
             if rollout.token_ids:
                 begun = monotonic()
-                reply.rollouts.append(rollout_to_message(rollout))
+                routing_room -= len(rollout.routing.tokens) + len(rollout.routing.prompt)
+                told = rollout if routing_room >= 0 else replace(rollout, routing=NO_ROUTING)
+                reply.rollouts.append(rollout_to_message(told))
                 await self._pause(2 * (monotonic() - begun), peer_id)  # gRPC writes it all once more
         return reply
 

@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from echo2.base import routing
 from echo2.base.errors import ConfigError, StateError
+from echo2.base.routing import RoutingShape
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
 from echo2.learner.runtime.collate import PackedInputs
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, on_host, own_part
 from echo2.learner.runtime.reading import TokensToScore, columns_of
+from echo2.scoring.routers import Routers
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -39,9 +42,10 @@ class Policy(nn.Module):
     """The model as the trainer calls it: packed tokens in, log-probabilities of the sampled tokens out; and as an audit does:
     a sequence in, the columns of `TokenScores` out. Both by `forward`, where the ranks' rows come together."""
 
-    def __init__(self, hf_model: Any, temperature: float, slices_head: bool) -> None:
+    def __init__(self, hf_model: Any, temperature: float, slices_head: bool, replays_routing: bool = False) -> None:
         super().__init__()
         self.hf_model = hf_model
+        self.routers = Routers(hf_model, f"model_type {hf_model.config.model_type}") if replays_routing else None
         self.temperature = temperature if temperature > 0 else 1.0
         self.slices_head = slices_head
         self.attention = Attention.DENSE
@@ -52,6 +56,11 @@ class Policy(nn.Module):
         self.hf_model.set_attn_implementation({Attention.DENSE: "sdpa", Attention.FLEX: "flex_attention"}[attention])
         self.attention = attention
         self.uses_float_mask = self.hf_model.config._attn_implementation == "eager"
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Of what is replayed; None: routers choose themselves."""
+        return None if self.routers is None else self.routers.shape
 
     @property
     def row_multiple(self) -> int:
@@ -68,6 +77,8 @@ class Policy(nn.Module):
 
     def forward(self, inputs: PackedInputs | TokensToScore, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats; or columns_CT."""
+        if self.routers is not None:
+            self.routers.give(None if isinstance(inputs, TokensToScore) else inputs.experts_PLK)
         if isinstance(inputs, TokensToScore):
             return self._scored(inputs), None
         arguments = {
@@ -156,6 +167,8 @@ class PolicyModel:
         temperature: float,
         ranks: Ranks | None = None,
         adapter: AdapterOptions | None = None,
+        *,
+        replays_routing: bool = False,
     ) -> None:
         self.path = path
         self.device = device
@@ -167,7 +180,7 @@ class PolicyModel:
         _switch_dropout_off(self.hf_model)
         self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype)
         self.config = self.hf_model.config
-        self.policy = Policy(self.hf_model, temperature, slices_head=True)
+        self.policy = Policy(self.hf_model, temperature, slices_head=True, replays_routing=replays_routing)
         self.policy.slices_head = self._head_can_be_sliced()
         shard(self.policy, self.ranks, device)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
@@ -305,8 +318,11 @@ class PolicyModel:
         return self.parameter_count * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
-        """The config as workers get it; says of an adapter that one is published."""
-        return config_json_of(self.config, {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else None)
+        """The config as workers get it; says of an adapter that one is published, and whether routing is asked for."""
+        more: dict[str, object] = {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else {}
+        if self.policy.routers is not None:
+            more[routing.CONFIG_KEY] = True
+        return config_json_of(self.config, more)
 
     def digest(self) -> str:
         """sha256 of the config and of the table of published tensors: names, shapes, dtypes."""

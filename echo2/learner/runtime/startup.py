@@ -82,8 +82,9 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     device = pick_device(local_device(options.trainer.device))
     given = options.trainer
     model = PolicyModel(
-        given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks, _adapter_of(given)
-    )
+        given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks, _adapter_of(given),
+        replays_routing=given.replays_routing,
+    )  # fmt: skip
     choose_attention(model.policy, given.attention, device, ranks)
     return Team(Trainer(model, given, options.steps))
 

@@ -171,7 +171,7 @@ class Trainer:
 
     def _packed(self, part: _Part) -> Iterator[PackedBatch]:
         """This rank's micro-batches, made one ahead of the device."""
-        for micro in collated(part.groups, part.own, self.model.policy.row_multiple):
+        for micro in collated(part.groups, part.own, self.model.policy.row_multiple, self.model.policy.routing):
             yield micro.behind(part.rollouts.start)
 
     def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
@@ -196,7 +196,7 @@ class Trainer:
         layout = plan_microbatches(lengths_of(groups), self.packing_limits)
         found: dict[int, Tensor] = {}
         with torch.no_grad():
-            for micro in collated(groups, layout, self.model.policy.row_multiple):
+            for micro in collated(groups, layout, self.model.policy.row_multiple, self.model.policy.routing):
                 logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
                 for index, rollout in enumerate(micro.rollout_R.tolist()):
                     found[rollout] = logprobs_T[micro.sequence_T == index].cpu()
@@ -349,5 +349,5 @@ class Trainer:
         if self.reference is None:
             return None
         with torch.no_grad():
-            logprobs_T: Tensor = self.reference.policy(inputs)[0]
+            logprobs_T: Tensor = self.reference.policy(replace(inputs, experts_PLK=None))[0]
         return logprobs_T

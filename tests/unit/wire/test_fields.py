@@ -66,7 +66,7 @@ SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the plac
     "RolloutSegment": {
         "index": 3, "token_ids": [5, 6], "logprobs": [-0.5, -0.25], "raw_logprobs": [-0.75, -1.5],
         "version_spans": [rollout_pb2.VersionSpan(version=4, count=1), rollout_pb2.VersionSpan(version=5, count=1)],
-        "finish_reason": 0,
+        "finish_reason": 0, "routing": b"abcd", "prompt_routing": b"efghij",
     },
     "SegmentVerdict": {"index": 3},
     "PlanTree": {"parents": [0], "weight": 0.5},

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from echo2.base import routing
 from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
@@ -41,7 +42,7 @@ from echo2.worker.runtime.engines.live import Scatter
 from echo2.worker.runtime.engines.loop import ChangeableWeights, LiveSwap, StepLoop
 from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox
 from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
-from echo2.worker.runtime.engines.shape import read_shape, why_not_fused
+from echo2.worker.runtime.engines.shape import load_config, read_shape, why_not_fused
 from echo2.worker.runtime.engines.weights import LiveWeights
 from echo2.worker.slots import WAITING_MAX
 
@@ -65,10 +66,16 @@ class _Model:
     vocab_count: int
 
 
-def _model_of(config: str | Path | Mapping[str, object], adapter: Adapter | None, is_rounded: bool) -> _Model:
+def _model_of(source: str | Path | Mapping[str, object], adapter: Adapter | None, is_rounded: bool) -> _Model:
+    config = load_config(source)
+    tells_routing = bool(config.pop(routing.CONFIG_KEY, False))
     reason = why_not_fused(config)
     if reason:
-        return _general_model(config, adapter, is_rounded, reason)
+        if is_rounded:
+            raise ConfigError(f"quantisation: int8 is of the fused path alone; {reason}")
+        return _general_model(config, adapter, reason, tells_routing)
+    if tells_routing:
+        raise ConfigError("routing: the learner asks for that of a mixture of experts, got a dense model")
     shape = read_shape(config)
     if is_rounded:
         rounded = RoundedWeights(shape)
@@ -77,15 +84,11 @@ def _model_of(config: str | Path | Mapping[str, object], adapter: Adapter | None
     return _Model(live, partial(CachedDecoder, live), shape.context_tokens, shape.vocab_count)
 
 
-def _general_model(
-    config: str | Path | Mapping[str, object], adapter: Adapter | None, is_rounded: bool, reason: str
-) -> _Model:
-    if is_rounded:
-        raise ConfigError(f"quantisation: int8 is of the fused path alone; {reason}")
+def _general_model(config: Mapping[str, object], adapter: Adapter | None, reason: str, tells_routing: bool) -> _Model:
     from echo2.worker.runtime.engines.general import GeneralDecoder  # pays for transformers' models
     from echo2.worker.runtime.engines.module import ModuleWeights
 
-    weights = ModuleWeights(config, adapter)
+    weights = ModuleWeights(config, adapter, tells_routing=tells_routing)
     _log.warning("generating by transformers' own modules, slower than the fused path: %s", reason)
     return _Model(weights, partial(GeneralDecoder, weights), weights.context_tokens, weights.vocab_count)
 

@@ -148,6 +148,11 @@ class CachedDecoder:
         """[T, V] of hidden states under the last norm."""
         return self._products.product(hidden_TD, self._weights.head)
 
+    tells_routing = False
+
+    def routing(self, slot: int, first: int, count: int) -> bytes:
+        raise AssertionError("dense models have no routers")
+
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies cached positions between blocks, of all layers."""
         for copy in copies:

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from echo2.base.errors import ConfigError, EngineError
+from echo2.base.routing import packed
+from echo2.scoring.routers import Routers
 from echo2.worker.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from echo2.worker.runtime.engines.module import ATTENTION, ModuleWeights
 from echo2.worker.slots import Copy, Fill
@@ -178,12 +180,17 @@ class GeneralDecoder:
 
     def __init__(self, weights: ModuleWeights, blocks: BlockPool) -> None:
         self._model = weights.model
+        self._routers: Routers | None = None  # while it is looked at
         self._name = f"model_type {weights.model_type}"
         self._vocab_count = weights.vocab_count
         self._tables = blocks.tables
         self._context_tokens = blocks.tables.shape[1] * BLOCK_TOKENS
         self._sizes = self._look()
         self._cache = self._new_cache(blocks.block_count)
+        self._routers = weights.routers
+        if self._routers is not None:
+            shape = self._routers.shape
+            self._chosen = np.zeros((blocks.block_count, BLOCK_TOKENS, shape.routers, shape.chosen), np.int16)
         self._is_tried = False
         self._is_head_plain = False
         self._softcap = weights.logit_softcap
@@ -222,6 +229,19 @@ class GeneralDecoder:
         """Copies cached positions between blocks, of all layers."""
         for copy in copies:
             self._cache[copy.target, :, :, :, : copy.count] = self._cache[copy.source, :, :, :, : copy.count]
+            if self._routers is not None:
+                self._chosen[copy.target, : copy.count] = self._chosen[copy.source, : copy.count]
+
+    @property
+    def tells_routing(self) -> bool:
+        return self._routers is not None
+
+    def routing(self, slot: int, first: int, count: int) -> bytes:
+        """Packed rows of cached positions of a slot."""
+        assert self._routers is not None, "it was told to record them"
+        places = np.arange(first, first + count)
+        rows_NLK = self._chosen[self._tables[slot, places // BLOCK_TOKENS], places % BLOCK_TOKENS]
+        return packed(rows_NLK, self._routers.shape)
 
     def _new_cache(self, block_count: int) -> torch.Tensor:
         """As forward.CachedDecoder's: what lies together is of one block, so memory is that of the blocks in use."""
@@ -243,7 +263,13 @@ class GeneralDecoder:
         _current.attending = attending
         try:
             ids, places = torch.tensor([list(token_ids)]), torch.from_numpy(positions_T)[None]
-            return module(input_ids=ids, position_ids=places, use_cache=False)
+            if self._routers is None or not isinstance(attending, _Pass) or attending.cache is not self._cache:
+                return module(input_ids=ids, position_ids=places, use_cache=False)
+            with self._routers.recording() as chosen_LTK:
+                found = module(input_ids=ids, position_ids=places, use_cache=False)
+            blocks_T = self._tables[attending.slots_T, positions_T // BLOCK_TOKENS]
+            self._chosen[blocks_T, positions_T % BLOCK_TOKENS] = torch.stack(chosen_LTK, 1).numpy()
+            return found
         finally:
             _current.attending = None
 

@@ -22,6 +22,7 @@ from echo2.base.errors import EchoError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.noise import uniform
 from echo2.base.rollout import FinishReason
+from echo2.base.routing import NO_ROUTING, Routing
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.blocks import BlockPool
 from echo2.worker.engine import EngineStats, GenerateRequest, SwapMode
@@ -289,15 +290,17 @@ class StepLoop:
             [sequence.slot for sequence in batch],
             [sequence.cached for sequence in batch],
         )
+        routings = [self._routing_of(sequence) for sequence in batch]
         params = [sequence.request.sampling for sequence in batch]
         numbers = [uniform(s.request.sampling.seed, s.completion_count) for s in batch]
         drawn = draw(logits, params, numbers)
         tokens = []
-        for sequence, token_id, logprob, raw in zip(
-            batch, drawn.token_ids, drawn.logprobs, drawn.raw_logprobs, strict=True
+        for sequence, token_id, logprob, raw, routing in zip(
+            batch, drawn.token_ids, drawn.logprobs, drawn.raw_logprobs, routings, strict=True
         ):
             reason = self._table.extend(sequence, token_id)
-            tokens.append(SampledToken(sequence.request.request_id, self.version, reason, token_id, logprob, raw))
+            request_id = sequence.request.request_id
+            tokens.append(SampledToken(request_id, self.version, reason, token_id, logprob, raw, routing))
             if reason is not FinishReason.UNFINISHED:
                 self._table.release(sequence)
         if self._pending_swap is not None:
@@ -305,6 +308,14 @@ class StepLoop:
         self._counters.sampled_tokens += len(tokens)
         self._counters.decode_s += time.monotonic() - began
         self.outbox.put(tokens)
+
+    def _routing_of(self, sequence: SlotSequence) -> Routing:
+        """Of the token that is sampled now: the experts of the position that it was fed; with the first one, the prompt's."""
+        if not self._forward.tells_routing:
+            return NO_ROUTING
+        fed = sequence.cached
+        prompt = self._forward.routing(sequence.slot, 0, fed) if sequence.completion_count == 0 else b""
+        return Routing(prompt, self._forward.routing(sequence.slot, fed, 1))
 
     def _swap_if_ready(self) -> None:
         pending = self._pending_swap

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from echo2.base.errors import ConfigError
+from echo2.scoring.routers import Routers
 from echo2.worker.runtime.engines.adapter import Adapter
 from echo2.worker.runtime.engines.live import LiveTensors
 from echo2.worker.runtime.engines.shape import load_config
@@ -24,9 +25,16 @@ _WINDOWS = ("full_attention", "sliding_attention")
 
 
 class ModuleWeights(LiveTensors):
-    """`model` is a causal LM in float32 on the CPU; its parameters hold zeros until the first version comes."""
+    """`model` is a causal LM in float32 on the CPU; its parameters hold zeros until the first version comes. `routers`: where what
+    they choose is to be told."""
 
-    def __init__(self, source: str | Path | Mapping[str, object], adapter: Adapter | None = None) -> None:
+    def __init__(
+        self,
+        source: str | Path | Mapping[str, object],
+        adapter: Adapter | None = None,
+        *,
+        tells_routing: bool = False,
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
@@ -53,6 +61,7 @@ class ModuleWeights(LiveTensors):
             parameter.zero_()
         self.tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         super().__init__(self.model_type, self.tensors, adapter)
+        self.routers = Routers(self.model, f"model_type {self.model_type}") if tells_routing else None
 
     @property
     def vocab_count(self) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from echo2.base.errors import EchoError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
+from echo2.base.routing import NO_ROUTING, Routing
 from echo2.worker.engine import TokenChunk
 
 TOKENS_MAX = 65_536
@@ -34,6 +35,8 @@ class _OpenChunk:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.UNFINISHED
+    prompt_rows: bytes = b""
+    rows: list[bytes] = field(default_factory=list)
 
 
 class SampledToken(NamedTuple):
@@ -45,6 +48,7 @@ class SampledToken(NamedTuple):
     token_id: int | None = None
     logprob: float = 0.0
     raw_logprob: float = 0.0
+    routing: Routing = NO_ROUTING
 
 
 class Outbox:
@@ -126,7 +130,7 @@ class Outbox:
 
     def _add(self, tokens: list[SampledToken]) -> None:
         chunks = self._chunks
-        for request_id, version, finish_reason, token_id, logprob, raw_logprob in tokens:
+        for request_id, version, finish_reason, token_id, logprob, raw_logprob, routing in tokens:
             held = chunks.get(request_id)
             if held is None:
                 held = chunks[request_id] = [_OpenChunk(version)]
@@ -137,6 +141,9 @@ class Outbox:
                 chunk.token_ids.append(token_id)
                 chunk.logprobs.append(logprob)
                 chunk.raw_logprobs.append(raw_logprob)
+                if routing:
+                    chunk.prompt_rows = chunk.prompt_rows or routing.prompt
+                    chunk.rows.append(routing.tokens)
                 self._token_count += 1
             if finish_reason is not FinishReason.UNFINISHED:
                 chunk.finish_reason = finish_reason
@@ -169,6 +176,7 @@ def _closed(request_id: str, held: list[_OpenChunk]) -> list[TokenChunk]:
             raw_logprobs=tuple(chunk.raw_logprobs),
             version=chunk.version,
             finish_reason=chunk.finish_reason,
+            routing=Routing(chunk.prompt_rows, b"".join(chunk.rows)) if chunk.rows else NO_ROUTING,
         )
         for chunk in held
     ]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echo2.base import routing
 from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
@@ -199,7 +200,7 @@ class VllmEngine:
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
         folder = Path(self._folder.name)
-        said = {key: value for key, value in self._config.items() if key != CONFIG_KEY}
+        said = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
         (folder / "config.json").write_text(json.dumps(said))
         arguments = AsyncEngineArgs(
             model=str(folder),

@@ -74,7 +74,7 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class RolloutSegment(_message.Message):
-    __slots__ = ("group_id", "index", "offset", "token_ids", "logprobs", "raw_logprobs", "version_spans", "finish_reason", "expected_remaining_tokens")
+    __slots__ = ("group_id", "index", "offset", "token_ids", "logprobs", "raw_logprobs", "version_spans", "finish_reason", "expected_remaining_tokens", "routing", "prompt_routing")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,8 @@ class RolloutSegment(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REMAINING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROUTING_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     index: int
     offset: int
@@ -93,7 +95,9 @@ class RolloutSegment(_message.Message):
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     finish_reason: FinishReason
     expected_remaining_tokens: int
-    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., expected_remaining_tokens: _Optional[int] = ...) -> None: ...
+    routing: bytes
+    prompt_routing: bytes
+    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., raw_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., expected_remaining_tokens: _Optional[int] = ..., routing: _Optional[bytes] = ..., prompt_routing: _Optional[bytes] = ...) -> None: ...
 
 class LeaseTicket(_message.Message):
     __slots__ = ("lease_id", "group_id", "worker_peer_id", "attempt", "deadline_unix_s", "run_id", "signature")

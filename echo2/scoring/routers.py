@@ -1,0 +1,102 @@
+"""The routers of a mixture of experts, of transformers' modules: what they choose is recorded, or chosen for them.
+
+Guarantees: recording changes no number; with experts given, each router weighs those by its own scores, with their gradient,
+and a place that is given none (negative) chooses itself; layers computed again in a backward pass get the same experts.
+Leaves to others: packing (base/routing), which position is whose (worker/runtime/engines/general, learner/runtime/collate).
+
+Shapes: T tokens of one forward pass, in the order in which the model flattens them; L routers, K chosen experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from echo2.base.errors import ConfigError
+from echo2.base.routing import RoutingShape
+
+_TOPK: tuple[Callable[..., Any], ...] = (torch.topk, torch.Tensor.topk)
+
+
+class Routers:
+    """Those of one model, in the order of its layers. One thread calls the model at a time."""
+
+    def __init__(self, model: nn.Module, whose: str) -> None:
+        found = [module for module in model.modules() if _is_router(module)]
+        sizes = {(int(module.top_k), int(module.num_experts)) for module in found}  # type: ignore[arg-type]
+        if len(sizes) != 1:
+            raise ConfigError(
+                f"{whose}: routing can be replayed where each router says its top_k and num_experts, the same ones; "
+                + ("this model has no such router" if not found else f"got {sorted(sizes)}")
+            )
+        ((chosen, experts),) = sizes
+        self.shape = RoutingShape(len(found), chosen, experts)
+        self._given_LTK: Tensor | None = None
+        self._record: list[Tensor] | None = None
+        for number, module in enumerate(found):
+            module.forward = _Chosen(self, number, module.forward)
+
+    def give(self, experts_TLK: Tensor | None) -> None:
+        """For each pass from now on, until others are given: integers, negative where a router chooses itself."""
+        self._given_LTK = None if experts_TLK is None else experts_TLK.transpose(0, 1)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """What each router chooses, [T, K] each, in the list once the pass is done."""
+        found: list[Tensor] = []
+        self._record = found
+        try:
+            yield found
+        finally:
+            self._record = None
+
+    def choose(self, number: int, scores_TE: Tensor, own: Any) -> Any:
+        """What router `number` takes, instead of its `own` choice (values and indices)."""
+        values_TK, experts_TK = own
+        if self._given_LTK is not None:
+            given_TK = self._given_LTK[number].to(experts_TK)
+            experts_TK = torch.where(given_TK < 0, experts_TK, given_TK)
+            values_TK = scores_TE.gather(-1, experts_TK)
+        if self._record is not None:
+            self._record.append(experts_TK)
+        return torch.return_types.topk((values_TK, experts_TK))
+
+
+class _Chosen:
+    """In place of a router's forward."""
+
+    def __init__(self, routers: Routers, number: int, forward: Callable[..., Any]) -> None:
+        self._routers, self._number, self._forward = routers, number, forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with _Choosing(self._routers, self._number):
+            return self._forward(*arguments, **named)
+
+
+class _Choosing(TorchFunctionMode):
+    """Of the functions that a router calls, the one that chooses among all experts."""
+
+    def __init__(self, routers: Routers, number: int) -> None:
+        super().__init__()
+        self._routers, self._number = routers, number
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = function(*args, **kwargs)
+        if function not in _TOPK:
+            return own
+        scores, shape = args[0] if args else kwargs["input"], self._routers.shape
+        if scores.ndim != 2 or scores.shape[-1] != shape.experts or own[1].shape[-1] != shape.chosen:
+            return own  # of groups of experts
+        return self._routers.choose(self._number, scores, own)
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    known = isinstance(getattr(module, "top_k", None), int) and isinstance(getattr(module, "num_experts", None), int)
+    return known and isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] == module.num_experts

@@ -1,0 +1,293 @@
+"""A mixture of experts: trained, published, and replayed by the experts that sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from echo2.base import routing
+from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import (
+    FinishReason,
+    GroupSpec,
+    Rollout,
+    RolloutSegment,
+    SamplingParams,
+    SegmentVerdict,
+    Verdict,
+    VersionSpan,
+)
+from echo2.base.routing import NO_ROUTING, ROLLOUT_ROUTING_BYTES_MAX, Routing, RoutingShape, packed, unpacked
+from echo2.learner.batch import Batch, TrainGroup
+from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
+from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.runtime.options import TrainerOptions
+from echo2.learner.runtime.trainer import Trainer
+from echo2.learner.segment import empty_rollout, extended
+from echo2.weights.fingerprint import fingerprint
+from echo2.wire.rollout import segment_from_message, segment_to_message
+from echo2.worker.engine import GenerateRequest, SwapMode, TokenChunk
+from echo2.worker.partial import PartialRollout
+from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from tests.contract.engine_rig import delta_of, keyframe_of, tiny_config
+from tests.unit.learner.tiny import make_tiny_model
+
+SHAPE = RoutingShape(2, 2, 6)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE whose routers find most experts nearly as good: rounding decides, as it does in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    folder = make_tiny_model(tmp_path_factory.mktemp("moe"))
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config("qwen3_moe")))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.mul_(1e-3)
+            elif "experts" in name:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    return folder
+
+
+def new_trainer(path: Path, **options: Any) -> Trainer:
+    given = TrainerOptions(str(path), device="cpu", lr=1e-3, **options)
+    model = PolicyModel(str(path), given.weights_dtype, torch.device("cpu"), 1.0, replays_routing=given.replays_routing)
+    return Trainer(model, given, 10)
+
+
+def make_noisy(engine: EmbeddedEngine, size: float) -> None:
+    """Each call of a router sees its weights with other noise, as another kernel's rounding gives."""
+    generator = torch.Generator().manual_seed(5)
+    for module in engine._weights.model.modules():  # type: ignore[attr-defined]
+        if type(module).__name__ != "Qwen3MoeTopKRouter":
+            continue
+        kept: list[Tensor] = []
+
+        def before(router: Any, _: Any, kept: list[Tensor] = kept) -> None:
+            kept.append(router.weight.clone())
+            router.weight.add_(size * torch.randn(router.weight.shape, generator=generator))
+
+        def after(router: Any, _: Any, __: Any, kept: list[Tensor] = kept) -> None:
+            router.weight.copy_(kept.pop())
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+
+async def generated(engine: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> dict[str, list[TokenChunk]]:
+    chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    open_ones = set(chunks)
+    while open_ones:
+        for chunk in await engine.next_chunks():
+            chunks[chunk.request_id].append(chunk)
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                open_ones.discard(chunk.request_id)
+    return chunks
+
+
+def sampled(trainer: Trainer, count: int, noise: float) -> TrainGroup:
+    """One group by the embedded engine, through the worker's and the learner's own records of it."""
+    config = json.loads(trainer.model.config_json())
+    assert config[routing.CONFIG_KEY] is True
+    prompt = tuple(range(3, 40))
+    sampling = SamplingParams(max_new_tokens=40, seed=1)
+
+    async def body() -> dict[str, list[TokenChunk]]:
+        engine = EmbeddedEngine(config, slot_count=count)
+        await engine.start()
+        try:
+            await engine.swap(keyframe_of(trainer.model.hf_model, 0), SwapMode.RECOMPUTE_KV)
+            make_noisy(engine, noise)
+            seeded = [replace(sampling, seed=number) for number in range(count)]
+            return await generated(engine, [GenerateRequest(f"r{n}", prompt, (), s, "p") for n, s in enumerate(seeded)])
+        finally:
+            await engine.stop()
+
+    rollouts = []
+    for index, chunks in enumerate(asyncio.run(body()).values()):
+        partial, held = PartialRollout(GroupId("g"), index, 0.0), empty_rollout(GroupId("g"), index)
+        for chunk in chunks:
+            partial.append(chunk)
+        while partial.has_news:
+            segment = segment_from_message(segment_to_message(partial.news(13, 0)))
+            extension = extended(held, segment)
+            assert extension is not None
+            held = extension
+            verdict = Verdict.ADMITTED if held.is_finished else Verdict.HELD
+            partial.judge(SegmentVerdict(GroupId("g"), index, verdict, len(held.token_ids)))
+        rollouts.append(held)
+    spec = GroupSpec(GroupId("g"), prompt, count, sampling, 0)
+    group = TrainGroup(spec, 0, tuple(rollouts), tuple(float(n % 2) for n in range(count)))
+    return batch_from_bytes(batch_to_bytes(Batch(Step(0), (group,)))).groups[0]
+
+
+def off(trainer: Trainer, group: TrainGroup) -> float:
+    found = trainer.logprobs([group])
+    told = [torch.tensor(rollout.raw_logprobs) for rollout in group.rollouts]
+    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(found, told, strict=True))
+
+
+def without_routing(group: TrainGroup) -> TrainGroup:
+    return replace(group, rollouts=tuple(replace(rollout, routing=NO_ROUTING) for rollout in group.rollouts))
+
+
+def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path) -> None:
+    trainer = new_trainer(model_path, replays_routing=True, row_tokens=100)
+    group = sampled(trainer, 4, noise=1e-6)
+    shape = trainer.model.policy.routing
+    assert shape == SHAPE
+    assert all(len(r.routing.tokens) == len(r.token_ids) * shape.row_bytes for r in group.rollouts)
+    # Of a prompt that all share, one rollout says it.
+    assert [len(r.routing.prompt) // shape.row_bytes for r in group.rollouts] == [36, 0, 0, 0]
+    assert off(trainer, group) <= 1e-4
+    assert off(trainer, without_routing(group)) > 1e-2
+    assert off(new_trainer(model_path), group) > 1e-2
+
+
+def test_without_noise_the_learners_router_chooses_what_the_workers_did(model_path: Path) -> None:
+    trainer = new_trainer(model_path, replays_routing=True)
+    group = sampled(trainer, 2, noise=0.0)
+    assert off(trainer, group) <= 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_experts(
+    model_path: Path, checkpointing: bool
+) -> None:
+    probe = new_trainer(model_path, replays_routing=True)
+    group = sampled(probe, 4, noise=1e-6)
+    plain = new_trainer(model_path, replays_routing=True)
+    trainer = new_trainer(model_path, replays_routing=True, gradient_checkpointing=checkpointing)
+    results = [each.step(Batch(Step(0), (group,))) for each in (plain, trainer)]
+    assert results[0].metrics is not None and results[1].metrics is not None
+    assert results[1].metrics.loss == pytest.approx(results[0].metrics.loss, abs=1e-6)
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
+    gates = {n: t for n, t in trainer.model.masters_by_name().items() if n.endswith("mlp.gate.weight")}
+    before = probe.model.masters_by_name()
+    assert len(gates) == 2 and all(not torch.equal(tensor, before[name]) for name, tensor in gates.items())
+
+
+def test_a_mixture_of_experts_is_published_bit_for_bit(model_path: Path) -> None:
+    trainer = new_trainer(model_path, replays_routing=True)
+    group = sampled(trainer, 4, noise=0.0)
+    config = json.loads(trainer.model.config_json())
+    config.pop(routing.CONFIG_KEY)
+    before = {name: tensor.clone() for name, tensor in trainer.model.snapshot().items()}
+
+    async def body() -> None:
+        engine = EmbeddedEngine(config, slot_count=1)
+        await engine.start()
+        try:
+            await engine.swap(keyframe_of(trainer.model.hf_model, 0), SwapMode.RECOMPUTE_KV)
+            assert await engine.fingerprint(7) == fingerprint(before, 7)
+            old = new_trainer(model_path).model.hf_model
+            for step in range(3):
+                trainer.step(Batch(Step(step), (group,)))
+                await engine.swap(delta_of(old, trainer.model.hf_model, step, step + 1), SwapMode.RECOMPUTE_KV)
+                assert await engine.fingerprint(7) == fingerprint(trainer.model.snapshot(), 7)
+                old.load_state_dict(trainer.model.hf_model.state_dict())
+        finally:
+            await engine.stop()
+
+    asyncio.run(body())
+    after = trainer.model.snapshot()
+    assert any(not torch.equal(after[name], before[name]) for name in before if "experts" in name)
+
+
+def test_a_continuation_elsewhere_says_the_routing_of_its_own_tokens(model_path: Path) -> None:
+    trainer = new_trainer(model_path, replays_routing=True)
+    config = json.loads(trainer.model.config_json())
+
+    async def body() -> TokenChunk:
+        engine = EmbeddedEngine(config, slot_count=1)
+        await engine.start()
+        try:
+            await engine.swap(keyframe_of(trainer.model.hf_model, 0), SwapMode.RECOMPUTE_KV)
+            request = GenerateRequest("r", (3, 4, 5), (6, 7), SamplingParams(max_new_tokens=3), "p")
+            return (await generated(engine, [request]))["r"][0]
+        finally:
+            await engine.stop()
+
+    chunk = asyncio.run(body())
+    assert len(chunk.routing.tokens) == SHAPE.row_bytes and not chunk.routing.prompt
+
+
+def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match="no such router"):
+        new_trainer(path, replays_routing=True)
+
+
+@pytest.mark.parametrize("shape", [RoutingShape(1, 1, 2), RoutingShape(3, 2, 6), RoutingShape(48, 8, 128)])
+def test_what_is_packed_comes_back(shape: RoutingShape) -> None:
+    rng = np.random.default_rng(0)
+    experts = rng.integers(0, shape.experts, (17, shape.routers, shape.chosen))
+    rows = packed(experts, shape)
+    assert len(rows) == 17 * shape.row_bytes
+    assert np.array_equal(unpacked(rows, shape), experts)
+
+
+def test_a_row_of_the_30b_model_takes_336_bytes() -> None:
+    assert RoutingShape(48, 8, 128).row_bytes == 336
+
+
+def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path: Path) -> None:
+    with pytest.raises(MalformedMessage, match="experts below 6, got 7"):
+        unpacked(b"\xff\xff", SHAPE)
+    trainer = new_trainer(model_path, replays_routing=True)
+    group = sampled(trainer, 2, noise=0.0)
+    lies = [replace(r, routing=Routing(b"", b"\xff" * len(r.routing.tokens))) for r in group.rollouts]
+    assert off(trainer, replace(group, rollouts=tuple(lies))) == off(trainer, without_routing(group))
+
+
+def test_a_routing_that_does_not_fit_its_tokens_is_refused() -> None:
+    def rollout(given: Routing, count: int = 3) -> Rollout:
+        spans = (VersionSpan(Version(0), count),)
+        tokens, numbers = (1,) * count, (-1.0,) * count
+        return Rollout(GroupId("g"), 0, tokens, numbers, numbers, spans, FinishReason.STOP, given)
+
+    assert rollout(Routing(b"12", b"123456")).routing
+    for wrong in (Routing(b"", b"1234"), Routing(b"12", b""), Routing(b"1", b"123456"), Routing(b"", b"1" * 9000)):
+        with pytest.raises(MalformedMessage, match="routing of rollout 0 of group g"):
+            rollout(wrong)
+
+
+def test_routing_that_is_missing_for_some_tokens_or_grows_too_long_is_dropped() -> None:
+    def segment(offset: int, count: int, rows: bytes) -> RolloutSegment:
+        spans = (VersionSpan(Version(0), count),)
+        numbers = (-1.0,) * count
+        reason = FinishReason.UNFINISHED
+        return RolloutSegment(
+            GroupId("g"), 0, offset, (1,) * count, numbers, numbers, spans, reason, 0, Routing(b"", rows)
+        )
+
+    held = extended(empty_rollout(GroupId("g"), 0), segment(0, 2, b"aabb"))
+    assert held is not None and held.routing.tokens == b"aabb"
+    again = extended(held, segment(1, 2, b"bbcc"))  # one token was sent before
+    assert again is not None and again.routing.tokens == b"aabbcc"
+    assert Routing(b"p", b"aabbcc").up_to(2, 3) == Routing(b"p", b"aabb")  # a stop string ends it
+    for odd in (segment(2, 2, b""), segment(2, 2, b"cccddd")):
+        other = extended(held, odd)
+        assert other is not None and other.routing == NO_ROUTING
+    kept = ROLLOUT_ROUTING_BYTES_MAX // 2048
+    long = extended(empty_rollout(GroupId("g"), 0), segment(0, kept, bytes(kept * 2048)))
+    assert long is not None and long.routing
+    longer = extended(long, segment(kept, 1, bytes(2048)))
+    assert longer is not None and longer.routing == NO_ROUTING
