@@ -1,6 +1,14 @@
-"""One profile for property tests: a busy machine must not fail them by being slow. The codec is compiled once before all."""
+"""One profile for property tests: a busy machine must not fail them by being slow. The codec is compiled once before all.
+
+One thread for each process's numbers: tests run side by side, and OpenMP's threads that wait for one another on cores that others
+use do so by spinning. The engine's tests took four times as long.
+"""
 
 from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for the processes that tests start
 
 import pytest
 from hypothesis import HealthCheck, settings
