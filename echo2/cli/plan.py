@@ -6,12 +6,13 @@ import argparse
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
 from echo2.cli.options import make_importable
-from echo2.cli.run_shape import learner_line, lengths_of, model_of
+from echo2.cli.run_shape import audit_costs, audit_line, learner_line, lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime import experience_file
@@ -92,12 +93,15 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         if own.plot:
             plot(question, own.plot)
         told = as_json(question, answer, PlannedRun(config.learner.steps, origin)) if own.json else {}
+    prompt = config.sampling.max_prompt_tokens / 2  # of usual length
+    audited = audit_costs(config, prompt, question.tokens.mean, question.learner.train_s)
     if own.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(told | {"audit": asdict(audited) if audited else None}, indent=2))
     else:
         print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
         print_fits(question)
         print(learner_line(config, question.model, learner_gpus(config, question.model, catalogue)))
+        print(audit_line(audited))
     return 0
 
 

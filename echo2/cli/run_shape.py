@@ -11,19 +11,32 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.base.units import format_bytes
+from echo2.base.units import format_bytes, format_seconds
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
 from echo2.cost_model.memory import learner_memory, wants_checkpointing
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
+from echo2.learner.scorings import VERIFIED_SHARE
 
 DEFAULT_BILLIONS = 8.0
+SCORED_VERSIONS = 2  # each rollout, under its version and an older one
 FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "tokens of cache", "what would fit")
+
+
+@dataclass(frozen=True, slots=True)
+class ForeseenAudit:
+    """`fleet_share`: tokens that workers read, of those trained on. `own_s_per_step`: the learner's, for known answers;
+    `alone_s_per_step`: where it scores everything."""
+
+    fleet_share: float
+    own_s_per_step: float
+    alone_s_per_step: float
 
 
 def model_of(path: str) -> tuple[ModelSize, str]:
@@ -111,6 +124,34 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int) -> str:
         f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {given.token_budget} tokens"
         f"{', checkpointed' if is_checkpointed else ''}), {format_bytes(found.host_bytes)} of host memory beside it, "
         f"{format_bytes(found.disk_bytes)} of disk for checkpoints"
+    )
+
+
+def audit_costs(
+    config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float
+) -> ForeseenAudit | None:
+    """What the audit takes; None where it is off, as with an adapter. `train_s`: of a step. A token that is trained on takes three
+    forward passes, one that is scored takes one."""
+    given = config.learner
+    if not given.audit_share or config.model.lora_rank:
+        return None
+    read = (prompt_tokens + completion_tokens) / completion_tokens
+    wanted = given.audit_share * SCORED_VERSIONS * read
+    own_s = wanted * train_s / 3
+    share = min(wanted, given.audit_fleet_share)
+    return ForeseenAudit(share, VERIFIED_SHARE * share / wanted * own_s, own_s)
+
+
+def audit_line(found: ForeseenAudit | None) -> str:
+    """For people."""
+    if found is None:
+        return "audit: off"
+    alone = f"{format_seconds(found.alone_s_per_step)} where no worker can score"
+    if not found.fleet_share:
+        return f"audit: no worker scores; the learner scores {format_seconds(found.alone_s_per_step)} a step"
+    return (
+        f"audit: workers read {found.fleet_share:.0%} of the tokens trained on once more, by prefill; the learner scores about "
+        f"{format_seconds(found.own_s_per_step)} a step itself, {alone}"
     )
 
 

@@ -236,6 +236,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "over_stale_tokens_trained": _COUNT, "lag_histogram": Listed(256, _COUNT), "utilisation": _SHARE,
         "sent_chunk_bytes": _BYTES, "waits_for": _TEXT, "waits_since_s": _UNIX_S, "eval_reward": _REWARD,
         "fingerprint": _HEX, "evaluation_rollouts": Number(1 << 24), "checkpoint_s": _SECONDS,
+        "audit_fleet_share": Number(1 << 24), "audit_s": _SECONDS,
     },
     "OfferGroups": {
         "groups": Listed(GROUPS_PER_MESSAGE_MAX), "held_tokens": Listed(GROUPS_PER_MESSAGE_MAX, Number(GROUP_TOKENS_MAX)),

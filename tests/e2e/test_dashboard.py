@@ -375,9 +375,13 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
                     await page.locator("#todo-text").filter(has_text="Start a worker").wait_for(timeout=WAIT_MS)
                     report = pb.LearnerReport(
                         step=20, train_s=1.0, reward_mean=0.75, eval_reward=0.8, lag_histogram=[10, 5], is_finished=True,
-                        trained_tokens=15,
+                        trained_tokens=15, audit_fleet_share=0.21, audit_s=0.5,
                     )  # fmt: skip
                     await learner.say(report=report)
+                    cost = page.locator("#audit-cost").filter(
+                        has_text="workers read 21 % of the tokens trained on once more"
+                    )
+                    await cost.filter(has_text="scores 500 ms a step itself").wait_for(timeout=WAIT_MS)
                     await learner.say(leaving=pb.LearnerLeaving(reason="finished"))
                     await learner.call.done_writing()
                     await finished(page, "finished-1440-light")

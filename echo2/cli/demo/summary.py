@@ -68,6 +68,8 @@ def _facts(
         "utilisation_measured": measured,
         "utilisation_predicted": predicted,
         **_published_bytes(steps),
+        "audit_fleet_share": round(learner.audit_fleet_share, 4),
+        "audit_own_s_per_step": round(learner.audit_s, 4),
         "usd_spent": round(status.usd_spent, 6),
         "usd_useful": round(status.usd_useful, 6),
         "versions_equal": {
@@ -96,6 +98,14 @@ def published_text(facts: Mapping[str, Any]) -> str:
         f"published              deltas of {format_bytes(facts['delta_bytes'])}, {share:.0%} of full snapshots "
         f"({format_bytes(whole)}); for workers that come late: keyframes of {format_bytes(facts['keyframe_bytes'])}, "
         f"merged deltas of {format_bytes(facts['merged_delta_bytes'])}"
+    )
+
+
+def audit_text(fleet_share: float, own_s_per_step: float) -> str:
+    """One line: what the audit cost."""
+    return (
+        f"audit                  workers read {fleet_share:.0%} of the tokens trained on once more; the learner scored "
+        f"{own_s_per_step:.3g} s a step itself"
     )
 
 
@@ -141,6 +151,7 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
         f"learner utilisation    {_percent(facts['utilisation_measured'])} measured, "
         f"{_percent(facts['utilisation_predicted'])} predicted, after the first plan",
         published_text(facts),
+        audit_text(facts["audit_fleet_share"], facts["audit_own_s_per_step"]),
         f"final weights          equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers",
         f"cost                   USD {facts['usd_spent']:.4f}",
         f"run folder             {run_folder}: run.toml, summary.json, plots/, learner/metrics.jsonl, "

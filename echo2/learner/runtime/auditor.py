@@ -56,6 +56,7 @@ _log = logging.getLogger("echo2.learner")
 class AuditCounts:
     """Since the process began. `own_`: of what the learner scored itself, and the seconds that this took."""
 
+    steps: int = 0
     tokens: int = 0
     rollouts: int = 0
     accused: int = 0
@@ -63,6 +64,15 @@ class AuditCounts:
     own_read_tokens: int = 0
     own_rollouts: int = 0
     own_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCosts:
+    """`fleet_share`: tokens that workers read, of those trained on; `own_s_per_step`: what the learner scored itself, in seconds of
+    the trainer's device."""
+
+    fleet_share: float
+    own_s_per_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,11 @@ class Auditor:
     @property
     def is_on(self) -> bool:
         return self.draw.share > 0
+
+    @property
+    def costs(self) -> AuditCosts:
+        counts, scored = self.counts, self.scorings.counts
+        return AuditCosts(scored.read_tokens / max(1, scored.delivered_tokens), counts.own_s / max(1, counts.steps))
 
     def begin(self, scorer: Scorer, trainer_thread: Executor, is_trainer_idle: Callable[[], bool]) -> None:
         """`trainer_thread`: for the trainer's own scorer. `is_trainer_idle`: it has nothing to train on."""

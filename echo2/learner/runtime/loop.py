@@ -160,6 +160,7 @@ class TrainingLoop:
             self._keep_for_inspection(batch)
             raise
         self.auditor.consider(batch.groups, unix_now())
+        self.auditor.counts.steps += 1
         if snapshot is not None:
             await self._publish(snapshot, times)
         self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)

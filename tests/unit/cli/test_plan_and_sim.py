@@ -97,6 +97,22 @@ def test_the_headline_is_the_whole_price_of_the_whole_run(capsys: pytest.Capture
     assert "100 steps: about" in printed
 
 
+def test_the_audits_cost_is_told_and_bounded_as_the_run_bounds_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def audit(*more: str) -> dict[str, float] | None:
+        assert run("plan", *EIGHT, LONG, "--sampling.max_prompt_tokens=2", "--json", *more) == 0
+        found: dict[str, float] | None = json.loads(capsys.readouterr().out)["audit"]
+        return found
+
+    free, bounded = audit(), audit("--learner.audit_fleet_share=0.06")
+    assert free and bounded
+    assert free["fleet_share"] == pytest.approx(0.24, rel=0.01), "two versions of 12 % of the rollouts"
+    assert bounded["fleet_share"] == 0.06 and bounded["alone_s_per_step"] == free["alone_s_per_step"]
+    assert free["own_s_per_step"] == pytest.approx(free["alone_s_per_step"] / 16)
+    assert audit("--learner.audit_share=0") is None and audit("--model.lora_rank=8") is None
+    assert run("plan", *EIGHT, LONG) == 0
+    assert "audit: workers read" in capsys.readouterr().out
+
+
 def test_the_models_size_is_read_where_it_lies_and_never_guessed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ class StateView:
             "duplicate": report.duplicate_rollouts, "refused": report.refused_rollouts,
             "over_stale_tokens": report.over_stale_tokens_trained, "lag_histogram": list(report.lag_histogram),
             "is_finished": report.is_finished, "sent_chunk_bytes": report.sent_chunk_bytes,
+            "audit_fleet_share": finite(report.audit_fleet_share, 4), "audit_s": finite(report.audit_s, 4),
         }  # fmt: skip
 
     def _money(self) -> dict[str, Any]:

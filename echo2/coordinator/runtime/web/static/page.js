@@ -5,7 +5,7 @@ import { drawLags, drawSeries, redrawAll } from "./charts.js";
 import { ageFleet, fleet, updateFleet } from "./fleet.js";
 import { drawJournal, drawMachines, showCommand } from "./machines.js";
 import { rolloutsAt } from "./rollouts.js";
-import { drawBudget } from "./totals.js";
+import { drawAuditCost, drawBudget } from "./totals.js";
 import { drawTree, drawVersions } from "./tree.js";
 
 const state = { headline: {}, run: {}, learner: {}, money: {}, plan: {}, broadcast: {}, leases: {}, machines: null, waits: [], tokens: [], events: [] };
@@ -184,7 +184,7 @@ function take(message) {
   else if (message.plan?.is_known && planShown !== planKey()) touched ? askWhatIf() : resetSliders(); // the answer beside it is of now, too
   if (message.plan) planShown = planKey();
   if (message.learner || message.run) drawLagsNow();
-  if (message.learner) rolloutsAt(state.learner);
+  if (message.learner) { rolloutsAt(state.learner); drawAuditCost(state.learner); }
   if (message.money || message.learner || message.run) drawBudget(state.money, toTheEnd());
   if (message.broadcast || message.workers) { drawTree(state.broadcast, fleet(), state.learner); drawVersions(state.broadcast); }
   if (message.leases) drawLeases();

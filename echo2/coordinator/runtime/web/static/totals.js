@@ -22,6 +22,11 @@ export function drawTotals(all) {
   $("fleet-totals").hidden = !workers.length;
   $("fleet-totals").replaceChildren(...BY.map((one) => table(one, workers)).filter(Boolean));
 }
+export function drawAuditCost(l) {
+  const share = l.audit_fleet_share || 0, own = l.audit_s || 0;
+  $("audit-cost").hidden = !share && !own;
+  setText($("audit-cost"), `Audit: workers read ${percent(share, 0)} of the tokens trained on once more; the learner scores ${seconds(own)} a step itself.`);
+}
 export function drawBudget(m, end) { // `end`: what is left until the last step, or null
   $("budget").hidden = !m.budget;
   if (!m.budget) return;
