@@ -22,7 +22,6 @@ from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
 from echo2.cost_model.memory import learner_memory, wants_checkpointing
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
-from echo2.learner.scorings import VERIFIED_SHARE
 
 DEFAULT_BILLIONS = 8.0
 SCORED_VERSIONS = 2  # each rollout, under its version and an older one
@@ -132,6 +131,8 @@ def audit_costs(
 ) -> ForeseenAudit | None:
     """What the audit takes; None where it is off, as with an adapter. `train_s`: of a step. A token that is trained on takes three
     forward passes, one that is scored takes one."""
+    from echo2.learner.scorings import VERIFIED_SHARE  # loads numpy: only who asks pays for it
+
     given = config.learner
     if not given.audit_share or config.model.lora_rank:
         return None
