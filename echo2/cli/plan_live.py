@@ -21,7 +21,7 @@ from echo2.base.units import format_duration, parse_duration_s
 from echo2.cli.link_text import link_text
 from echo2.cli.operator import OperatorClient
 from echo2.cli.status import OPERATOR_FOLDER
-from echo2.coordinator.outlook import cheapest_of_each
+from echo2.coordinator.outlook import few_of
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.market import kept_file, newest
 from echo2.cost_model.offers import MarketOffer
@@ -29,6 +29,7 @@ from echo2.outside import unix_now
 from echo2.wire.bounds import OFFERS_MAX
 
 AGE_MAX = "1h"
+HISTORY_LINES = 8
 
 
 def show(run: str, is_history: bool, own: argparse.Namespace) -> int:
@@ -63,10 +64,7 @@ def _market(is_offline: bool) -> tuple[list[MarketOffer], str]:
     )
     age_s = found.age_s(unix_now())
     aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
-    known = sorted(
-        cheapest_of_each(found.offers), key=lambda one: one.usd_per_hour / (one.gpu_count * one.gpu_memory_gib)
-    )
-    return known[:OFFERS_MAX], f"{found.source}{aged}"
+    return few_of(found.offers, OFFERS_MAX), f"{found.source}{aged}"
 
 
 async def _asked(link: str, offers: list[MarketOffer], prices: str, learner_usd_per_hour: float) -> dict[str, Any]:
@@ -180,7 +178,7 @@ def history_lines(told: dict[str, Any]) -> list[str]:
             f"{what}: {one['count']} predictions that were acted on; off by {one['error']:.1%} on average, what came was "
             f"{one['bias']:+.1%} from them; {one['held']} of {one['count']} within their interval (9 of 10 expected)"
         )
-        for row in one["newest"]:
+        for row in one["newest"][-HISTORY_LINES:]:
             value = row["measured"]
             mark = "within" if row["low"] <= value <= row["high"] else "outside"
             promised = f"{_plain(row['predicted'])} ({_plain(row['low'])} to {_plain(row['high'])})"

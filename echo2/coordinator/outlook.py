@@ -26,6 +26,7 @@ from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, WorkerEstimate
 
 USUAL_LINK = LinkEstimate(12.5e6, 50e6, 0.08)
+WORKERS_TOLD_MAX = 50
 TAIL_OVER_MEAN, LONGEST_OVER_MEAN = 2.4, 2.8
 """Of rollouts, where nobody has been measured; as `echo2 plan` takes them."""
 
@@ -49,6 +50,12 @@ def cheapest_of_each(offers: Iterable[MarketOffer]) -> list[MarketOffer]:
         if known is None or one.usd_per_hour < known.usd_per_hour:
             found[key] = one
     return list(found.values())
+
+
+def few_of(offers: Iterable[MarketOffer], most: int) -> list[MarketOffer]:
+    """The cheapest of like machines, and of those the `most` with the cheapest memory."""
+    known = cheapest_of_each(offers)
+    return sorted(known, key=lambda one: one.usd_per_hour / (one.gpu_count * one.gpu_memory_gib))[:most]
 
 
 def own_offers(
@@ -173,20 +180,28 @@ def _term_text(term: Term) -> str:
 
 
 def value_of(
-    found: NextActions, measured: float, limits: str, prices: str, names: Mapping[PeerId, str]
+    found: NextActions,
+    measured: float,
+    limits: str,
+    prices: str,
+    names: Mapping[PeerId, str],
+    at_work: frozenset[PeerId],
 ) -> dict[str, Any]:
     """`measured`: the learner's utilisation; `limits`: what binds, in words; `prices`: where offers are from."""
     return {
         "is_known": True, "measured_utilisation": _finite(measured), "limits": limits, "prices": prices,
         "before": outlook_value(found.before),
-        "actions": [_action(one, names) for one in found.actions],
+        "actions": [_action(one, names, at_work) for one in found.actions],
     }  # fmt: skip
 
 
-def _action(one: NextAction, names: Mapping[PeerId, str]) -> dict[str, Any]:
+def _action(one: NextAction, names: Mapping[PeerId, str], at_work: frozenset[PeerId]) -> dict[str, Any]:
     value: dict[str, Any] = {
         "what": one.what.value, "text": one.text, "count": one.count, "after": outlook_value(one.after),
-        "workers": [{"id": worker, "name": names.get(worker, worker)} for worker in one.workers[:50]],
+        "workers": [
+            {"id": worker, "name": names.get(worker, worker), "is_at_work": worker in at_work}
+            for worker in one.workers[:WORKERS_TOLD_MAX]
+        ],
         "offer": "",
     }  # fmt: skip
     if one.candidate is not None:

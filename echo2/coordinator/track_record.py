@@ -178,8 +178,8 @@ class TrackRecord:
 
     # ---- as it is kept and shown
 
-    def value(self) -> dict[str, dict[str, Any]]:
-        """By quantity: how many, mean miss, bias, how many were within their interval, the newest."""
+    def value(self, shown: int = SHOWN) -> dict[str, dict[str, Any]]:
+        """By quantity: how many, mean miss, bias, how many were within their interval, the newest `shown`."""
         opened = {Quantity.UTILISATION: self._plan is not None, Quantity.FINISH: self._finish is not None}
         found = {}
         for what in Quantity:
@@ -189,7 +189,7 @@ class TrackRecord:
                 "error": round(statistics.fmean(abs(one.error) for one in rows), 5) if rows else None,
                 "bias": round(statistics.fmean(one.error for one in rows), 5) if rows else None,
                 "held": sum(one.is_held for one in rows),
-                "newest": [{name: _short(value) for name, value in asdict(one).items()} for one in rows[-SHOWN:]],
+                "newest": [{name: _short(value) for name, value in asdict(one).items()} for one in rows[-shown:]],
             }  # fmt: skip
         return found
 

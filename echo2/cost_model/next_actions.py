@@ -223,8 +223,10 @@ class _Weighing:
 
 def _over(value: float, utilisation: Interval) -> Interval:
     """What takes `value` at a utilisation of 1; the low end belongs to the high utilisation."""
-    middle, least, most = (max(one, 1e-9) for one in (utilisation.expected, utilisation.low, utilisation.high))
-    return Interval(value / middle, value / most, value / least)
+    middle, least, most = (
+        value / one if one > 1e-6 else math.inf for one in (utilisation.expected, utilisation.low, utilisation.high)
+    )
+    return Interval(middle, most, least)
 
 
 def _at_work(worker: WorkerEstimate, factor: float) -> WorkerEstimate:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, Unreachable
+from echo2.base.errors import ConfigError, LimitExceeded, NotAllowed, ResourceError, Unreachable
 from echo2.base.ids import RunId
 from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, machine_prefix
 from echo2.coordinator.runtime.providers import kubernetes as kubernetes_provider
@@ -23,8 +23,10 @@ from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
 from echo2.coordinator.runtime.providers.local import LocalProvider
 from echo2.coordinator.runtime.providers.manual import ManualProvider
 from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
+from echo2.coordinator.runtime.providers.runpod import RunPodProvider
 from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
 from tests.contract.kubernetes_server import Cluster
+from tests.contract.runpod_server import KEY, Account
 from tests.contract.sky_double import ClusterStatus, Sky
 
 LINK = "echo2://h:1/peer?token=it's"
@@ -52,7 +54,14 @@ def sky_offer(**settings: str) -> MachineOffer:
     return MachineOffer("one", "skypilot", "A100", 1.2, is_spot=True, settings={"accelerators": "A100:1", **settings})
 
 
-@pytest.fixture(params=["manual", "local", "kubernetes", "skypilot"])
+def pod_offer(account: Account, folder: Path, **settings: str) -> MachineOffer:
+    key = folder / "runpod.key"
+    key.write_text(KEY)
+    told = {"gpu_type": "NVIDIA GeForce RTX 4090", "image": "an/image:1", "key_file": str(key), "server": account.url}
+    return MachineOffer("one", "runpod", "RTX4090", 0.34, is_spot=True, settings={**told, **settings})
+
+
+@pytest.fixture(params=["manual", "local", "kubernetes", "skypilot", "runpod"])
 def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provider]:
     match request.param:
         case "manual":
@@ -63,6 +72,9 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provide
             pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed")
             with Cluster("fleet") as cluster:
                 yield KubernetesProvider(cluster_offer(cluster))
+        case "runpod":
+            with Account() as account:
+                yield RunPodProvider(pod_offer(account, tmp_path), RUN)
         case _:
             yield SkyPilotProvider(sky_offer(), RUN, Sky())
 
@@ -202,6 +214,75 @@ def test_skypilot_takes_the_task_that_we_build() -> None:
         SkyPilotProvider(MachineOffer("one", "skypilot", settings={"infra": "the/moon/x/y/z"}), RUN)
 
 
+def test_runpod_is_asked_for_a_pod_without_the_link_on_its_command_and_a_dearer_pod_is_ended(tmp_path: Path) -> None:
+    async def scene() -> None:
+        with Account() as account:
+            provider = RunPodProvider(pod_offer(account, tmp_path, data_centers="EU-CZ-1, EU-RO-1"), RUN, "org/base")
+            await provider.rent(FIRST, LINK)
+            (asked,) = account.asked
+            assert (asked["gpuTypeIds"], asked["gpuCount"], asked["interruptible"]) == (
+                ["NVIDIA GeForce RTX 4090"],
+                1,
+                True,
+            )
+            assert asked["dataCenterIds"] == ["EU-CZ-1", "EU-RO-1"] and asked["env"] == {"ECHO2_JOIN_LINK": LINK}
+            command = asked["dockerStartCmd"][-1]
+            assert LINK not in command and "--model.path org/base" in command and "--worker.is_spot true" in command
+            account.pods["foreign"] = {"id": "foreign", "name": "of-somebody-else", "desiredStatus": "RUNNING"}
+            account.pods["pod0001"]["desiredStatus"] = "EXITED"
+            assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
+            account.cost = "0.50"
+            with pytest.raises(
+                ResourceError, match=r"expected a pod at 0.34 USD/h, RunPod asks 0.5; it is ended again"
+            ):
+                await provider.rent(SECOND, LINK)
+            assert SECOND not in {one["name"] for one in account.pods.values()} and "foreign" in account.pods
+
+    play(scene())
+
+
+def test_runpod_makes_no_second_pod_after_a_lost_answer_and_its_troubles_have_names(tmp_path: Path) -> None:
+    async def scene() -> None:
+        with Account() as account, Account() as thief:
+            provider = RunPodProvider(pod_offer(account, tmp_path), RUN)
+            account.answers_lost = 1
+            with pytest.raises(Unreachable):
+                await provider.rent(FIRST, LINK)
+            await provider.rent(FIRST, LINK)
+            assert len(account.asked) == 1
+            account.is_full = True
+            with pytest.raises(ResourceError, match="no longer any instances"):
+                await provider.rent(SECOND, LINK)
+            account.redirect = thief.url + "/pods"
+            with pytest.raises(Unreachable, match="307"):
+                await provider.observe()
+            account.redirect = ""
+            (tmp_path / "runpod.key").write_text("another")
+            other = pod_offer(account, tmp_path)
+            (tmp_path / "runpod.key").write_text("another")
+            with pytest.raises(NotAllowed, match="401: the key may not do this"):
+                await RunPodProvider(other, RUN).observe()
+
+    play(scene())
+
+
+def test_runpod_takes_no_offer_without_a_price_a_key_or_a_safe_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    settings = {"gpu_type": "L4", "image": "an/image"}
+    for offer, problem in (
+        (MachineOffer("one", "runpod", settings=settings), "usd_per_hour: expected what a pod may cost"),
+        (MachineOffer("one", "runpod", "", 0.4, settings=settings), "expected RunPod's key"),
+        (MachineOffer("one", "runpod", "", 0.4, settings={**settings, "server": "http://a.b/v1"}), "https://"),
+        (MachineOffer("one", "runpod", "", 0.4, settings={**settings, "cloud": "MOON"}), "SECURE, COMMUNITY"),
+        (MachineOffer("one", "runpod", "", 0.4, settings={**settings, "gpu_count": "9"}), "gpu_count: expected 1 to 8"),
+        (MachineOffer("one", "runpod", "", 0.4, settings={"gpu_type": "L4"}), "'image', it is missing"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            RunPodProvider(offer, RUN)
+
+
 def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("sky", "kubernetes"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -218,7 +299,10 @@ def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest
         ("x = 1", "1 to 64 tables"),
         ("offer = [", "expected TOML"),
         ("[[offer]]\nname = 'a'", "expected a field 'provider'"),
-        ("[[offer]]\nname = 'a'\nprovider = 'moon'", "expected one of manual, local, skypilot, kubernetes, got 'moon'"),
+        (
+            "[[offer]]\nname = 'a'\nprovider = 'moon'",
+            "expected one of manual, local, skypilot, kubernetes, runpod, got 'moon'",
+        ),
         ("[[offer]]\nname = 'A b'\nprovider = 'local'", "expected a name"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nusd_per_hour = true", "usd_per_hour: expected"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nprice = 1", "got 'price'"),

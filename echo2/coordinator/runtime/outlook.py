@@ -11,19 +11,26 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import Any
 
+from echo2.base.errors import ConfigError
+from echo2.base.units import format_duration
 from echo2.coordinator.membership import Activation, Liveness, Member
-from echo2.coordinator.outlook import Candidates, RunWork, limits_text, own_offers, value_of
+from echo2.coordinator.outlook import Candidates, RunWork, few_of, limits_text, own_offers, value_of
 from echo2.coordinator.planner_input import is_measured, plan_config
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.coordinator.runtime.commands import Commands
+from echo2.coordinator.runtime.commands import IDLE_S, Commands
 from echo2.coordinator.runtime.experience_file import known
+from echo2.coordinator.runtime.market import Catalogue, kept_file, newest
 from echo2.coordinator.runtime.planning import snapshot_of
 from echo2.coordinator.sightings import work_of
 from echo2.cost_model.next_actions import Candidate, Situation, next_actions
 from echo2.cost_model.offers import MarketOffer
 from echo2.cost_model.snapshot import FleetSnapshot, WorkerEstimate
+from echo2.outside import unix_now
 
 PAGE_S = 10.0
+MARKET_MAX = 512
+CURVE_SHOWN = 64
+"""Predictions of each quantity that a calibration curve is drawn of."""
 OWN_PRICES = "the coordinator's offers file"
 
 
@@ -32,12 +39,30 @@ class OutlookDesk:
         self._commands = commands
         self._one_at_a_time = asyncio.Semaphore(1)
         self._kept: tuple[float, dict[str, Any]] | None = None
+        self._market: tuple[float, list[MarketOffer], Catalogue] | None = None
 
     async def for_page(self) -> dict[str, Any]:
         now = self._commands.hub.clock.now()
         if self._kept is None or now - self._kept[0] > PAGE_S:
-            self._kept = now, await self.value((), "", 0.0)
+            market, prices = await asyncio.to_thread(self._at_hand)
+            self._kept = now, await self.value(market, prices, 0.0)
         return self._kept[1]
+
+    def _at_hand(self) -> tuple[list[MarketOffer], str]:
+        """Prices that this machine has, and where from; nothing is fetched. Read anew where the file has changed."""
+        path = kept_file()
+        written_at = path.stat().st_mtime if path.exists() else 0.0
+        if self._market is None or self._market[0] != written_at:
+            try:
+                found = newest(path, built_in_catalogue(), must_fetch=False, may_fetch=False, age_max_s=0.0)
+                self._market = written_at, few_of(found.offers, MARKET_MAX), found
+            except ConfigError as error:
+                return [], str(error)
+        _, offers, found = self._market
+        age_s = found.age_s(unix_now())
+        if age_s is None and any(one.usd_per_hour > 0 for one in self._commands.hub.money.offers):
+            return [], ""  # nobody offers typical prices: what the run can rent comes before them
+        return offers, found.source if age_s is None else f"{found.source}, fetched {format_duration(age_s)} ago"
 
     async def value(self, market: Sequence[MarketOffer], prices: str, learner_usd_per_hour: float) -> dict[str, Any]:
         """`market`: more offers than the run's own, from where `prices` says."""
@@ -52,8 +77,7 @@ class OutlookDesk:
         there = [members[one] for one in estimates if one in members and members[one].last_liveness is Liveness.ALIVE]
         pool = frozenset(one.peer_id for one in there if one.last_activation is Activation.ACTIVE)
         needed = set(plan.pool)
-        # On the bill and not at work, or at work and not needed: where the plan keeps its terms.
-        spare = tuple(sorted(one.peer_id for one in there if one.peer_id not in needed)) if plan.is_feasible else ()
+        spare = tuple(sorted(one.peer_id for one in there if one.peer_id not in needed and self._buys_nothing(one)))
         report = hub.board.report
         told = Situation(
             snapshot, plan_config(hub.options, hub.board), plan.kappa, pool, spare, hub.money.sums().usd_per_hour,
@@ -66,11 +90,22 @@ class OutlookDesk:
         limits = limits_text(plan)
         names = {peer_id: members[peer_id].name for peer_id in estimates if peer_id in members}
         told_prices = "; ".join(filter(None, (OWN_PRICES if hub.options.offers_file is not None else "", prices)))
-        value = value_of(found, report.utilisation, limits, told_prices or "none: no offers file, no catalogue", names)
-        return value | {"history": hub.reckoning.track.value()}
+        value = value_of(
+            found, report.utilisation, limits, told_prices or "none: no offers file, no catalogue", names, pool
+        )
+        return value | {"history": hub.reckoning.track.value(CURVE_SHOWN)}
+
+    def _buys_nothing(self, one: Member) -> bool:
+        """Of a worker that the plan leaves out: whether it was there when the plan was made, and is not just between two plans."""
+        is_settled = self._commands.hub.clock.now() - one.activation_since >= IDLE_S
+        return not one.is_newcomer and (one.last_activation is Activation.ACTIVE or is_settled)
 
     def _unknown(self, waits_for: str) -> dict[str, Any]:
-        return {"is_known": False, "waits_for": waits_for, "history": self._commands.hub.reckoning.track.value()}
+        return {
+            "is_known": False,
+            "waits_for": waits_for,
+            "history": self._commands.hub.reckoning.track.value(CURVE_SHOWN),
+        }
 
     def _candidates(
         self, snapshot: FleetSnapshot, there: Sequence[Member], market: Sequence[MarketOffer]

@@ -79,17 +79,17 @@ class Provisioner:
         await self._in_time(machine, self._rent(machine, link))
         return machine
 
-    def quote(self, offer_name: str) -> dict[str, float]:
-        """What one machine of an offer would cost, in USD/h, alone and with all that is paid now; refused as `rent` would be.
-        Nothing is asked of a provider."""
+    def quote(self, offer_name: str, count: int = 1) -> dict[str, float]:
+        """What `count` machines of an offer would cost together, in USD/h, alone and with all that is paid now; refused as renting
+        the last of them would be. Nothing is asked of a provider."""
         self._hub.ending.check_open()
         offer = self._offer(offer_name)
-        self._check_room(offer)
+        self._check_room(offer, count)
         purse = self.purse()
-        after = purse.usd_per_hour + offer.usd_per_hour
+        after = purse.usd_per_hour + count * offer.usd_per_hour
         left = (purse.usd_budget - purse.usd_spent) / after if purse.usd_budget > 0 and after > 0 else 0.0
         return {
-            "usd_per_hour": offer.usd_per_hour, "usd_per_hour_after": after, "usd_per_hour_cap": purse.usd_per_hour_cap,
+            "usd_per_hour": count * offer.usd_per_hour, "usd_per_hour_after": after, "usd_per_hour_cap": purse.usd_per_hour_cap,
             "usd_budget": purse.usd_budget, "usd_spent": purse.usd_spent, "budget_hours_after": left,
         }  # fmt: skip
 
@@ -336,18 +336,21 @@ class Provisioner:
             )
         return provider
 
-    def _check_room(self, offer: MachineOffer) -> None:
+    def _check_room(self, offer: MachineOffer, count: int = 1) -> None:
         open_ones = [machine for machine in self.machines.values() if machine.is_open]
-        if len(self.machines) >= MACHINES_MAX:
+        if len(self.machines) + count > MACHINES_MAX:
             raise LimitExceeded(f"machines: expected {MACHINES_MAX} at most in a run's journal")
-        if sum(machine.offer == offer.name for machine in open_ones) >= offer.machines_max:
-            raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, all are rented")
+        rented = sum(machine.offer == offer.name for machine in open_ones)
+        if rented + count > offer.machines_max:
+            left = max(0, offer.machines_max - rented)
+            told = f"{left} of them are left" if left else "all are rented"
+            raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, {told}")
         purse = self.purse()
         if offer.usd_per_hour > 0 and not purse.is_bounded:
             raise LimitExceeded(f"offer {offer.name}: {NO_BOUND}")
-        if offer.usd_per_hour > 0 and purse.affordable(offer.usd_per_hour) < 1:
+        if offer.usd_per_hour > 0 and purse.affordable(offer.usd_per_hour) < count:
             raise LimitExceeded(
-                f"offer {offer.name}: {offer.usd_per_hour:g} USD/h more than the {purse.usd_per_hour:g} USD/h of now "
+                f"offer {offer.name}: {count * offer.usd_per_hour:g} USD/h more than the {purse.usd_per_hour:g} USD/h of now "
                 f"would go beyond the cap ({purse.usd_per_hour_cap:g} USD/h) or the budget ({purse.usd_budget:g} USD, "
                 f"{purse.usd_spent:.2f} spent); 0 is none"
             )

@@ -359,6 +359,10 @@ def test_without_a_cap_or_a_budget_nothing_that_costs_money_is_rented_and_a_quot
         told = bounded.provisioner.quote("gpu")
         assert (told["usd_per_hour"], told["usd_per_hour_after"], told["usd_budget"]) == (2.0, 4.0, 20.0)
         assert told["budget_hours_after"] == pytest.approx(5.0, abs=0.1)
+        most = bounded.provisioner.offers["gpu"].machines_max
+        assert bounded.provisioner.quote("gpu", most - 1)["usd_per_hour"] == 2.0 * (most - 1)
+        with pytest.raises(LimitExceeded, match=f"{most} machines at most, {most - 1} of them are left"):
+            bounded.provisioner.quote("gpu", most)
         assert len(bounded.provisioner.machines) == 1, "a quote rents nothing"
         assert not unbounded.provisioner.machines
 

@@ -18,6 +18,7 @@ from echo2.coordinator.provisioning import MachineOffer, Provider
 from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
 from echo2.coordinator.runtime.providers.local import LocalProvider
 from echo2.coordinator.runtime.providers.manual import ManualProvider, base_arguments
+from echo2.coordinator.runtime.providers.runpod import RunPodProvider
 from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
 
 MakeProvider = Callable[[MachineOffer, RunId, Path, str], Provider]
@@ -89,6 +90,7 @@ PROVIDERS: dict[str, Callable[[MachineOffer, Renting], Provider]] = {
     "local": lambda offer, run: LocalProvider(offer, run.folder / "local-workers", base=base_arguments(run.model_path)),
     "skypilot": lambda offer, run: SkyPilotProvider(offer, run.run_id, model_path=run.model_path),
     "kubernetes": lambda offer, run: KubernetesProvider(offer),
+    "runpod": lambda offer, run: RunPodProvider(offer, run.run_id, run.model_path),
 }
 """A provider is a class with the methods of `Provider`, in a file of its own, and a line here."""
 

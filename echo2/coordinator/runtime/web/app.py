@@ -42,6 +42,7 @@ KEEPALIVE_S = 2.0
 STREAMS_MAX = 64
 WHAT_IFS_AT_ONCE = 1
 PEERS_AT_ONCE = 1000
+MACHINES_QUOTED_MAX = 1000
 WORKER_COLUMNS = (
     "name", "peer_id", "state", "activation", "gpu", "engine", "provider", "region", "is_spot", "price", "usd_spent",
     "tokens_per_s", "rollouts_per_s", "usd_per_mtok", "version", "lag", "leases", "running", "slots", "memory_used",
@@ -212,7 +213,10 @@ class Web:
         offer, label = _text(body, "offer"), _text(body, "label", "")
         reason = _text(body, "reason", "") or "the operator's word"
         if body.get("dry_run") is True:
-            return {"quote": self._commands.provisioner.quote(offer)}
+            count = _number(body, "count", 1)
+            if not 1 <= count <= MACHINES_QUOTED_MAX or count != int(count):
+                raise MalformedMessage(f"count: expected 1 to {MACHINES_QUOTED_MAX} machines, got {count:g}")
+            return {"quote": self._commands.provisioner.quote(offer, int(count))}
         machine = await self._commands.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
         return {**machine_value(machine, self._commands), "command": command_of(machine)}
 

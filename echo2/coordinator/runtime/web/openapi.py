@@ -114,9 +114,13 @@ def document() -> dict[str, Any]:
             "/api/tokens/revoke": _post("Revokes a join token.", "Nothing.", {"token_id": _TEXT}, ["token_id"]),
             "/api/plan/apply": _post("Carries out the plan that is shown.", "Nothing.", {}, []),
             "/api/machines": _post(
-                "Rents a machine of an offer; with `dry_run` only says what it would cost (`quote`).",
+                "Rents a machine of an offer; with `dry_run` only says what it would cost (`quote`), or `count` of them.",
                 "The machine, perhaps still on its way; `command` is what to run where a person has to.",
-                {"offer": _TEXT, "label": _TEXT, "reason": _TEXT, "dry_run": {"type": "boolean"}}, ["offer"],
+                {
+                    "offer": _TEXT, "label": _TEXT, "reason": _TEXT, "dry_run": {"type": "boolean"},
+                    "count": {"type": "integer", "minimum": 1},
+                },
+                ["offer"],
             ),
             "/api/machines/release": _post(
                 "Gives a machine back.", "Nothing.", {"machine_id": _TEXT, "reason": _TEXT}, ["machine_id"]

@@ -11,7 +11,7 @@ export function showCommand(command, text) {
   };
   ask($("link-dialog"));
 }
-function confirm(title, text, go, run) {
+export function confirm(title, text, go, run) {
   $("confirm-title").textContent = title; $("confirm-text").textContent = text; $("confirm-go").textContent = go;
   const form = $("confirm-form"); form.reset(); $("confirm-reason").hidden = false; form.onsubmit = () => run(form.elements.reason.value); ask($("confirm-dialog"));
 }
@@ -20,11 +20,12 @@ async function tellCommand(machine) {
   const told = await act("/api/machines/command", { machine_id: machine.machine_id });
   if (told) showCommand(told.command, runThis);
 }
-async function rent(offer, reason) {
+export async function rent(offer, reason) { // the machine, or null where it is refused
   const machine = await act("/api/machines", { offer: offer.name, reason });
-  if (!machine) return;
+  if (!machine) return null;
   if (machine.command) showCommand(machine.command, runThis);
   else toast(`${machine.machine_id} is ${machine.state}`);
+  return machine;
 }
 const askRent = (offer) => confirm(`Rent one ${offer.name}?`, `From ${offer.provider}, at ${perHour(offer.price)}, until it is released.`, "Rent", (reason) => rent(offer, reason));
 const askRelease = (machine) => confirm(`Release ${machine.machine_id}?`, "Its workers hand their leases to others, then the machine ends.", "Release", (reason) => act("/api/machines/release", { machine_id: machine.machine_id, reason }).then((ok) => ok && toast("released")));

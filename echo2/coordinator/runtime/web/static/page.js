@@ -4,6 +4,7 @@ import { bytes, clock, dash, joined, number, percent, rate, seconds, usd, whole 
 import { drawLags, drawSeries, redrawAll } from "./charts.js";
 import { ageFleet, fleet, updateFleet } from "./fleet.js";
 import { drawJournal, drawMachines, showCommand } from "./machines.js";
+import { planChanged, startNext } from "./next.js";
 import { rolloutsAt } from "./rollouts.js";
 import { drawAuditCost, drawBudget } from "./totals.js";
 import { drawTree, drawVersions } from "./tree.js";
@@ -182,7 +183,7 @@ function take(message) {
   if (message.plan) drawPlan();
   if (message.plan?.is_known && !whatIfReady) { whatIfReady = true; resetSliders(); } else if (message.plan && !message.plan.is_known && !touched) resetSliders();
   else if (message.plan?.is_known && planShown !== planKey()) touched ? askWhatIf() : resetSliders(); // the answer beside it is of now, too
-  if (message.plan) planShown = planKey();
+  if (message.plan && planShown !== planKey()) { planShown = planKey(); planChanged(); }
   if (message.learner || message.run) drawLagsNow();
   if (message.learner) { rolloutsAt(state.learner); drawAuditCost(state.learner); }
   if (message.money || message.learner || message.run) drawBudget(state.money, toTheEnd());
@@ -210,4 +211,4 @@ setInterval(() => {
   const wasAway = !$("banner").hidden;
   if (lastHeard && Date.now() - lastHeard > SILENT_MS && !wasAway) isAway("Nothing is heard of the coordinator.");
   ageFleet(now(), state.learner.version); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
-connect();
+connect(); startNext();
