@@ -52,7 +52,8 @@ async def small_run(daemon: Any) -> tuple[Node, Node]:
 
 def test_a_starved_run_is_told_what_to_rent(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path / "run", plan_interval_s=0.5)) as daemon:
+        chosen = options(tmp_path / "run", plan_interval_s=0.5, suspect_after_s=30.0, gone_after_s=60.0)
+        async with running(chosen) as daemon:
             async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
                 early = await operator.outlook(MARKET, "a test", 0.0)
                 assert live_lines(early, 0.0)[0].startswith("nothing to advise yet: the run waits for")
