@@ -25,8 +25,13 @@ from echo2.learner.batcher_events import (
     AnswerReport,
     AskPrompts,
     BatchWanted,
+    CallAsked,
+    CallOpened,
+    CallSampled,
     CapPlanned,
     Close,
+    Drive,
+    EpisodeEnded,
     Event,
     ExamDue,
     ExamTick,
@@ -53,8 +58,8 @@ from echo2.learner.deliveries import Deliveries
 from echo2.learner.episodes import Turn, is_later_turn
 from echo2.learner.exam import ExamRules
 from echo2.learner.examining import Examining
-from echo2.learner.group import Draw, Group
-from echo2.learner.history import Finished, GroupDropped, Opened, drawn_of
+from echo2.learner.group import Draw, Group, is_driven, is_driven_root
+from echo2.learner.history import EpisodeScored, Finished, GroupDropped, Opened, drawn_of
 from echo2.learner.offers import OfferConfig, consume_step, groups_wanted
 from echo2.learner.shelf import Closure, Counts, Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
@@ -152,6 +157,10 @@ class Batcher:
             case Said(before, token_ids):
                 spec = self._home_of(before.root).open_turn(before, token_ids)
                 return [] if spec is None else self._opened([spec])
+            case CallAsked():
+                return self._asked_call(event)
+            case EpisodeEnded():
+                return self._ended_episode(event)
             case PromptsDrawn(draws):
                 return self._drawn(draws)
             case CapPlanned(rollouts):
@@ -183,10 +192,13 @@ class Batcher:
         """Finished rollouts that the journal gave back have no reward, and no next turn, yet."""
         shelf = self._shelf
         self._is_offering = True
+        shelf.drop_unfinished_episodes()
         shelf.drop_stale()
         shelf.move_up()  # the journal has the steps that groups were first offered for; the hello tells today's
         actions: list[Action] = []
         for group_id, group in shelf.groups.items():
+            if is_driven(group_id):
+                continue
             for index in range(0 if is_later_turn(group_id) else len(group.rollouts)):
                 last = shelf.turns(group_id, index)[-1].rollout
                 if last.is_finished and index not in group.scored:
@@ -203,7 +215,8 @@ class Batcher:
             group = self.group(verdict.group_id)  # gone if a later segment showed it to be stale
             if verdict.verdict is Verdict.ADMITTED and group is not None:
                 rollout = group.rollouts[verdict.index]
-                actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), Score(rollout)]
+                follows = CallSampled(rollout) if is_driven(verdict.group_id) else Score(rollout)
+                actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), follows]
         # A copy of a rollout whose first acknowledgement was lost is durable only once that one is.
         is_final = any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts)
         accused = [AccuseWorker(peer_id, text) for peer_id, text in shelf.untruths.take()]
@@ -214,9 +227,20 @@ class Batcher:
             return self._exams.rewarded(event)
         group = self._shelf.groups.get(event.group_id)
         self._shelf.reward(event.group_id, event.index, event.reward)
-        if group is None or not group.is_ready:
+        return _fared(group)
+
+    def _asked_call(self, event: CallAsked) -> list[Action]:
+        spec = self._shelf.open_call(event.root, event.chain, event.prompt_token_ids, event.sampling)
+        return [CallOpened(None)] if spec is None else [CallOpened(spec.group_id), *self._opened([spec])]
+
+    def _ended_episode(self, event: EpisodeEnded) -> list[Action]:
+        group = self._shelf.groups.get(event.root)
+        if group is None:
             return []
-        return [Fared(group.draw.cursor, tuple(value for value in group.rewards.values() if value is not None))]
+        self._shelf.end_episode(event.root, event.chains, event.reward, is_final=event.is_final)
+        counted = tuple(chain for chain, calls in event.chains.items() if calls and event.is_final)
+        lost = tuple(chain for chain in event.chains if chain not in counted)
+        return [Keep(EpisodeScored(event.root, counted, event.reward, lost, event.is_final)), *_fared(group)]
 
     def _drawn(self, draws: tuple[Draw, ...]) -> list[Action]:
         self._is_exhausted = self._is_exhausted or len(draws) < self._asked
@@ -236,7 +260,10 @@ class Batcher:
     def _opened(self, specs: Sequence[GroupSpec]) -> list[Action]:
         homes = [(self._home_of(spec.group_id), spec) for spec in specs]
         kept: list[Action] = [Keep(Opened(home.groups[spec.group_id].draw, spec)) for home, spec in homes]
-        return [*kept, OfferGroups(tuple(specs))] if specs and self._is_offering else kept
+        driven = [spec for spec in specs if is_driven_root(spec.group_id)]
+        kept += [Drive(spec, self._shelf.groups[spec.group_id].draw) for spec in driven]
+        offered = tuple(spec for spec in specs if spec not in driven)
+        return [*kept, OfferGroups(offered)] if offered and self._is_offering else kept
 
     def _settled(self) -> list[Action]:
         """Closures told, groups behind them moved up, prompts asked for, the trainer woken."""
@@ -261,6 +288,13 @@ class Batcher:
         fresh = 0 if self._is_exhausted else wanted - len(again)
         self._asked = len(again) + fresh
         return [AskPrompts(again, fresh)] if self._asked else []
+
+
+def _fared(group: Group | None) -> list[Action]:
+    """To the curriculum, once the group's rewards are complete."""
+    if group is None or not group.is_ready:
+        return []
+    return [Fared(group.draw.cursor, tuple(value for value in group.rewards.values() if value is not None))]
 
 
 def _ids_of(closures: Sequence[Closure], reason: str) -> tuple[GroupId, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SegmentVerdict
+from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SamplingParams, SegmentVerdict
 from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.episodes import NOBODY, TurnOf
 from echo2.learner.exam import ExamResult
@@ -57,6 +57,29 @@ class Said:
 
     before: TurnOf
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallAsked:
+    """An agent asks for a completion of `prompt_token_ids`: behind the last call of `chain`, or of a chain that begins."""
+
+    root: GroupId
+    chain: int | None
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnded:
+    """An agent's episode: how many calls of each of its `chains` count, and their reward; None: it failed.
+
+    Not `is_final`: it was lost, and another takes its seat.
+    """
+
+    root: GroupId
+    chains: Mapping[int, int]
+    reward: float | None
+    is_final: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +153,8 @@ Event = (
     | TakenOver
     | Rewarded
     | Said
+    | CallAsked
+    | EpisodeEnded
     | PromptsDrawn
     | CapPlanned
     | VersionLeft
@@ -170,6 +195,28 @@ class Keep:
 @dataclass(frozen=True, slots=True)
 class Score:
     """Ask the world what it says to this finished turn."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """Agents may begin with the episodes of this problem."""
+
+    spec: GroupSpec
+    draw: Draw
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpened:
+    """As which group an agent's call is leased; None: the group of its episode is gone."""
+
+    group_id: GroupId | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallSampled:
+    """An agent's call has its completion."""
 
     rollout: Rollout
 
@@ -246,6 +293,9 @@ Action = (
     | Hand
     | Keep
     | Score
+    | Drive
+    | CallOpened
+    | CallSampled
     | AskPrompts
     | OfferGroups
     | Close

@@ -85,11 +85,22 @@ def root_of(group_id: GroupId) -> GroupId:
     return GroupId(group_id.partition(_MARK)[0])
 
 
-def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
-    """All turns of one rollout, in order, as rollout `index` of the first one's group."""
+def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The tokens with which all of them begin."""
+    first, last = min(prompts), max(prompts)
+    same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:same]
+
+
+def joined(turns: Sequence[Turn], index: int, opening: tuple[int, ...] | None = None) -> JoinedRollout:
+    """All turns of one rollout, in order, as rollout `index` of the first one's group.
+
+    `opening`: of an agent's calls, the beginning of the first one's prompt that its siblings have as well; the rest of that
+    prompt stands between the prompt and the first sampled token, as the world's words do.
+    """
     first, last = turns[0], turns[-1]
     insertions: list[Insertion] = []
-    before = first.prompt_token_ids
+    before = first.prompt_token_ids if opening is None else opening
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
@@ -99,7 +110,7 @@ def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
     for number, turn in enumerate(turns):
         assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
         said = turn.prompt_token_ids[len(before) :]
-        if said or number > 0:  # a turn begins there, also where the world said nothing
+        if said or number > 0 or opening is not None:  # a turn begins there, also where the world said nothing
             insertions.append(Insertion(len(token_ids), said))
         routing = joined_routing(routing, len(token_ids), turn.rollout.routing, len(turn.rollout.token_ids))
         token_ids += turn.rollout.token_ids
@@ -108,8 +119,9 @@ def joined(turns: Sequence[Turn], index: int) -> JoinedRollout:
         spans = joined_spans(spans, turn.rollout.version_spans)
         senders += turn.senders
         before = turn.prompt_token_ids + turn.rollout.token_ids
+    group_id = first.rollout.group_id if opening is None else root_of(first.rollout.group_id)
     reason = last.rollout.finish_reason
-    whole = Rollout(first.rollout.group_id, index, token_ids, logprobs, raw_logprobs, spans, reason, routing)
+    whole = Rollout(group_id, index, token_ids, logprobs, raw_logprobs, spans, reason, routing)
     return JoinedRollout(whole, tuple(insertions), senders)
 
 

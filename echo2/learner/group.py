@@ -6,14 +6,18 @@ others: every decision (batcher).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, Version
-from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
-from echo2.learner.episodes import SentTokens
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams
+from echo2.learner.episodes import SentTokens, is_later_turn
+from echo2.learner.segment import empty_rollout
 
 EXAM_MARK = "e"
 """With which ids of groups begin that evaluate; those to train on begin with another letter."""
+AGENT_MARK = "a"
+"""With which ids of groups begin whose prompts come from agents, call by call, and not from the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,19 @@ class Draw:
         return replace(self, retry=self.retry + 1)
 
 
-def group_id_of(cursor: int, retry: int) -> GroupId:
-    return GroupId(f"g{cursor:08d}" if retry == 0 else f"g{cursor:08d}r{retry}")
+def group_id_of(cursor: int, retry: int, *, is_driven: bool = False) -> GroupId:
+    mark = AGENT_MARK if is_driven else "g"
+    return GroupId(f"{mark}{cursor:08d}" if retry == 0 else f"{mark}{cursor:08d}r{retry}")
+
+
+def is_driven(group_id: GroupId) -> bool:
+    """Whether an agent's calls make the group, or it is such a call."""
+    return group_id.startswith(AGENT_MARK)
+
+
+def is_driven_root(group_id: GroupId) -> bool:
+    """Whether it stands for the episodes of one problem; it is never leased, its agents' calls are."""
+    return is_driven(group_id) and not is_later_turn(group_id)
 
 
 def exam_group_id(version: Version, number: int, retry: int) -> GroupId:
@@ -50,7 +65,8 @@ def exam_version_of(group_id: GroupId) -> Version | None:
 class Group:
     """`rollouts` has one entry an index, empty at first; `scored`: indices whose reward is known, or known to fail.
 
-    `senders`: by index, who reported which of its tokens. `pruned`: how many of its rollouts were given up.
+    `senders`: by index, who reported which of its tokens. `pruned`: how many of its rollouts were given up. `seats_open`: of
+    agents' episodes, how many have not ended; each rollout is then one chain of calls, and stands here without tokens.
     """
 
     spec: GroupSpec
@@ -61,6 +77,7 @@ class Group:
     lease_attempt: int = 0
     senders: dict[int, tuple[SentTokens, ...]] = field(default_factory=dict)
     pruned: int = 0
+    seats_open: int = 0
 
     @property
     def is_sampled(self) -> bool:
@@ -68,10 +85,12 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        return len(self.scored) == len(self.rollouts)
+        return self.seats_open == 0 and len(self.scored) == len(self.rollouts)
 
     @property
     def begun_rollouts(self) -> int:
+        if is_driven_root(self.spec.group_id):
+            return len(self.rollouts)
         return sum(bool(rollout.token_ids) for rollout in self.rollouts)
 
     @property
@@ -79,3 +98,27 @@ class Group:
         """Of all its tokens; the newest possible while it has none."""
         versions = [rollout.oldest_version for rollout in self.rollouts]
         return min((version for version in versions if version is not None), default=Version(1 << 62))
+
+
+def opened_group(spec: GroupSpec, draw: Draw) -> Group:
+    """As it is before anything was sampled of it."""
+    if is_driven_root(spec.group_id):
+        return Group(spec, draw, [], seats_open=spec.rollout_count)
+    return Group(spec, draw, [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)])
+
+
+def add_chain(group: Group) -> int:
+    """Room for one more chain of an agent's calls; returns its index."""
+    index = len(group.rollouts)
+    group.rollouts.append(replace(empty_rollout(group.spec.group_id, index), finish_reason=FinishReason.STOP))
+    return index
+
+
+def end_seat(group: Group, chains: Iterable[int], reward: float | None, *, is_final: bool) -> None:
+    """An episode that took `chains` has ended with `reward`, or is begun anew by another (not `is_final`)."""
+    for chain in chains:
+        while len(group.rollouts) <= chain:
+            add_chain(group)
+        group.rewards[chain] = reward if is_final else None
+        group.scored.add(chain)
+    group.seats_open -= is_final

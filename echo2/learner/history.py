@@ -14,9 +14,8 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout
 from echo2.learner.batch import Batch
-from echo2.learner.episodes import SentTokens, root_of
-from echo2.learner.group import Draw, Group, exam_version_of
-from echo2.learner.segment import empty_rollout
+from echo2.learner.episodes import SentTokens, is_later_turn, root_of, turn_of
+from echo2.learner.group import Draw, Group, add_chain, end_seat, exam_version_of, is_driven, opened_group
 from echo2.learner.shelf import Shelf
 
 
@@ -62,11 +61,25 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeScored:
+    """An agent's episode ended: its `chains` of calls have this reward; None: it failed. Nobody can compute it again.
+
+    `lost`: chains of it that count nothing. Not `is_final`: another took its seat.
+    """
+
+    group_id: GroupId
+    chains: tuple[int, ...]
+    reward: float | None
+    lost: tuple[int, ...] = ()
+    is_final: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class GroupDropped:
     group_id: GroupId
 
 
-Record = SegmentBegan | Opened | Finished | BatchDrawn | VersionPublished | GroupDropped
+Record = SegmentBegan | Opened | Finished | BatchDrawn | VersionPublished | GroupDropped | EpisodeScored
 
 
 @dataclass(slots=True)
@@ -101,13 +114,21 @@ class History:
                 self.published[record.version] = record.fingerprint or self.published.get(record.version, "")
             case GroupDropped():
                 self.dropped.add(record.group_id)
+            case EpisodeScored():
+                group = self.groups.get(record.group_id)
+                if group is not None:
+                    end_seat(group, record.lost, None, is_final=False)
+                    end_seat(group, record.chains, record.reward, is_final=record.is_final)
 
     def _open(self, record: Opened, segment: Step) -> None:
         spec = record.spec
         if spec.group_id not in self.groups:
-            rollouts = [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)]
-            self.groups[spec.group_id] = Group(spec, record.draw, rollouts)
+            self.groups[spec.group_id] = opened_group(spec, record.draw)
             self.opened_in[spec.group_id] = segment
+            root = self.groups.get(root_of(spec.group_id))
+            if is_driven(spec.group_id) and is_later_turn(spec.group_id) and root is not None:
+                while len(root.rollouts) <= turn_of(spec.group_id, 0).index:
+                    add_chain(root)
 
     def restore(self, shelf: Shelf) -> None:
         """Puts every group that a later batch may need into `shelf`, which stands at the checkpoint's step."""

@@ -8,25 +8,34 @@ another id. Leaves to others: telling anyone about it (batcher, the only one who
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.noise import turn_seed
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.rollout import (
+    FinishReason,
+    GroupSpec,
+    Rollout,
+    RolloutSegment,
+    SamplingParams,
+    SegmentVerdict,
+    Verdict,
+)
 from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.deliveries import Deliveries
 from echo2.learner.episodes import (
     NOBODY,
     Turn,
     TurnOf,
+    common_beginning,
     extended_senders,
     is_later_turn,
     joined,
     root_of,
     turn_of,
 )
-from echo2.learner.group import Draw, Group, group_id_of
+from echo2.learner.group import Draw, Group, add_chain, end_seat, group_id_of, is_driven, is_driven_root, opened_group
 from echo2.learner.plausible import problem_of_end, problem_of_segment
 from echo2.learner.segment import empty_rollout, extended
 from echo2.learner.selection import DynamicSampling, GroupVerdict, PruningRule
@@ -50,6 +59,7 @@ class ShelfConfig:
     retries_max: int = 2  # how often a prompt is offered again after its group went stale
     drops_equal_rewards: bool = False  # a group with equal rewards has no gradient: replace it, within a bound
     pruning: PruningRule | None = None  # gives up on hopeless rollouts while they are sampled
+    is_driven: bool = False  # prompts come from agents, call by call
 
     @property
     def groups_per_step(self) -> int:
@@ -105,7 +115,7 @@ class Shelf:
 
     def open_group(self, draw: Draw, consume_step: int) -> GroupSpec:
         """Opens the group of one draw. The same draw always gives the same id, prompt and seed."""
-        group_id = group_id_of(draw.cursor, draw.retry)
+        group_id = group_id_of(draw.cursor, draw.retry, is_driven=self.config.is_driven)
         assert group_id not in self.groups, f"group {group_id} is open already"
         sampling = draw.sampling
         spec = GroupSpec(group_id, draw.prompt_token_ids, self.config.rollouts_per_group, sampling, consume_step)
@@ -114,8 +124,7 @@ class Shelf:
 
     def open(self, spec: GroupSpec, draw: Draw) -> None:
         """Opens a group as it is given."""
-        rollouts = [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)]
-        self.groups[spec.group_id] = Group(spec, draw, rollouts)
+        self.groups[spec.group_id] = opened_group(spec, draw)
 
     def move_up(self) -> list[GroupSpec]:
         """Groups that are due earlier than was told, because others before them were closed; they are to be offered anew.
@@ -151,10 +160,57 @@ class Shelf:
         self.open(spec, replace(root.draw, prompt_token_ids=prompt, sampling=sampling))
         return spec
 
+    # ---- agents
+
+    def open_call(
+        self, root: GroupId, chain: int | None, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> GroupSpec | None:
+        """Opens an agent's next call, behind the last one of `chain`, which has ended; None: with it a chain begins.
+
+        Returns None if the episode's group is gone.
+        """
+        group = self.groups.get(root)
+        if group is None or not is_driven_root(root):
+            return None
+        if chain is None:
+            chain = add_chain(group)
+        depth = len(self.turns(root, chain)) + 1
+        seed = turn_seed(group.spec.sampling.seed, chain, depth)
+        spec = replace(
+            group.spec,
+            group_id=TurnOf(root, chain, depth).group_id,
+            prompt_token_ids=prompt,
+            rollout_count=1,
+            sampling=replace(sampling, seed=seed),
+        )
+        self.open(spec, replace(group.draw, prompt_token_ids=prompt, sampling=spec.sampling))
+        return spec
+
+    def end_episode(self, root: GroupId, chains: Mapping[int, int], reward: float | None, *, is_final: bool) -> None:
+        """As `EpisodeEnded` says; what was sampled behind the calls that count is dropped."""
+        group = self.groups.get(root)
+        if group is None:
+            return
+        for chain, kept in chains.items():
+            for group_id in self.family(root, chain)[kept if is_final else 0 :]:
+                del self.groups[group_id]
+                self.closures.append(Closure(group_id, "unused"))
+        counted = [chain for chain, kept in chains.items() if kept and is_final]
+        end_seat(group, [chain for chain in chains if chain not in counted], None, is_final=False)
+        end_seat(group, counted, reward, is_final=is_final)
+        self.counts.dropped_reward_failed += is_final and reward is None
+        self._judge_ready(group)
+
+    def drop_unfinished_episodes(self) -> None:
+        """After a restart: agents that were at work are gone, so their problems are drawn again."""
+        for group_id, group in list(self.groups.items()):
+            if is_driven_root(group_id) and group.seats_open:
+                self._drop(group, "restarted")
+
     def turns(self, root: GroupId, index: int) -> list[Turn]:
         """The turns so far of one rollout, the one being sampled included."""
         found: list[Turn] = []
-        at = TurnOf(root, index, 0)
+        at = TurnOf(root, index, 1 if is_driven(root) else 0)
         while (group := self.groups.get(at.group_id)) is not None:
             place = index if at.turn == 0 else 0
             senders = group.senders.get(place, ())
@@ -283,6 +339,10 @@ class Shelf:
         group.rewards[index] = reward
         group.scored.add(index)
         self.counts.dropped_reward_failed += reward is None
+        self._judge_ready(group)
+
+    def _judge_ready(self, group: Group) -> None:
+        """A group whose rewards are complete is dropped if they teach nothing."""
         if not group.is_ready:
             return
         known = [value for value in group.rewards.values() if value is not None]
@@ -337,10 +397,15 @@ class Shelf:
         """A complete group with the turns of its rollouts joined."""
         kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
         rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
-        whole = [joined(self.turns(group.spec.group_id, i), i) for i in kept]
+        turns = {i: self.turns(group.spec.group_id, i) for i in kept}
+        opening, spec = None, group.spec
+        if is_driven(spec.group_id):
+            opening = common_beginning([turns[i][0].prompt_token_ids for i in kept])
+            spec = replace(spec, prompt_token_ids=opening, rollout_count=len(group.rollouts))
+        whole = [joined(turns[i], i, opening) for i in kept]
         has_turns = any(one.insertions for one in whole)
         return TrainGroup(
-            group.spec,
+            spec,
             group.draw.cursor,
             tuple(one.rollout for one in whole),
             rewards,
@@ -348,12 +413,11 @@ class Shelf:
             tuple(one.senders for one in whole),
         )
 
-    def family(self, root: GroupId) -> list[GroupId]:
-        """A group and the later turns of its rollouts."""
-        group = self.groups[root]
-        found = [root]
-        for index in range(len(group.rollouts)):
-            at = TurnOf(root, index, 1)
+    def family(self, root: GroupId, index: int | None = None) -> list[GroupId]:
+        """A group and the later turns of its rollouts; of one rollout the later turns alone."""
+        found = [root] if index is None else []
+        for place in range(len(self.groups[root].rollouts)) if index is None else (index,):
+            at = TurnOf(root, place, 1)
             while at.group_id in self.groups:
                 found.append(at.group_id)
                 at = replace(at, turn=at.turn + 1)
@@ -414,7 +478,8 @@ class Shelf:
             self.counts.dropped_stale += group.begun_rollouts
         if reason == "quarantined":
             self.counts.dropped_quarantined += group.begun_rollouts
-        if reason in ("stale", "quarantined") and group.draw.retry < self.config.retries_max:
+        is_retried = reason in ("stale", "quarantined") and group.draw.retry < self.config.retries_max
+        if is_retried or reason == "restarted":
             retry = group.draw.again()
         for group_id in self.family(group.spec.group_id):
             del self.groups[group_id]

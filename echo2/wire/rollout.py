@@ -116,7 +116,8 @@ def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
     return message_of(group, rollout_pb2.GroupSpec, sampling=sampling, work=work)
 
 
-def group_from_message(message: rollout_pb2.GroupSpec) -> GroupSpec:
+def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 1) -> GroupSpec:
+    """`prompt_tokens_min`: agents' rollouts, between the learner's own processes, may have no common beginning."""
     group_id = group_id_from_wire(message.group_id)
     whose = f"of group {group_id}"
     if not message.HasField("sampling"):
@@ -129,7 +130,9 @@ def group_from_message(message: rollout_pb2.GroupSpec) -> GroupSpec:
         exact_version = Version(_checked_count(message.exact_version, 0, VERSION_MAX, f"exact_version {whose}"))
     return GroupSpec(
         group_id=group_id,
-        prompt_token_ids=_checked_tokens(message.prompt_token_ids, 1, PROMPT_TOKENS_MAX, f"prompt_token_ids {whose}"),
+        prompt_token_ids=_checked_tokens(
+            message.prompt_token_ids, prompt_tokens_min, PROMPT_TOKENS_MAX, f"prompt_token_ids {whose}"
+        ),
         rollout_count=_checked_count(message.rollout_count, 1, ROLLOUTS_PER_GROUP_MAX, f"rollout_count {whose}"),
         sampling=sampling_from_message(message.sampling),
         consume_step=_checked_count(message.consume_step, 0, VERSION_MAX, f"consume_step {whose}"),

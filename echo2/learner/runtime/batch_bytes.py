@@ -42,7 +42,7 @@ def batch_from_bytes(data: bytes) -> Batch:
     head = json.loads(next(frames))
     groups = []
     for said in head["groups"]:
-        spec = group_from_message(rollout_pb2.GroupSpec.FromString(next(frames)))
+        spec = group_from_message(rollout_pb2.GroupSpec.FromString(next(frames)), prompt_tokens_min=0)
         rollouts = tuple(
             rollout_from_message(rollout_pb2.RolloutSegment.FromString(next(frames))) for _ in range(said["rollouts"])
         )

@@ -22,7 +22,16 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.learner.episodes import SentTokens
 from echo2.learner.group import Draw
-from echo2.learner.history import BatchDrawn, Finished, GroupDropped, Opened, Record, SegmentBegan, VersionPublished
+from echo2.learner.history import (
+    BatchDrawn,
+    EpisodeScored,
+    Finished,
+    GroupDropped,
+    Opened,
+    Record,
+    SegmentBegan,
+    VersionPublished,
+)
 from echo2.learner.runtime.segment import OLD_SUFFIX, SUFFIX, Break, Framing
 from echo2.outside import here
 from echo2.wire.gen.echo2.v1 import journal_pb2
@@ -248,6 +257,12 @@ def _to_message(record: Record) -> journal_pb2.JournalRecord:
             message.published.version, message.published.fingerprint = record.version, record.fingerprint
         case GroupDropped():
             message.closed.group_id = record.group_id
+        case EpisodeScored():
+            message.scored.group_id, message.scored.is_failed = record.group_id, record.reward is None
+            message.scored.chains.extend(record.chains)
+            message.scored.lost.extend(record.lost)
+            message.scored.is_restarted = not record.is_final
+            message.scored.value = record.reward or 0.0
     return message
 
 
@@ -275,6 +290,12 @@ def _from_message(payload: bytes, path: Path) -> Record:
             return VersionPublished(Version(message.published.version), message.published.fingerprint)
         case "closed":
             return GroupDropped(GroupId(message.closed.group_id))
+        case "scored":
+            reward = None if message.scored.is_failed else message.scored.value
+            scored = message.scored
+            return EpisodeScored(
+                GroupId(scored.group_id), tuple(scored.chains), reward, tuple(scored.lost), not scored.is_restarted
+            )
         case kind:
             raise StateError(f"journal {path}: expected a known record, got {kind}")
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from echo2.wire.gen.echo2.v1 import rollout_pb2 as echo2_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x63ho2/v1/journal.proto\x12\x08\x65\x63ho2.v1\x1a\x16\x65\x63ho2/v1/rollout.proto\"\x9a\x02\n\rJournalRecord\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.echo2.v1.JournalHeaderH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.echo2.v1.OpenedGroupH\x00\x12,\n\x07rollout\x18\x03 \x01(\x0b\x32\x19.echo2.v1.FinishedRolloutH\x00\x12%\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x14.echo2.v1.DrawnBatchH\x00\x12/\n\tpublished\x18\x05 \x01(\x0b\x32\x1a.echo2.v1.PublishedVersionH\x00\x12\'\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x15.echo2.v1.ClosedGroupH\x00\x42\x06\n\x04kind\"`\n\rJournalHeader\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x04\x12\x11\n\tpublished\x18\x05 \x03(\x04\"P\n\x0bOpenedGroup\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\r\n\x05retry\x18\x02 \x01(\r\x12\"\n\x05group\x18\x03 \x01(\x0b\x32\x13.echo2.v1.GroupSpec\"_\n\x0f\x46inishedRollout\x12)\n\x07rollout\x18\x01 \x01(\x0b\x32\x18.echo2.v1.RolloutSegment\x12!\n\x07senders\x18\x02 \x03(\x0b\x32\x10.echo2.v1.Sender\"@\n\nDrawnBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.echo2.v1.DrawnGroup\"F\n\nDrawnGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12&\n\x07rewards\x18\x02 \x03(\x0b\x32\x15.echo2.v1.DrawnReward\"/\n\x0b\x44rawnReward\x12\x11\n\tis_failed\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x10PublishedVersion\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\x1f\n\x0b\x43losedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\")\n\x06Sender\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x63ho2/v1/journal.proto\x12\x08\x65\x63ho2.v1\x1a\x16\x65\x63ho2/v1/rollout.proto\"\xc5\x02\n\rJournalRecord\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.echo2.v1.JournalHeaderH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.echo2.v1.OpenedGroupH\x00\x12,\n\x07rollout\x18\x03 \x01(\x0b\x32\x19.echo2.v1.FinishedRolloutH\x00\x12%\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x14.echo2.v1.DrawnBatchH\x00\x12/\n\tpublished\x18\x05 \x01(\x0b\x32\x1a.echo2.v1.PublishedVersionH\x00\x12\'\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x15.echo2.v1.ClosedGroupH\x00\x12)\n\x06scored\x18\x07 \x01(\x0b\x32\x17.echo2.v1.ScoredEpisodeH\x00\x42\x06\n\x04kind\"`\n\rJournalHeader\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x04\x12\x11\n\tpublished\x18\x05 \x03(\x04\"P\n\x0bOpenedGroup\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\r\n\x05retry\x18\x02 \x01(\r\x12\"\n\x05group\x18\x03 \x01(\x0b\x32\x13.echo2.v1.GroupSpec\"_\n\x0f\x46inishedRollout\x12)\n\x07rollout\x18\x01 \x01(\x0b\x32\x18.echo2.v1.RolloutSegment\x12!\n\x07senders\x18\x02 \x03(\x0b\x32\x10.echo2.v1.Sender\"@\n\nDrawnBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.echo2.v1.DrawnGroup\"F\n\nDrawnGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12&\n\x07rewards\x18\x02 \x03(\x0b\x32\x15.echo2.v1.DrawnReward\"/\n\x0b\x44rawnReward\x12\x11\n\tis_failed\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x10PublishedVersion\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\x1f\n\x0b\x43losedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\"w\n\rScoredEpisode\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hains\x18\x02 \x03(\r\x12\x11\n\tis_failed\x18\x03 \x01(\x08\x12\r\n\x05value\x18\x04 \x01(\x01\x12\x0c\n\x04lost\x18\x05 \x03(\r\x12\x14\n\x0cis_restarted\x18\x06 \x01(\x08\")\n\x06Sender\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.journal_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOURNALRECORD']._serialized_start=61
-  _globals['_JOURNALRECORD']._serialized_end=343
-  _globals['_JOURNALHEADER']._serialized_start=345
-  _globals['_JOURNALHEADER']._serialized_end=441
-  _globals['_OPENEDGROUP']._serialized_start=443
-  _globals['_OPENEDGROUP']._serialized_end=523
-  _globals['_FINISHEDROLLOUT']._serialized_start=525
-  _globals['_FINISHEDROLLOUT']._serialized_end=620
-  _globals['_DRAWNBATCH']._serialized_start=622
-  _globals['_DRAWNBATCH']._serialized_end=686
-  _globals['_DRAWNGROUP']._serialized_start=688
-  _globals['_DRAWNGROUP']._serialized_end=758
-  _globals['_DRAWNREWARD']._serialized_start=760
-  _globals['_DRAWNREWARD']._serialized_end=807
-  _globals['_PUBLISHEDVERSION']._serialized_start=809
-  _globals['_PUBLISHEDVERSION']._serialized_end=865
-  _globals['_CLOSEDGROUP']._serialized_start=867
-  _globals['_CLOSEDGROUP']._serialized_end=898
-  _globals['_SENDER']._serialized_start=900
-  _globals['_SENDER']._serialized_end=941
+  _globals['_JOURNALRECORD']._serialized_end=386
+  _globals['_JOURNALHEADER']._serialized_start=388
+  _globals['_JOURNALHEADER']._serialized_end=484
+  _globals['_OPENEDGROUP']._serialized_start=486
+  _globals['_OPENEDGROUP']._serialized_end=566
+  _globals['_FINISHEDROLLOUT']._serialized_start=568
+  _globals['_FINISHEDROLLOUT']._serialized_end=663
+  _globals['_DRAWNBATCH']._serialized_start=665
+  _globals['_DRAWNBATCH']._serialized_end=729
+  _globals['_DRAWNGROUP']._serialized_start=731
+  _globals['_DRAWNGROUP']._serialized_end=801
+  _globals['_DRAWNREWARD']._serialized_start=803
+  _globals['_DRAWNREWARD']._serialized_end=850
+  _globals['_PUBLISHEDVERSION']._serialized_start=852
+  _globals['_PUBLISHEDVERSION']._serialized_end=908
+  _globals['_CLOSEDGROUP']._serialized_start=910
+  _globals['_CLOSEDGROUP']._serialized_end=941
+  _globals['_SCOREDEPISODE']._serialized_start=943
+  _globals['_SCOREDEPISODE']._serialized_end=1062
+  _globals['_SENDER']._serialized_start=1064
+  _globals['_SENDER']._serialized_end=1105
 # @@protoc_insertion_point(module_scope)

@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalRecord(_message.Message):
-    __slots__ = ("header", "opened", "rollout", "batch", "published", "closed")
+    __slots__ = ("header", "opened", "rollout", "batch", "published", "closed", "scored")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
     header: JournalHeader
     opened: OpenedGroup
     rollout: FinishedRollout
     batch: DrawnBatch
     published: PublishedVersion
     closed: ClosedGroup
-    def __init__(self, header: _Optional[_Union[JournalHeader, _Mapping]] = ..., opened: _Optional[_Union[OpenedGroup, _Mapping]] = ..., rollout: _Optional[_Union[FinishedRollout, _Mapping]] = ..., batch: _Optional[_Union[DrawnBatch, _Mapping]] = ..., published: _Optional[_Union[PublishedVersion, _Mapping]] = ..., closed: _Optional[_Union[ClosedGroup, _Mapping]] = ...) -> None: ...
+    scored: ScoredEpisode
+    def __init__(self, header: _Optional[_Union[JournalHeader, _Mapping]] = ..., opened: _Optional[_Union[OpenedGroup, _Mapping]] = ..., rollout: _Optional[_Union[FinishedRollout, _Mapping]] = ..., batch: _Optional[_Union[DrawnBatch, _Mapping]] = ..., published: _Optional[_Union[PublishedVersion, _Mapping]] = ..., closed: _Optional[_Union[ClosedGroup, _Mapping]] = ..., scored: _Optional[_Union[ScoredEpisode, _Mapping]] = ...) -> None: ...
 
 class JournalHeader(_message.Message):
     __slots__ = ("format", "run_id", "step", "cursor", "published")
@@ -92,6 +94,22 @@ class ClosedGroup(_message.Message):
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     def __init__(self, group_id: _Optional[str] = ...) -> None: ...
+
+class ScoredEpisode(_message.Message):
+    __slots__ = ("group_id", "chains", "is_failed", "value", "lost", "is_restarted")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    IS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    IS_RESTARTED_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    chains: _containers.RepeatedScalarFieldContainer[int]
+    is_failed: bool
+    value: float
+    lost: _containers.RepeatedScalarFieldContainer[int]
+    is_restarted: bool
+    def __init__(self, group_id: _Optional[str] = ..., chains: _Optional[_Iterable[int]] = ..., is_failed: _Optional[bool] = ..., value: _Optional[float] = ..., lost: _Optional[_Iterable[int]] = ..., is_restarted: _Optional[bool] = ...) -> None: ...
 
 class Sender(_message.Message):
     __slots__ = ("peer_id", "tokens")
