@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def sources() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if "gen" not in p.relative_to(PACKAGE).parts)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file; each file is read and walked once for all tests."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def room_of(module: str) -> str | None:
     """`echo2.learner.runtime.daemon` -> `learner.runtime`; None for cli and the top package."""
     parts = module.split(".")[1:]
@@ -76,9 +88,10 @@ def room_of(module: str) -> str | None:
     return ".".join(parts[:2]) if len(parts) > 1 and parts[1] == "runtime" else parts[0]
 
 
-def imports_of(tree: ast.AST) -> list[str]:
+@cache
+def imports_of(path: Path) -> list[str]:
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -95,7 +108,7 @@ def test_imports_point_one_way(path: Path) -> None:
     room = room_of(module_of(path))
     if room is None:
         return
-    for name in imports_of(ast.parse(path.read_text())):
+    for name in imports_of(path):
         if not name.startswith("echo2.") or name.startswith("echo2.__version__"):
             continue
         target = room_of(name)
@@ -108,7 +121,7 @@ def test_core_code_does_no_io_and_reads_no_clock(path: Path) -> None:
     room = room_of(module_of(path))
     if room is None or room.endswith(".runtime") or room in {"base", "outside", "sim", "wire"}:
         return
-    roots = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+    roots = {name.split(".")[0] for name in imports_of(path)}
     assert not roots & IO_MODULES, f"{relative} is core code and imports {roots & IO_MODULES}"
     assert "time" not in roots, f"{relative} is core code: take `now` as an argument"
     if relative not in TORCH_ALLOWED_IN_CORE and not relative.startswith(TORCH_ALLOWED_PREFIXES):
@@ -119,7 +132,7 @@ def test_core_code_does_no_io_and_reads_no_clock(path: Path) -> None:
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= FILE_LINES_MAX, f"{path.name} is over {FILE_LINES_MAX} lines"
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         body = node.body[1:] if ast.get_docstring(node) else node.body
@@ -139,7 +152,7 @@ def test_there_is_no_utils() -> None:
 
 def test_nothing_on_the_wire_is_pickled() -> None:
     for path in sources():
-        names = {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
+        names = {name.split(".")[0] for name in imports_of(path)}
         assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, f"{path} imports a pickler"
 
 
@@ -157,6 +170,6 @@ MACHINE_MODULES = {"time", "os", "secrets", "random"}
 def test_daemons_ask_their_outside_for_time_randomness_and_syncs(path: Path) -> None:
     if str(path.relative_to(ROOT)).startswith(READS_THE_MACHINE):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MACHINE_MODULES:
             assert node.attr not in MACHINE_CALLS, f"{path.name}:{node.lineno}: ask `here()` of echo2.outside"

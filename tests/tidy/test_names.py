@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 
-from tests.tidy.test_layout import PACKAGE, sources
+from tests.tidy.test_layout import PACKAGE, nodes_of, sources
 
 
 def test_no_class_name_stands_for_two_things() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert len(places) > 500, "the classes of the product are read"

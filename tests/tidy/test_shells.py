@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.tidy.test_layout import PACKAGE, sources
+from tests.tidy.test_layout import PACKAGE, nodes_of, sources, tree_of
 
 OF_A_FOREIGN_BASE = {("_Server", "servers"), ("_Server", "started")}  # uvicorn's own attributes
 ASKS_FOREIGN_CODE = {
@@ -23,12 +23,17 @@ NOT_HELD = ("sim/",)
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
     for path in sources():
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+        yield str(path.relative_to(PACKAGE)), tree_of(path)
 
 
-def stored(tree: ast.AST) -> Iterator[tuple[ast.expr, str, int]]:
+def walked() -> Iterator[tuple[str, tuple[ast.AST, ...]]]:
+    for path in sources():
+        yield str(path.relative_to(PACKAGE)), nodes_of(path)
+
+
+def stored(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, str, int]]:
     """Object, attribute and line of each plain assignment to an attribute."""
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
@@ -52,9 +57,9 @@ def made_late(tree: ast.Module) -> Iterator[str]:
         made |= {m.name for m in methods if any("setter" in ast.unparse(d) for d in m.decorator_list)}
         for method in methods:
             if method.name in {"__init__", "__post_init__", "__new__"}:
-                made |= {name for value, name, _ in stored(method) if is_self(value)}
+                made |= {name for value, name, _ in stored(ast.walk(method)) if is_self(value)}
         for method in methods:
-            for value, name, line in stored(method):
+            for value, name, line in stored(ast.walk(method)):
                 if is_self(value) and name not in made and (cls.name, name) not in OF_A_FOREIGN_BASE:
                     yield f"{line}: {cls.name}.{method.name} makes {name}"
 
@@ -72,27 +77,27 @@ def test_the_test_sees_an_attribute_that_is_made_late() -> None:
 def test_nothing_of_the_product_is_asked_whether_it_has_an_attribute() -> None:
     asks = {
         path
-        for path, tree in parsed()
-        for node in ast.walk(tree)
+        for path, nodes in walked()
+        for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr"
     }
     assert asks <= ASKS_FOREIGN_CODE
 
 
 def test_no_function_is_hung_on_an_object_after_it_was_made() -> None:
-    trees = [(path, tree) for path, tree in parsed() if not path.startswith(NOT_HELD)]
+    held = [(path, nodes) for path, nodes in walked() if not path.startswith(NOT_HELD)]
     functions = {
         node.target.attr
-        for _, tree in trees
-        for node in ast.walk(tree)
+        for _, nodes in held
+        for node in nodes
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Attribute)
         and "Callable[" in ast.unparse(node.annotation)
     }
     hung = [
         f"{path}:{line} {name}"
-        for path, tree in trees
-        for value, name, line in stored(tree)
+        for path, nodes in held
+        for value, name, line in stored(nodes)
         if name in functions and not is_self(value)
     ]
     assert not hung
