@@ -8,9 +8,10 @@
             publisher.publish(batch.step + 1, model.named_parameters())
 
 The process takes the learner's place in the run: prompts, rewards, the staleness rule, the journal, publication and the
-ledger are those of `echo-learner`; loss, optimiser and their checkpoints are yours. Guarantees: every batch keeps the
-staleness bound; no rollout comes twice, except that batches since the last checkpoint come again, in order, after a
-restart. Waits for: rollouts, in `Rollouts`; `Run.waits_for` says on whom.
+ledger are those of `echo-learner`; loss, optimiser and their checkpoints are yours. Under torchrun every rank does the
+same, with what it holds of the weights (DTensors of any parallelism); rank 0 is the run's learner. Guarantees: every
+batch keeps the staleness bound; no rollout comes twice, except that batches since the last checkpoint come again, in
+order, after a restart. Waits for: rollouts, in `Rollouts`; `Run.waits_for` says on whom.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from echo2.config.run import RunConfig
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.daemon import LearnerDaemon
+from echo2.learner.runtime.lent_ranks import FollowingTrainer, SpreadTrainer
 from echo2.learner.runtime.lent_trainer import DeclaredModel, LentTrainer, TrainerLeft
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions
+from echo2.learner.runtime.ranks import ranks_of_environment
 from echo2.learner.runtime.startup import prepare_with
 from echo2.tasks.runtime.registry import is_environment
 from echo2.tasks.task import TaskSpec
@@ -125,15 +128,30 @@ class Run:
                 f"task {options.task.name} and rank {resolved.model.lora_rank}"
             )
         self.options = replace(options, evaluation=EvaluationOptions(prompts=0))
-        self.trainer = LentTrainer(DeclaredModel(resolved.model.path, resolved.model.weights_dtype))
-        self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(self.trainer, o, f))
+        model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()
+        self.trainer: LentTrainer | FollowingTrainer = (
+            LentTrainer(model) if ranks.count == 1
+            else SpreadTrainer(model, ranks) if ranks.is_leader
+            else FollowingTrainer(model, ranks)
+        )  # fmt: skip
+        self._daemon: LearnerDaemon | None = None
+        self._told_step = 0
+        lent = self.trainer
+        if not isinstance(lent, FollowingTrainer):
+            self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(lent, o, f))
+            ranks.tell({"resume_step": self.resume_step})
+        else:
+            self._told_step = int(ranks.hear()[0]["resume_step"])
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
+        self._is_started = False
 
     @property
     def resume_step(self) -> int:
         """The step of the newest checkpoint: load your own of that step, and begin with `publish(resume_step, …)`."""
+        if self._daemon is None:
+            return self._told_step
         store = CheckpointStore(self.options.folder / "checkpoints", CheckpointOptions(), is_owner=False)
         return int(store.steps()[-1]) if store.steps() else 0
 
@@ -149,18 +167,21 @@ class Run:
 
     @property
     def waits_for(self) -> str:
-        """What the run waits for; empty when it works."""
-        return self._daemon.waits_for[0]
+        """What the run waits for; empty when it works. Rank 0 knows it."""
+        return self._daemon.waits_for[0] if self._daemon is not None else ""
 
     def start(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Joins the run with the weights of step `step`. Done by the first `publish`."""
         self.trainer.begin(step, tensors)
+        self._is_started = True
+        if self._daemon is None:
+            return
         self._thread = threading.Thread(target=self._serve, name="echo2", daemon=True)
         self._thread.start()
 
     @property
     def is_started(self) -> bool:
-        return self._thread is not None
+        return self._is_started
 
     def close(self) -> None:
         """Leaves the run. What was trained is on the disk; a batch that was not comes again at the next start.
@@ -175,6 +196,9 @@ class Run:
 
     def _leave(self) -> BaseException | None:
         """What went wrong with the end."""
+        if self._daemon is None:
+            self.trainer.end()
+            return None
         if self.step < self.options.steps:
             self.trainer.end()
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
@@ -216,6 +240,7 @@ class Run:
 
     async def _run(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        assert self._daemon is not None, "rank 0 alone serves"
         try:
             await self._daemon.run()
         finally:

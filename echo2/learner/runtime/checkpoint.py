@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -48,6 +48,27 @@ STATE_FILE = "state.json"
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 _log = logging.getLogger("echo2.learner")
 _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
+
+
+class LaidOutModel(Protocol):
+    """Whose rows lie where: a rank's model as a checkpoint is read into."""
+
+    @property
+    def path(self) -> str: ...
+
+    def layout_of(self, published_name: str, /) -> Tensor | None: ...
+
+    def masters_by_name(self) -> dict[str, Tensor]: ...
+
+
+class LaidOut(Protocol):
+    """A rank of a trainer."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def model(self) -> LaidOutModel: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +236,17 @@ class CheckpointStore:
             _log.error("%s. The journal is kept whole", error)
             return Step(0)
 
-    def load(self, step: Step, trainer: Trainer | None) -> Checkpoint:
+    def load(self, step: Step, trainer: LaidOut | None) -> Checkpoint:
         """The checkpoint of `step`: the shards of `trainer`'s rank, everything whole where there is none."""
         return self.load_shards(self.folder_of(step), trainer, step)
 
-    def load_newest(self, trainer: Trainer | None = None) -> Checkpoint | None:
+    def load_newest(self, trainer: LaidOut | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or None when there is none."""
         steps = self.steps()
         return self.load(steps[-1], trainer) if steps else None
 
     @staticmethod
-    def load_shards(folder: Path, trainer: Trainer | None, step: Step) -> Checkpoint:
+    def load_shards(folder: Path, trainer: LaidOut | None, step: Step) -> Checkpoint:
         ranks = trainer.ranks if trainer is not None else Ranks()
         try:
             sums = read_sums(folder)
@@ -256,7 +277,7 @@ class CheckpointStore:
             )
 
 
-def _room_for(key: str, said: TensorStorageMetadata, trainer: Trainer | None, folder: Path) -> Tensor:
+def _room_for(key: str, said: TensorStorageMetadata, trainer: LaidOut | None, folder: Path) -> Tensor:
     """An empty tensor to read into: sharded as the trainer's own is, else whole."""
     whole = torch.empty(said.size, dtype=said.properties.dtype)
     if trainer is None or not said.size:

@@ -89,8 +89,8 @@ class DeclaredModel:
     def digest(self) -> str:
         return digest_of(self.config_json(), self.shapes.items(), str(self.dtype).removeprefix("torch."))
 
-    def copy_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as they are published: host copies in the published dtype, the model's own names and shapes."""
+    def check_table(self, tensors: Mapping[str, Tensor]) -> None:
+        """ConfigError unless they have the model's own names and shapes."""
         missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or odd:
             raise ConfigError(
@@ -100,6 +100,10 @@ class DeclaredModel:
         for name, shape in self.shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise ConfigError(f"publish: expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
+
+    def copy_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as they are published: host copies in the published dtype."""
+        self.check_table(tensors)
         return {name: tensors[name].detach().to(device="cpu", dtype=self.dtype, copy=True) for name in self.shapes}
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
@@ -144,9 +148,13 @@ class LentTrainer:
 
     # ---- the user's thread
 
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is published of the user's tensors, while nobody changes them."""
+        return self.model.copy_of(tensors)
+
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """The weights to start with, those of step `step`."""
-        weights = self.model.copy_of(tensors)
+        weights = self.copied(tensors)
         with self._changed:
             self.step_count, self._weights, self._live = step, weights, tensors
             self._changed.notify_all()
@@ -176,7 +184,7 @@ class LentTrainer:
                     f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}"
                 )
             is_published = self._is_published
-        weights = self.model.copy_of(tensors) if is_published else None
+        weights = self.copied(tensors) if is_published else None
         with self._changed:
             self._weights, self._live, self._is_trained, self.step_count = weights, tensors, True, step
             self._changed.notify_all()
@@ -223,7 +231,7 @@ class LentTrainer:
             if self._weights is None and not self._is_waiting:
                 raise TrainerLeft("the trainer left before it gave its weights")
             if self._weights is None:
-                self._weights = self.model.copy_of(self._live)
+                self._weights = self.copied(self._live)
             return self._weights
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
@@ -243,10 +251,7 @@ class LentTrainer:
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
         newest = Step(store.steps()[-1] if store.steps() else 0)
-        if self.step_count != newest:
-            raise ConfigError(
-                f"publish: expected the weights of step {newest}, from which this run goes on, got step {self.step_count}"
-            )
+        self.check_step(newest)
         if not store.steps():
             return None
         checkpoint = store.load(newest, None)
@@ -258,6 +263,18 @@ class LentTrainer:
                     f"got others, {given:016x}"
                 )
         return checkpoint
+
+    def check_step(self, newest: Step) -> None:
+        if self.step_count != newest:
+            raise ConfigError(
+                f"publish: expected the weights of step {newest}, from which this run goes on, got step {self.step_count}"
+            )
+
+    def has_copy(self) -> bool:
+        """Waits until the weights of this step were copied, or the user's thread waits and they can be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._weights is not None or self._is_waiting)
+            return self._weights is not None
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
         """By a copy of the model: the one that trains is the user's."""

@@ -78,7 +78,9 @@ class DistributedRanks(Ranks):
 
     def __init__(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        self._is_owner = not dist.is_initialized()  # an engine of the user's may have made it
+        if self._is_owner:
+            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self.rank = dist.get_rank()
         self.count = dist.get_world_size()
         idle = timedelta(seconds=IDLE_TIMEOUT_S)
@@ -133,7 +135,8 @@ class DistributedRanks(Ranks):
         return head, data[text:]
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self._is_owner:
+            dist.destroy_process_group()
 
 
 def ranks_of_environment() -> Ranks:
