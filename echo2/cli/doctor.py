@@ -121,7 +121,9 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
     except ResourceError as error:
         here = f"no worker: {error}"
     yield Finding("model", f"{shape}; here: {here}")
-    yield Finding("learner of it here", learner_line(config, size, len(machine.gpus)).removeprefix("learner: "))
+    memory_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
+    needed = learner_line(config, size, len(machine.gpus), memory_bytes)
+    yield Finding("learner of it here", needed.removeprefix("learner: "))
     for name, gpu_count, sequences, *_, instead in fit_rows(size, lengths, built_in_catalogue().values()):
         kind = f"{gpu_count} x {name}" if gpu_count else name
         yield Finding(f"a worker on {kind}", f"{sequences} sequences" if sequences else f"would fit: {instead}")

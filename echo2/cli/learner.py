@@ -17,7 +17,7 @@ from echo2.cli.objective import policy_loss_of
 from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.parser import Parser
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
-from echo2.cli.resolved import gradient_checkpointing, threads
+from echo2.cli.resolved import gradient_checkpointing, threads, token_budget
 from echo2.config.run import RunConfig
 from echo2.tasks.runtime.rewards import available_cores
 
@@ -162,7 +162,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         updates_per_batch=learner.updates_per_batch,
         trains_on_truncated=learner.train_on_truncated,
         advantage=ADVANTAGES[learner.advantage],
-        token_budget=learner.token_budget,
+        token_budget=token_budget(config).value,
         attention=learner.attention,
         replays_routing=learner.replay_routing,
         gradient_checkpointing=(

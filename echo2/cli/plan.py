@@ -20,7 +20,7 @@ from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_mod
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.experience import JOIN_S
-from echo2.cost_model.memory import fewest_gpus
+from echo2.cost_model.memory import TOKEN_BUDGET_MAX, fewest_gpus
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
@@ -100,7 +100,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
         print_fits(question)
-        print(learner_line(config, question.model, learner_gpus(config, question.model, catalogue)))
+        gpu_count = learner_gpus(config, question.model, catalogue)
+        print(learner_line(config, question.model, gpu_count, _learner_gpu(catalogue).memory_bytes))
         print(audit_line(audited))
     return 0
 
@@ -269,8 +270,12 @@ def _learner(
 
 def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
     """Of a learner of which nothing is said: the fewest on which it fits."""
-    gpu = catalogue.get(LEARNER_GPU) or next(iter(catalogue.values()))
-    return fewest_gpus(size, config.learner.token_budget, gpu.memory_bytes)
+    budget = config.learner.token_budget or TOKEN_BUDGET_MAX
+    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes)
+
+
+def _learner_gpu(catalogue: Mapping[str, GpuType]) -> GpuType:
+    return catalogue.get(LEARNER_GPU) or next(iter(catalogue.values()))
 
 
 def _wishes(config: RunConfig) -> PlanConfig:

@@ -6,6 +6,7 @@ kept. Leaves to others: the rules (cost_model).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,9 +14,17 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.topology import CHUNKS_AIM, chunk_bytes_for
 from echo2.cli.run_shape import guessed_model_of, lengths_of
 from echo2.config.run import RunConfig
-from echo2.cost_model.memory import CHECKPOINTING_FROM_BYTES, activation_bytes, wants_checkpointing
+from echo2.cost_model.memory import (
+    CHECKPOINTING_FROM_BYTES,
+    TOKEN_BUDGET_MAX_CPU,
+    activation_bytes,
+    learner_memory,
+    token_budget_for,
+    wants_checkpointing,
+)
 from echo2.cost_model.sizing import ModelSize
 from echo2.tasks.runtime.rewards import available_cores, reward_processes
+from echo2.worker.runtime.machine import local_gpus, memory_total_bytes
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -35,6 +44,8 @@ def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
         found["task.name"] = scorers(cores or available_cores())
     if not config.learner.threads:
         found["learner.threads"] = threads(cores or available_cores())
+    if not config.learner.token_budget:
+        found["learner.token_budget"] = token_budget(config)
     if config.learner.gradient_checkpointing == "auto":
         found["learner.gradient_checkpointing"] = gradient_checkpointing(config)
     if config.learner.objective == "auto":
@@ -112,13 +123,35 @@ def chunk_bytes(config: RunConfig, size: ModelSize) -> Resolved[str] | None:
     return Resolved(format_bytes(taken), why)
 
 
+def token_budget(config: RunConfig) -> Resolved[int]:
+    """Of a micro-batch of the trainer on this machine."""
+    if config.learner.token_budget:
+        return Resolved(config.learner.token_budget, "given")
+    if not config.model.path:
+        return Resolved(TOKEN_BUDGET_MAX_CPU, "no model is named")
+    size, _ = guessed_model_of(config.model.path)
+    gpus = () if config.learner.device == "cpu" else local_gpus()
+    gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
+    memory_bytes = min((gpu.memory_bytes for gpu in gpus), default=memory_total_bytes())
+    longest = lengths_of(config).of(size)
+    budget = token_budget_for(size, longest, memory_bytes, gpu_count)
+    where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
+    does = wants_checkpointing(size, budget, 2 if gpu_count else 4)
+    needed = learner_memory(size, budget, is_checkpointed=does, gpu_count=gpu_count, checkpoints_kept=0).device_bytes
+    why = (
+        f"the learner then takes {format_bytes(needed)} of {format_bytes(memory_bytes)} on {where}, sequences of up to "
+        f"{longest} tokens"
+    )
+    return Resolved(budget, why)
+
+
 def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
     """Whether layers are computed again in the backward pass."""
     if not config.model.path:
         return Resolved(False, "no model is named")
     size, _ = guessed_model_of(config.model.path)
     value_bytes = 4 if config.learner.device == "cpu" else 2
-    budget = config.learner.token_budget
+    budget = token_budget(config).value
     kept = activation_bytes(size, budget, is_checkpointed=False, value_bytes=value_bytes)
     does = wants_checkpointing(size, budget, value_bytes)
     than = "more" if does else "less"

@@ -19,7 +19,7 @@ from echo2.base.units import format_bytes, format_seconds
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
-from echo2.cost_model.memory import learner_memory, wants_checkpointing
+from echo2.cost_model.memory import learner_memory, token_budget_for, wants_checkpointing
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
 
@@ -106,21 +106,22 @@ def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> 
         )  # fmt: skip
 
 
-def learner_line(config: RunConfig, model: ModelSize, gpu_count: int) -> str:
-    """What the learner needs, on so many GPUs or on the CPU for 0."""
+def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
+    """What the learner needs, on so many GPUs of so much memory each, or on the CPU for 0."""
     given = config.learner
+    budget = given.token_budget or token_budget_for(model, lengths_of(config).of(model), memory_bytes, gpu_count)
     value_bytes = 2 if gpu_count else 4
     does = given.gradient_checkpointing
-    is_checkpointed = wants_checkpointing(model, given.token_budget, value_bytes) if does == "auto" else bool(does)
+    is_checkpointed = wants_checkpointing(model, budget, value_bytes) if does == "auto" else bool(does)
     found = learner_memory(
-        model, given.token_budget, is_checkpointed=is_checkpointed, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept
+        model, budget, is_checkpointed=is_checkpointed, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept
     )  # fmt: skip
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
     parts = (
         f"{format_bytes(found.state_bytes)} of state and about {format_bytes(found.activation_bytes)} of activations"
     )
     return (
-        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {given.token_budget} tokens"
+        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {budget} tokens"
         f"{', checkpointed' if is_checkpointed else ''}), {format_bytes(found.host_bytes)} of host memory beside it, "
         f"{format_bytes(found.disk_bytes)} of disk for checkpoints"
     )

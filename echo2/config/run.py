@@ -234,9 +234,13 @@ class LearnerSection(Section):
     kl_weighted_by_ratio: Annotated[
         bool, Field(description="Multiplies the KL penalty by the ratio: unbiased off policy. false: plain k3.")
     ] = True
-    token_budget: Annotated[Count, Field(description="Tokens of one packed micro-batch; bounds activation memory.")] = (
-        16384
-    )
+    token_budget: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Tokens of one packed micro-batch; bounds activation memory; 0: as machine and model allow.",
+        ),
+    ] = 0
     threads: Annotated[int, Field(ge=0, description="CPU threads of the trainer; 0: the machine's cores but one.")] = 0
     emulated_step_s: Annotated[Seconds, Field(description="A step takes at least this long, for trials; 0: off.")] = 0.0
     device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"

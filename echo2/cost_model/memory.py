@@ -25,6 +25,8 @@ LOGIT_COPIES = 4
 LOGIT_BYTES = 256 << 20
 CHECKPOINTING_FROM_BYTES = 4 << 30
 """Activations beyond this are worth a third more time."""
+TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
+"""Of a micro-batch: more tokens make a device no faster, fewer leave it idle between kernels."""
 GPUS_MAX = 64
 """Of a learner that is planned for without a word about it."""
 CHECKPOINT_BYTES = 12
@@ -58,6 +60,23 @@ def wants_checkpointing(size: ModelSize, token_budget: int, value_bytes: int) ->
     return (
         activation_bytes(size, token_budget, is_checkpointed=False, value_bytes=value_bytes) > CHECKPOINTING_FROM_BYTES
     )
+
+
+def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int) -> int:
+    """The largest power of two whose micro-batch fits beside the state in memory (of each GPU, or of the host for 0 GPUs), and
+    that holds the run's longest sequence. A CPU, which gains nothing by large ones, takes one that needs no checkpointing."""
+    least, budget = max(TOKEN_BUDGET_MIN, longest), TOKEN_BUDGET_MAX if gpu_count else TOKEN_BUDGET_MAX_CPU
+    while budget >= 2 * least and not _is_good_budget(size, budget, memory_bytes, gpu_count):
+        budget //= 2
+    return budget
+
+
+def _is_good_budget(size: ModelSize, budget: int, memory_bytes: int, gpu_count: int) -> bool:
+    is_checkpointed = wants_checkpointing(size, budget, 2 if gpu_count else 4)
+    if is_checkpointed and not gpu_count:
+        return False
+    found = learner_memory(size, budget, is_checkpointed=is_checkpointed, gpu_count=gpu_count, checkpoints_kept=0)
+    return found.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
 
 
 def fewest_gpus(size: ModelSize, token_budget: int, gpu_memory_bytes: int) -> int:

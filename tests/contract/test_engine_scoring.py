@@ -68,7 +68,8 @@ def test_scores_are_those_of_the_version_named_and_generation_is_as_if_nothing_w
             ):
                 far = np.abs(np.maximum(told, -30.0) - np.maximum(expected, -30.0)).max()
                 assert far < 10 * TOLERANCE, (name, one, far)
-        assert running.token_ids == before[0].token_ids and running.token_ids != alone[0].token_ids
+        if rig.engine.draws_by_seed:  # else no two requests draw the same
+            assert running.token_ids == before[0].token_ids and running.token_ids != alone[0].token_ids
         assert await rig.engine.fingerprint(key) == live, "the live weights are back to the bit"
 
     rig.run(body)
@@ -108,7 +109,7 @@ def test_a_caller_that_gives_up_on_its_scores_leaves_the_engine_as_it_is(rig: Ri
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
         await rig.finish(running)
-        assert running.token_ids == alone.token_ids
+        assert running.token_ids == alone.token_ids or not rig.engine.draws_by_seed
         assert await rig.engine.score(ScoreRequest("s", TOKENS, PLAIN, (stretch(0, 5, 20),)))
 
     rig.run(body)

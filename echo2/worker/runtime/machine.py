@@ -74,7 +74,8 @@ def parse_gpus(text: str) -> tuple[LocalGpu, ...]:
     return tuple(gpus)
 
 
-def _gpus() -> tuple[LocalGpu, ...]:
+def local_gpus() -> tuple[LocalGpu, ...]:
+    """As nvidia-smi tells them; none where it is missing. Takes up to `TOOL_S`."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -89,7 +90,7 @@ def _gpus() -> tuple[LocalGpu, ...]:
 def look(folder: Path) -> WorkerMachine:
     """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
     return WorkerMachine(
-        gpus=_gpus(),
+        gpus=local_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_total_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,

@@ -12,6 +12,8 @@ from echo2.cli.learner import learner_options
 from echo2.cli.main import main
 from echo2.cli.resolved import resolved, threads
 from echo2.config.load import load_config
+from echo2.coordinator.runtime.catalogue import built_in_models
+from echo2.cost_model.memory import token_budget_for
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.tasks.runtime.rewards import reward_processes
 
@@ -45,6 +47,34 @@ def test_gradient_checkpointing_follows_the_model_and_the_budget(example: str, d
     assert learner_options(config, "", tmp_path).trainer.gradient_checkpointing is does
     told = load_config([EXAMPLES / f"{example}.toml"], None, {"learner.gradient_checkpointing": str(not does).lower()})
     assert learner_options(told, "", tmp_path).trainer.gradient_checkpointing is not does
+
+
+@pytest.mark.parametrize(
+    ("model", "longest", "gib", "gpus", "budget"),
+    [
+        ("smollm2-135m", 80, 23, 0, 2_048),  # a CPU: the largest without checkpointing
+        ("qwen3-0.6b", 2_560, 23, 0, 4_096),  # nor below two of the longest sequence
+        ("qwen3-0.6b", 2_560, 80, 1, 16_384),
+        ("qwen3-4b", 2_560, 80, 1, 4_096),  # the state leaves little
+        ("qwen3-8b", 9_216, 80, 4, 16_384),
+    ],
+)
+def test_a_micro_batch_is_as_large_as_machine_and_model_allow(
+    model: str, longest: int, gib: int, gpus: int, budget: int
+) -> None:
+    assert token_budget_for(built_in_models()[model], longest, gib << 30, gpus) == budget
+
+
+def test_the_trainer_takes_the_micro_batch_of_this_machine_unless_told(tmp_path: Path) -> None:
+    example = [EXAMPLES / "math-qwen3-0.6b.toml"]
+    path = {"learner.token_budget": "0", "model.path": "qwen3-0.6b", "learner.device": "cpu"}
+    config = load_config(example, None, path | {"sampling.max_new_tokens": "256", "sampling.max_prompt_tokens": "128"})
+    found = resolved(config, 4)["learner.token_budget"]
+    assert "sequences of up to 384 tokens" in found.why
+    assert learner_options(config, "", tmp_path).trainer.token_budget == found.value
+    told = load_config(example, None, {"learner.token_budget": "777"})
+    assert "learner.token_budget" not in resolved(told, 4)
+    assert learner_options(told, "", tmp_path).trainer.token_budget == 777
 
 
 def test_config_show_says_what_options_become_here_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
