@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from echo2.learner.runtime.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "learner.json"
+TARGET_COLLATION_PERCENT = 5.0
 TARGET_RATIO = 1.5
 TARGET_OVERHEAD_PERCENT = 3.0
 KAPPA = 3
@@ -146,13 +147,15 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
 def run_ours(path: Path, steps: int, threads: int) -> None:
     """In a process of its own: prints seconds of each step and the peak of its memory."""
     trainer, batch = trainer_and_batch(path, threads)
-    seconds, positions = [], 0
+    seconds, loads, positions = [], [], 0
     for _ in range(steps + 1):
         began = time.perf_counter()
-        positions = trainer.step(batch).positions
+        result = trainer.step(batch)
+        positions = result.positions
         seconds.append(time.perf_counter() - began)
+        loads.append(result.phases_s["load"])
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds[1:], "peak_kb": peak_kb, "positions": positions}))
+    print(json.dumps({"seconds": seconds[1:], "loads": loads[1:], "peak_kb": peak_kb, "positions": positions}))
 
 
 def run_publishing(path: Path, windows: int, threads: int) -> None:
@@ -245,6 +248,9 @@ def compare(shape: Shape, steps: int, threads: int, python: str | None) -> list[
     padded = len(batch["completions"]) * (shape.prompt + max(map(len, batch["completions"])))
     share = ours[0]["positions"] / padded
     rows = [row, memory]
+    waited = min(100 * statistics.median(run["loads"]) / statistics.median(run["seconds"]) for run in ours)
+    rows.append({"name": f"{shape.name}: laying out micro-batches, share of the step", "value": waited, "unit": "%",
+                 "target": TARGET_COLLATION_PERCENT, "better": "lower"})  # fmt: skip
     rows.append({"name": f"{shape.name}: positions, packed over padded", "value": share, "unit": "", "target": None,
                  "better": "lower"})  # fmt: skip
     if theirs:

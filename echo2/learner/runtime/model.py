@@ -11,6 +11,7 @@ Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabul
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from echo2.base.routing import RoutingShape
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
 from echo2.learner.runtime.collate import PackedInputs
+from echo2.learner.runtime.loading import Skeleton, load_whole, skeleton_of
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
 from echo2.learner.runtime.ranks import Ranks, on_host, own_part
 from echo2.learner.runtime.reading import TokensToScore, columns_of
@@ -36,6 +38,13 @@ if TYPE_CHECKING:
 LOGIT_BYTES_MAX = 64 << 20
 """Logits of more bytes than this are computed in pieces, and again in the backward pass."""
 PROBE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProbe:
+    """Asks whether hidden states times the head give the model's own logits."""
+
+    token_ids_BW: Tensor
 
 
 class Policy(nn.Module):
@@ -75,8 +84,13 @@ class Policy(nn.Module):
             return torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
         return mask_B1WW
 
-    def forward(self, inputs: PackedInputs | TokensToScore, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats; or columns_CT."""
+    def forward(
+        self, inputs: PackedInputs | TokensToScore | HeadProbe, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats; or columns_CT; or of a
+        probe the model's own logits, and those of hidden states times the head."""
+        if isinstance(inputs, HeadProbe):
+            return self._probed(inputs)
         if self.routers is not None:
             self.routers.give(None if isinstance(inputs, TokensToScore) else inputs.experts_PLK)
         if isinstance(inputs, TokensToScore):
@@ -94,6 +108,14 @@ class Policy(nn.Module):
         hidden_BWH = _backbone(self.hf_model)(**arguments)[0]
         hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
         return self._headed(hidden_TH, inputs.target_T, with_entropy)
+
+    def _probed(self, probe: HeadProbe) -> tuple[Tensor, Tensor | None]:
+        whole = self.hf_model(input_ids=probe.token_ids_BW, use_cache=False).logits.float()
+        try:
+            hidden = _backbone(self.hf_model)(input_ids=probe.token_ids_BW, use_cache=False)[0]
+            return whole, self.hf_model.get_output_embeddings()(hidden).float()
+        except (AttributeError, TypeError):
+            return whole, None
 
     def _scored(self, asked: TokensToScore) -> Tensor:
         count, head = len(asked.target_T), self.hf_model.get_output_embeddings()
@@ -129,8 +151,9 @@ class Policy(nn.Module):
         return logprobs_T, entropy_T
 
 
-def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
-    """Spreads the parameters over the ranks (FSDP2), layer by layer; gradients are summed, not averaged, over them."""
+def shard(policy: Policy, ranks: Ranks, device: torch.device, skeleton: Skeleton | None = None) -> None:
+    """Spreads the parameters over the ranks (FSDP2), layer by layer; gradients are summed, not averaged, over them. Those of
+    a `skeleton` are read one layer at a time, before they are spread."""
     mesh = ranks.mesh(device.type)
     if mesh is None:
         return
@@ -139,7 +162,13 @@ def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
     layer_classes = set(getattr(policy.hf_model, "_no_split_modules", None) or ())
     for module in list(policy.modules()):
         if type(module).__name__ in layer_classes:
+            if skeleton is not None:
+                skeleton.fill(module)
             fully_shard(module, mesh=mesh)
+            if skeleton is not None:
+                skeleton.forget()
+    if skeleton is not None:
+        skeleton.fill(policy)
     fully_shard(policy, mesh=mesh)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -174,15 +203,17 @@ class PolicyModel:
         self.device = device
         self.ranks = ranks or Ranks()
         self.weights_dtype = weights_dtype
-        self.hf_model = _load(path, torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32)
+        dtype = torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32
+        # An adapter's base is compared with the workers' by the fingerprint of all of it.
+        skeleton = skeleton_of(path, dtype, device) if self.ranks.count > 1 and adapter is None else None
+        self.hf_model = load_whole(path, dtype) if skeleton is None else skeleton.hf_model
         if self.ranks.count == 1:
             self.hf_model.to(device)
         _switch_dropout_off(self.hf_model)
         self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype)
         self.config = self.hf_model.config
         self.policy = Policy(self.hf_model, temperature, slices_head=True, replays_routing=replays_routing)
-        self.policy.slices_head = self._head_can_be_sliced()
-        shard(self.policy, self.ranks, device)
+        shard(self.policy, self.ranks, device, skeleton)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
         self.published_names = [published_name(name) if adapter else name for name in self.names]
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
@@ -193,6 +224,7 @@ class PolicyModel:
             self.round_to_policy()
         else:
             self.masters = [p.data for p in self.parameters]
+        self.policy.slices_head = self._head_can_be_sliced()  # last: the forward pass brings rows together
 
     @property
     def vocabulary_size(self) -> int:
@@ -295,7 +327,7 @@ class PolicyModel:
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes `policy`, a snapshot, in Hugging Face layout; an adapter as part of the weights that it adapts."""
         if self.adapter is not None:
-            base = _load(self.path, torch.float32)
+            base = load_whole(self.path, torch.float32)
             merge_into(base, policy, self.adapter, self.weights_dtype)
             base.save_pretrained(folder)
             return
@@ -336,15 +368,12 @@ class PolicyModel:
 
     def _head_can_be_sliced(self) -> bool:
         """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
-        ids = torch.arange(4, device=self.hf_model.device)[None] % max(1, self.vocabulary_size)
+        ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
         with torch.no_grad():
-            whole = self.hf_model(input_ids=ids, use_cache=False).logits.float()
-            try:
-                hidden = _backbone(self.hf_model)(input_ids=ids, use_cache=False)[0]
-                sliced = self.hf_model.get_output_embeddings()(hidden).float()
-            except (AttributeError, TypeError):
-                return False
-        return bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
+            whole, sliced = self.policy(HeadProbe(ids))
+        if self.ranks.count > 1:
+            self.policy.get_submodule("").reshard()  # type: ignore[operator]
+        return sliced is not None and bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
 
 
 def pick_device(text: str) -> torch.device:
@@ -362,22 +391,6 @@ def pick_device(text: str) -> torch.device:
 
 def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
     return weights_dtype == "bfloat16" and device.type != "cpu"
-
-
-def _load(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    local = Path(path).expanduser()
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not (local / "config.json").is_file():
-        raise ConfigError(f"model {path}: expected a Hugging Face folder with config.json, found none")
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(local) if local.is_dir() else path, dtype=dtype, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
 
 
 def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:

@@ -89,6 +89,13 @@ def test_two_ranks_train_as_one_process_does(
         assert len(numbers) == 29 and two["scored"] == pytest.approx(numbers, abs=1e-3)
         assert two["behind"] == pytest.approx(behind, rel=2e-3, abs=2e-5), "training goes on as if nothing was scored"
     assert two["held"], "each rank takes its rows of whole weights, and they come together again"
+    total = sum(p.numel() for p in one.model.parameters)
+    assert two["moment_elements"] == pytest.approx(total / 2, rel=0.02)
+    if not weights_dtype.endswith("-lora"):
+        assert len(two["loaded_elements"]) == len(one.model.parameters)
+        layer = sum(p.numel() for n, p in one.model.masters_by_name().items() if ".layers.1." in n)
+        # Half of the first layer, and the second one whole: no rank ever holds the model.
+        assert max(two["loaded_elements"]) <= 1.02 * (1.5 * layer) < 0.75 * total
 
 
 def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: Callable[[str], Path]) -> None:

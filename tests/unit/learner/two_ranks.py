@@ -20,6 +20,7 @@ from echo2.broadcast.runtime import sharded
 from echo2.learner.audit import Habits, Passage, examined, passage_of
 from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.episodes import SentTokens
+from echo2.learner.runtime import loading
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 from echo2.learner.runtime.ranks import own_part, own_rank, ranks_of_environment
@@ -74,7 +75,7 @@ def scored(team: Team, published: Mapping[str, torch.Tensor]) -> tuple[list[floa
     return numbers, result.loss
 
 
-def lead(team: Team, folder: Path) -> None:
+def lead(team: Team, folder: Path, loaded_elements: list[int]) -> None:
     """Three steps, a checkpoint; what came of them goes to a file."""
     results = [team.step(batch(step)) for step in range(STEPS)]
     taken = team.snapshot()
@@ -104,9 +105,26 @@ def lead(team: Team, folder: Path) -> None:
             "repeated": repeated.metrics.loss,
             "scored": numbers,
             "behind": behind,
+            "loaded_elements": loaded_elements,
+            "moment_elements": sum(own_part(s["exp_avg"]).numel() for s in team.trainer.optimiser.state.values()),
         },
         folder / "result.pt",
     )
+
+
+def watch_loading() -> list[int]:
+    """How many elements of the model this rank holds, each time that it has read one more tensor of it."""
+    held: list[int] = []
+    original = loading.Skeleton._tensor
+
+    def watched(skeleton: loading.Skeleton, name: str) -> torch.Tensor:
+        tensor = original(skeleton, name)
+        own = (own_part(p) for p in skeleton.hf_model.parameters() if not p.is_meta)
+        held.append(tensor.numel() + sum(p.numel() for p in own))
+        return tensor
+
+    loading.Skeleton._tensor = watched  # type: ignore[method-assign]
+    return held
 
 
 def count_gathered() -> list[str]:
@@ -178,7 +196,8 @@ def main() -> None:
     if command == "steps":
         ranks = ranks_of_environment()
         if ranks.is_leader:
-            lead(new_team(options, ranks), folder)
+            loaded = watch_loading()
+            lead(new_team(options, ranks), folder, loaded)
         else:
             follow(options, ranks)
     elif own_rank() > 0:
