@@ -28,6 +28,8 @@ from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate,
 
 MARKET_COUNT = 48
 LEARNER_GPU = "H100"  # of a learner of which nothing else is said
+CHECKPOINT_BYTES_PER_PARAMETER = 14  # float32 masters, two moments of Adam, the bf16 weights last published
+CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 
@@ -250,12 +252,18 @@ def _learner(
 ) -> LearnerEstimate:
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
+    evaluation = round(evaluation_rollouts(config))
     gpu = gpu_of(catalogue, fields.text("gpu", LEARNER_GPU))
     gpu_count = int(fields.number("gpu_count", learner_gpus(config, size, {gpu.name: gpu})))
     whole = float(size.gpu_weight_bytes)
+    train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
+    copied_s = CHECKPOINT_BYTES_PER_PARAMETER * size.billions * 1e9 / (CHECKPOINT_BYTES_PER_S * gpu_count)
+    idle_s = fields.seconds("checkpoint", copied_s) / config.learner.checkpoint_every_steps
     made = LearnerEstimate(
-        rollouts_per_step=batch,
-        train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens)),
+        rollouts_per_step=batch + evaluation,
+        evaluation_rollouts=evaluation,
+        train_s=train_s + idle_s,
+        idle_s=idle_s,
         link=fields.link(config.broadcast.uplink_limit or 125e6, 125e6, 0.04),
         delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
         full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),
@@ -266,6 +274,13 @@ def _learner(
     fields.text("origin", "")
     fields.done()
     return made
+
+
+def evaluation_rollouts(config: RunConfig) -> float:
+    """That workers make for evaluations, a step on average."""
+    task = config.task
+    asked = task.eval_prompts * task.eval_samples + sum(one.prompts * one.samples for one in task.eval_sets.values())
+    return asked / task.eval_every_steps
 
 
 def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:

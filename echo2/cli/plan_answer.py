@@ -19,6 +19,7 @@ from echo2.cost_model.egress import plan_with_egress as plan
 from echo2.cost_model.egress import sent_gib_per_hour
 from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.cost_model.question import PlanQuestion
+from echo2.cost_model.snapshot import LearnerEstimate
 
 
 def alternatives(question: PlanQuestion) -> dict[str, Plan]:
@@ -32,7 +33,7 @@ def alternatives(question: PlanQuestion) -> dict[str, Plan]:
     fewest = plan(alike, replace(wishes, usd_per_hour_cap=0.0))
     prices = {one.worker_id: one.price_usd_per_hour for one in snapshot.workers}
     priced = sum(prices[worker] for worker in fewest.pool)
-    useful = fewest.predicted_utilisation * question.learner.rollouts_per_step / question.learner.train_s * 3600
+    useful = _useful_per_hour(question, fewest)
     learner_usd = question.learner.price_usd_per_hour
     found = {
         "cheapest": plan(snapshot, wishes),
@@ -53,6 +54,13 @@ def pool_by_kind(answer: Plan) -> dict[str, int]:
     return dict(sorted(Counter(worker.rpartition("#")[0] for worker in answer.pool).items()))
 
 
+def _useful_per_hour(question: PlanQuestion, answer: Plan) -> float:
+    """Rollouts that are trained on."""
+    learner = question.learner
+    trained_s = learner.train_s * learner.training_share
+    return answer.predicted_utilisation * learner.trained_rollouts / trained_s * 3600
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
     """`origin`: where the model's size is known from."""
@@ -63,7 +71,7 @@ class PlannedRun:
 
 def hours_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> float:
     """The whole run at this plan's utilisation; infinite where nothing is generated."""
-    busy_s = run.steps * question.learner.train_s
+    busy_s = run.steps * question.learner.train_s * question.learner.training_share
     return busy_s / answer.predicted_utilisation / 3600 if answer.predicted_utilisation > 0 else math.inf
 
 
@@ -114,7 +122,7 @@ def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sum
     learner = question.learner
     console.print(
         f"model    {question.model.billions:.3g} billion parameters ({run.origin})\n"
-        f"step     {learner.rollouts_per_step} rollouts, {format_seconds(learner.train_s)} of training; "
+        f"step     {_step_text(learner)}; "
         f"S = {question.wishes.staleness_bound}",
         soft_wrap=True,
     )
@@ -127,6 +135,17 @@ def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sum
         _print_alternatives(console, question, answer)
     if with_sums and answer.pool:
         _print_sums(console, question, answer)
+
+
+def _step_text(learner: LearnerEstimate) -> str:
+    """What a step takes, evaluations and checkpoints told apart."""
+    rollouts = f"{learner.trained_rollouts} rollouts"
+    if learner.evaluation_rollouts:
+        rollouts += f" and {learner.evaluation_rollouts} of evaluations"
+    told = f"{rollouts}, {format_seconds(learner.train_s - learner.idle_s)} of training"
+    return (
+        f"{told}, {format_seconds(learner.idle_s)} of checkpoints" if learner.idle_s >= 5e-4 * learner.train_s else told
+    )
 
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
@@ -243,7 +262,7 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
         f"in flight   {answer.in_flight_cap_rollouts} rollouts at most",
         *_egress_lines(question, kappa),
         f"price       {answer.usd_per_hour:.2f} (pool) + {learner.price_usd_per_hour:.2f} (learner) USD/h over "
-        f"{3600 * answer.predicted_utilisation * batch / train_s:.0f} useful rollouts/h = "
+        f"{_useful_per_hour(question, answer):.0f} useful rollouts/h = "
         f"{answer.usd_per_useful_rollout:.5f} USD",
     ]
     console.print("\n".join(lines), soft_wrap=True)

@@ -125,6 +125,7 @@ class Candidates:
             rollout_s_max=mean_s * self._longer("rollout_s_max", LONGEST_OVER_MEAN),
             tokens_per_s=rate * self._work.tokens_per_rollout,
             apply_s=self._usual("apply_s", 1.0), swap_s=self._usual("swap_s", 0.0), provider=one.offer.provider,
+            egress_usd_per_gib=one.egress_usd_per_gib,
             join_s=self._experience.join_s(one.offer.provider, one.kind, one.offer.is_spot),
             hazard_per_hour=self._experience.hazard_per_hour(one.offer.provider, one.kind, one.offer.is_spot),
         )  # fmt: skip

@@ -28,6 +28,7 @@ from echo2.coordinator.worth import CLAIM_MARGIN
 from echo2.cost_model.catalogue import GpuType
 from echo2.cost_model.experience import NO_EXPERIENCE, Experience
 from echo2.cost_model.kinds import kind_of_name
+from echo2.cost_model.offers import EGRESS_USD_PER_GIB
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -40,6 +41,8 @@ from echo2.cost_model.snapshot import (
 )
 
 DWELL_HEARTBEATS = 30
+IDLE_MOST = 10.0
+"""Times a step's training that a learner is believed to stand still for checkpoints, each step."""
 RATE_MIN = 1e-9
 OVERDUE, OVERDUE_S_MIN = 3.0, 10.0
 RATE_MARGIN = 1.1  # of the needed rate that has a version first: measured rates waver, and swaps take some of them
@@ -194,6 +197,7 @@ def _worker(
         apply_s=member.measures.value("apply_s"),
         swap_s=min(member.measures.value("swap_s"), swap_s_max),
         provider=member.hello.provider,
+        egress_usd_per_gib=EGRESS_USD_PER_GIB.get(member.hello.provider.lower(), 0.0),
         state=_state(member),
         state_since_s=member.activation_since,
         is_relaying=spreads and _state(member) is WorkerState.ACTIVE,
@@ -272,10 +276,13 @@ class SnapshotMaker:
 
 def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
     full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
+    idle_s = min(board.report.idle_s, IDLE_MOST * board.train_s)  # what it tells; a step is the least that it does
     return LearnerEstimate(
         # Workers answer evaluations beside the training's prompts, and no step is made while a checkpoint is copied.
         rollouts_per_step=hello.rollouts_per_step + round(board.report.evaluation_rollouts),
-        train_s=board.train_s + board.report.checkpoint_s,
+        evaluation_rollouts=round(board.report.evaluation_rollouts),
+        train_s=board.train_s + idle_s,
+        idle_s=idle_s,
         link=_link(hello.link),
         delta_bytes=float(board.delta_bytes or full),
         full_snapshot_bytes=full,

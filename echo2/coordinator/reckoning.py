@@ -31,7 +31,8 @@ class Reckoning:
         hello, step = self.board.hello, self.board.report.step
         self.track.planned(plan, is_acted_on, max(0, hello.step_limit - step) if hello is not None else 0, now)
         if is_acted_on:
-            self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour, now)
+            # The meter counts machines; who pays for traffic is told by no provider here.
+            self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour, now)
 
     def expected(self, plan: Plan | None) -> float:
         """The plan's utilisation as the wall clock is to have it; 0 without a plan."""

@@ -116,8 +116,9 @@ class LearnerHello:
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
     """`lag_histogram[i]`: trained tokens of lag i. `eval_reward` None before the first evaluation. `evaluation_rollouts`,
-    `checkpoint_s`: what evaluations and checkpoints take, spread over the steps between. `audit_fleet_share`: tokens that workers
-    read for audits, of those trained on; `audit_s`: what the learner scores itself, a step."""
+    `idle_s`: what evaluations ask of workers, and seconds that checkpoints and publications take, spread over the steps between.
+    `audit_fleet_share`: tokens that workers read for audits, of those trained on; `audit_s`: what the learner scores itself, a
+    step."""
 
     step: Step = _STEP_0
     newest_version: Version = _VERSION_0
@@ -141,7 +142,7 @@ class LearnerReport:
     eval_reward: float | None = None
     fingerprint: str = ""
     evaluation_rollouts: float = 0.0
-    checkpoint_s: float = 0.0
+    idle_s: float = 0.0
     audit_fleet_share: float = 0.0
     audit_s: float = 0.0
 

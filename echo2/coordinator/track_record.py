@@ -3,7 +3,8 @@
 A plan that is carried out opens a prediction of utilisation. After `WINDOW_STEPS` steps, or when another pool or period takes its
 place, it is compared with the seconds that steps took of the learner over all that passed: waits, evaluations, checkpoints and
 restarts of the learner are in it. What was missed so far moves the next prediction (`expected`) and makes its interval, Student's t
-of what is left: intervals come from this run's own misses. Guarantees: pure; bounded memory; what was kept and makes no sense is
+of what is left: intervals come from this run's own misses. The window under way counts with its share of a whole one, so that the
+first steps already tell. Guarantees: pure; bounded memory; what was kept and makes no sense is
 left out. Leaves to others: the model's prediction (cost_model), keeping (runtime/remembering).
 """
 
@@ -24,7 +25,7 @@ from echo2.cost_model.rates import t_quantile
 
 RECORDS_MAX = 256
 OPEN_RATES_MAX = 1024
-WINDOW_STEPS, STEPS_LEAST = 16, 8
+WINDOW_STEPS, STEPS_LEAST, STEPS_OPEN = 16, 8, 4
 NEWEST = 16
 """So many misses are looked at: the run changes."""
 PRIOR_WEIGHT, PRIOR_SPREAD, FREEDOM = 0.5, 0.04, 2.0
@@ -97,14 +98,31 @@ class TrackRecord:
     @property
     def bias(self) -> float:
         """What to add to the planner's utilisation for that of the wall clock."""
-        return sum(self.misses) / (len(self.misses) + PRIOR_WEIGHT)
+        weight, miss = self._open_miss()
+        return (sum(self.misses) + weight * miss) / (len(self.misses) + weight + PRIOR_WEIGHT)
 
     @property
     def reach(self) -> float:
         """The half-width that holds the wall clock's 9 times of 10."""
-        weight = len(self.misses) + FREEDOM
-        left = sum((one - self.bias) ** 2 for one in self.misses) + FREEDOM * PRIOR_SPREAD**2
+        bias, (open_weight, open_miss) = self.bias, self._open_miss()
+        weight = len(self.misses) + open_weight + FREEDOM
+        left = sum((one - bias) ** 2 for one in self.misses) + open_weight * (open_miss - bias) ** 2
+        left += FREEDOM * PRIOR_SPREAD**2
         return math.sqrt(left / weight) * t_quantile((1 + COVERAGE) / 2, weight)
+
+    def _open_miss(self) -> tuple[float, float]:
+        """Of the window that is under way: its share of a whole one, and by how much the wall clock differs so far."""
+        one = self._plan
+        steps = self._step - one.began[0] if one is not None and one.began is not None else 0
+        if one is None or steps < STEPS_OPEN:
+            return 0.0, 0.0
+        return min(1.0, steps / WINDOW_STEPS), self._share(one) - one.model
+
+    def _share(self, one: _OpenPrediction) -> float:
+        """Of the wall clock since `one` began, that the learner trained."""
+        assert one.began is not None, "asked for where it has begun"
+        _, began_at, busy_s = one.began
+        return min(1.0, (self._busy_s - busy_s) / max(self._step_at - began_at, 1e-9))
 
     def expected(self, model_utilisation: float) -> Interval:
         """Of the wall clock, for what the planner predicts: moved by this run's misses, with the interval that they leave."""
@@ -149,8 +167,7 @@ class TrackRecord:
         open_one, self._plan = self._plan, None
         if open_one is None or open_one.began is None or self._step - open_one.began[0] < STEPS_LEAST:
             return
-        _, began_at, busy_s = open_one.began
-        share = min(1.0, (self._busy_s - busy_s) / max(self._step_at - began_at, 1e-9))
+        share = self._share(open_one)
         self.misses.append(share - open_one.model)
         self._keep(Quantity.UTILISATION, open_one.about, open_one.at, open_one.promised, share, now)
 

@@ -106,5 +106,5 @@ def _cap(question: PlanQuestion, factor: float) -> _Step | None:
 
 
 def _train(question: PlanQuestion, factor: float) -> _Step | None:
-    train_s = question.learner.train_s * factor
+    train_s = (question.learner.train_s - question.learner.idle_s) * factor
     return _Step(f"train={train_s:.6g}s", f"a learner {factor:g} times slower ({train_s:.3g} s a step)")

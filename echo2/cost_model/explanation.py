@@ -51,7 +51,7 @@ def plan_of(facts: PlanFacts, found: Evaluation, over_provisioned_since_s: float
     active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
     terms = tuple(_terms(facts, found))
     binding = min(terms, key=lambda term: term.slack)
-    useful_per_hour = found.utilisation * learner.rollouts_per_step / learner.train_s * 3600
+    useful_per_hour = found.utilisation * learner.trained_rollouts / learner.train_s * 3600
     usd = found.usd_per_hour + learner.price_usd_per_hour
     is_feasible = facts.is_feasible and binding.is_met
     return Plan(
@@ -60,7 +60,7 @@ def plan_of(facts: PlanFacts, found: Evaluation, over_provisioned_since_s: float
         activate=tuple(worker_id for worker_id in pool if worker_id not in active),
         drain=tuple(sorted(active - set(pool))),
         in_flight_cap_rollouts=in_flight_cap(found, learner.rollouts_per_group),
-        predicted_utilisation=found.utilisation,
+        predicted_utilisation=found.utilisation * learner.training_share,
         broadcast_s=found.point.broadcast_s,
         transfer_s=found.point.transfer_s,
         throughput_rollouts_per_s=found.point.throughput,

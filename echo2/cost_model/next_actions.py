@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from echo2.base.ids import PeerId
 from echo2.cost_model.effort import UTILISATION_LEAST
+from echo2.cost_model.egress import egress_usd_per_hour
 from echo2.cost_model.planner import promised
 from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
 
@@ -116,34 +117,19 @@ class NextActions:
 
 def next_actions(told: Situation, candidates: Iterable[Candidate]) -> NextActions:
     """The best three, of different kinds. All are weighed by the rates expected; intervals are worked out for those told."""
-    weighing, target = _Weighing.of(told), told.config.target_utilisation
+    weighing = _Weighing.of(told)
     stay = _Move(What.PERIOD, "", told.pool, told.usd_per_hour, replace(told.config, fixed_kappa=told.kappa))
     now = weighing.promise(stay)
     moves = [*_releases(weighing), *_settings(weighing, now), *_rents(weighing, candidates, now)]
     promises = [(move, weighing.promise(move)) for move in moves]
     found: dict[tuple[What, str], tuple[_Move, _Promise]] = {}
-    for move, promise in sorted(promises, key=lambda one: _worth((stay, now), one, target)):
+    for move, promise in sorted(promises, key=lambda one: weighing.worth((stay, now), one)):
         is_same = move.what is What.PERIOD and promise.kappa == told.kappa
-        if _rank(target, promise, move) < _rank(target, now, stay) and not is_same:
+        is_better = weighing.rank(promise, move) < weighing.rank(now, stay)
+        if is_better and not is_same:
             found.setdefault((move.what, move.candidate.kind if move.candidate else ""), (move, promise))
     actions = tuple(weighing.told_of(*one) for one in list(found.values())[:TOLD_MAX])
     return NextActions(weighing.outlook(stay, now), actions, len(moves))
-
-
-def _rank(target: float, promise: _Promise, move: _Move) -> tuple[int, float]:
-    """The planner's order: steps of utilisation short of the target, then USD/h."""
-    short = math.log(target / max(promise.utilisation, UTILISATION_LEAST)) / STEP
-    return max(0, math.ceil(short - 0.5)), round(move.usd_per_hour, 6)
-
-
-def _worth(stay: tuple[_Move, _Promise], one: tuple[_Move, _Promise], target: float) -> tuple[bool, int, float]:
-    """What to tell first: what reaches the target, for the least USD/h; then what gains most for a dollar. A wider bound, which
-    learning must bear, comes last."""
-    move, promise = one
-    if _rank(target, promise, move)[0] <= STEPS_FORGIVEN:
-        return move.what is What.BOUND, 0, move.usd_per_hour
-    gained = max(promise.utilisation - stay[1].utilisation, 1e-6)
-    return move.what is What.BOUND, 1, (move.usd_per_hour - stay[0].usd_per_hour) / gained
 
 
 # ---- what an action would bring
@@ -197,7 +183,28 @@ class _Weighing:
         if not workers:
             return _Promise(0.0, move.config.kappas[0])
         found = promised(replace(self.told.snapshot, workers=tuple(workers)), move.config)
-        return _Promise(found.utilisation, found.kappa)
+        return _Promise(found.utilisation * self.told.snapshot.learner.training_share, found.kappa)
+
+    def usd_per_hour(self, move: _Move, promise: _Promise) -> float:
+        """The bill, traffic of those at work with it."""
+        workers = [self.by_id[one] for one in move.pool]
+        more = [move.candidate.worker] * move.count if move.candidate is not None else []
+        return move.usd_per_hour + egress_usd_per_hour(self.told.snapshot.learner, promise.kappa, [*workers, *more])
+
+    def rank(self, promise: _Promise, move: _Move) -> tuple[int, float]:
+        """The planner's order: steps of utilisation short of the target, then USD/h."""
+        short = math.log(self.told.config.target_utilisation / max(promise.utilisation, UTILISATION_LEAST)) / STEP
+        return max(0, math.ceil(short - 0.5)), round(self.usd_per_hour(move, promise), 6)
+
+    def worth(self, stay: tuple[_Move, _Promise], one: tuple[_Move, _Promise]) -> tuple[bool, int, float]:
+        """What to tell first: what reaches the target, for the least USD/h; then what gains most for a dollar. A wider bound,
+        which learning must bear, comes last."""
+        move, promise = one
+        usd = self.usd_per_hour(move, promise)
+        if self.rank(promise, move)[0] <= STEPS_FORGIVEN:
+            return move.what is What.BOUND, 0, usd
+        gained = max(promise.utilisation - stay[1].utilisation, 1e-6)
+        return move.what is What.BOUND, 1, (usd - self.usd_per_hour(*stay)) / gained
 
     def told_of(self, move: _Move, promise: _Promise) -> NextAction:
         text = move.text.format(kappa=promise.kappa)
@@ -213,10 +220,14 @@ class _Weighing:
         utilisation = Interval(
             utilisation.expected, max(0.0, utilisation.expected - apart[0]), min(1.0, utilisation.expected + apart[1])
         )
-        tokens = told.tokens_per_rollout * learner.rollouts_per_step / learner.train_s * 3600 / 1e6
-        usd, busy_h = move.usd_per_hour + told.learner_usd_per_hour, told.snapshot.steps_left * learner.train_s / 3600
+        trained_s = learner.train_s * learner.training_share
+        tokens = told.tokens_per_rollout * learner.trained_rollouts / trained_s * 3600 / 1e6
+        usd, busy_h = (
+            self.usd_per_hour(move, middle) + told.learner_usd_per_hour,
+            told.snapshot.steps_left * trained_s / 3600,
+        )
         return Outlook(
-            utilisation, move.usd_per_hour, _over(usd / tokens, utilisation) if tokens > 0 else None,
+            utilisation, self.usd_per_hour(move, middle), _over(usd / tokens, utilisation) if tokens > 0 else None,
             _over(busy_h, utilisation) if busy_h > 0 else None, middle.kappa,
         )  # fmt: skip
 

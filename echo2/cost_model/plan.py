@@ -50,6 +50,7 @@ class Plan:
     its part that occupies links. greedy_gap: how much dearer the greedy's pool would be, as a share; 0 when greedy
     was the solver or found the same price. over_provisioned_since_s: since when a much cheaper pool has been known;
     short_since_s: since when the pool has been a little short of its terms.
+    egress_usd_per_hour: of `usd_per_hour`, what providers charge for traffic.
     """
 
     kappa: int
@@ -71,6 +72,7 @@ class Plan:
     greedy_gap: float = 0.0
     over_provisioned_since_s: float | None = None
     short_since_s: float | None = None
+    egress_usd_per_hour: float = 0.0
 
     @property
     def binding_term(self) -> Term:

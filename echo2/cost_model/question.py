@@ -164,9 +164,10 @@ class PlanQuestion:
                 link = replace(learner.link, uplink_bytes_per_s=parse_rate_bytes_per_s(text))
                 return replace(self, learner=replace(learner, link=link))
             case "train":
-                return replace(self, learner=replace(learner, train_s=parse_duration_s(text)))
+                return replace(self, learner=replace(learner, train_s=parse_duration_s(text) + learner.idle_s))
             case "R":
-                return replace(self, learner=replace(learner, rollouts_per_step=int(_number(name, text))))
+                trained = int(_number(name, text))
+                return replace(self, learner=replace(learner, rollouts_per_step=trained + learner.evaluation_rollouts))
             case "delta":
                 return replace(self, learner=replace(learner, delta_bytes=_number(name, text)))
             case "tail":

@@ -16,6 +16,7 @@ from echo2.cost_model.experience import JOIN_S
 
 STALENESS_BOUND_MAX = 64
 WORKERS_MAX = 100_000
+IDLE_SHARE_MAX = 0.99
 BROADCAST_EFFICIENCY = 0.8  # until broadcasts were measured: the share of the planned rate that weighted trees reached
 
 
@@ -115,7 +116,10 @@ class WorkerEstimate:
 @dataclass(frozen=True, slots=True)
 class LearnerEstimate:
     """The learner. `delta_bytes` is the artifact published when kappa is `delta_kappa`; a longer period changes more
-    weights, by `delta_growth` (bytes ~ kappa ** delta_growth, measured 0.75), and never more than a whole snapshot."""
+    weights, by `delta_growth` (bytes ~ kappa ** delta_growth, measured 0.75), and never more than a whole snapshot.
+
+    evaluation_rollouts: of `rollouts_per_step`, spread over the steps between evaluations; nothing is trained on them. idle_s: of
+    `train_s`, in which nothing is trained, though no rollout is waited for: checkpoints copied, publications waited for."""
 
     rollouts_per_step: int
     train_s: float
@@ -127,6 +131,8 @@ class LearnerEstimate:
     delta_growth: float = 0.75
     encode_s: float = 0.0
     price_usd_per_hour: float = 0.0
+    evaluation_rollouts: int = 0
+    idle_s: float = 0.0
 
     def __post_init__(self) -> None:
         checked("learner", "rollouts_per_step", self.rollouts_per_step, 1)
@@ -138,6 +144,18 @@ class LearnerEstimate:
         checked("learner", "delta_growth", self.delta_growth, 0.0, 1.0)
         checked("learner", "encode_s", self.encode_s, 0.0)
         checked("learner", "price_usd_per_hour", self.price_usd_per_hour, 0.0)
+        checked("learner", "evaluation_rollouts", self.evaluation_rollouts, 0, self.rollouts_per_step - 1)
+        checked("learner", "idle_s", self.idle_s, 0.0, self.train_s * IDLE_SHARE_MAX)
+
+    @property
+    def training_share(self) -> float:
+        """Of a step that waits for no rollout: what it trains."""
+        return 1.0 - self.idle_s / self.train_s
+
+    @property
+    def trained_rollouts(self) -> int:
+        """Of those of a step."""
+        return self.rollouts_per_step - self.evaluation_rollouts
 
     def artifact_bytes(self, kappa: int) -> float:
         """Predicted bytes of one published version."""

@@ -235,7 +235,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "dropped_stale_rollouts": _COUNT, "duplicate_rollouts": _COUNT, "refused_rollouts": _COUNT,
         "over_stale_tokens_trained": _COUNT, "lag_histogram": Listed(256, _COUNT), "utilisation": _SHARE,
         "sent_chunk_bytes": _BYTES, "waits_for": _TEXT, "waits_since_s": _UNIX_S, "eval_reward": _REWARD,
-        "fingerprint": _HEX, "evaluation_rollouts": Number(1 << 24), "checkpoint_s": _SECONDS,
+        "fingerprint": _HEX, "evaluation_rollouts": Number(1 << 24), "idle_s": _SECONDS,
         "audit_fleet_share": Number(1 << 24), "audit_s": _SECONDS,
     },
     "OfferGroups": {

@@ -36,10 +36,10 @@ _log = logging.getLogger("echo2.coordinator")
 def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
     """The planner, loaded when it is first needed: its libraries take longer to load than the daemon to start."""
     from echo2.coordinator.tree_predictor import TreeBroadcast
-    from echo2.cost_model.planner import plan
+    from echo2.cost_model.egress import next_plan_with_egress
 
     with quiet_solver():
-        return plan(snapshot, config, previous, TreeBroadcast(config.broadcast_efficiency))
+        return next_plan_with_egress(snapshot, config, previous, TreeBroadcast(config.broadcast_efficiency))
 
 
 async def snapshot_of(hub: Hub) -> FleetSnapshot | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
 EVALUATION = "evaluation"
 """What the loop waits for behind its last step."""
+PUBLISH_WAITS_KEPT = 32
+"""Steps over which the wait for publications is averaged."""
 NOT_FINITE_KEPT_MAX = 16
 """Batches kept for inspection; later ones are counted only."""
 LEFT_OUT_LINES_MAX = 8
@@ -89,6 +92,7 @@ class TrainingLoop:
         self._stepped = parts.stepped
         self.waiting: tuple[str, float] = ("", 0.0)
         self.checkpoint_s = 0.0  # that the newest one kept the loop
+        self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
         self._is_stopping = self._was_stopped = False
@@ -103,6 +107,12 @@ class TrainingLoop:
     @property
     def is_finished(self) -> bool:
         return self.step >= self.options.steps
+
+    @property
+    def idle_s(self) -> float:
+        """A step on average, in which nothing is trained though no rollout is waited for: checkpoints and publications."""
+        waited_s = sum(self.publish_waits) / max(1, len(self.publish_waits))
+        return waited_s + self.checkpoint_s / self.options.checkpoint.every_steps
 
     def stop(self) -> None:
         """Ends the loop after the step that runs."""
@@ -163,7 +173,9 @@ class TrainingLoop:
         self.auditor.counts.steps += 1
         if snapshot is not None:
             await self._publish(snapshot, times)
-        self.utilisation.add(times.busy_s(result), times.wait_s if self._is_warm else 0.0)
+        waited_s = (times.wait_s if self._is_warm else 0.0) + times.publish_wait_s
+        self.utilisation.add(times.busy_s(result), waited_s)
+        self.publish_waits.append(times.publish_wait_s)
         self._is_warm = True
         if self.step % self.options.checkpoint.every_steps == 0:
             await self._checkpoint(times)

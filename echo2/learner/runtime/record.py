@@ -36,7 +36,7 @@ class StepTimes:
     audit_wait_s: float = 0.0
 
     def busy_s(self, result: StepResult) -> float:
-        return sum(result.phases_s.values()) + self.diff_s + self.publish_wait_s + self.audit_wait_s
+        return sum(result.phases_s.values()) + self.diff_s + self.audit_wait_s
 
 
 @dataclass(slots=True)

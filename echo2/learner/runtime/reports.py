@@ -72,7 +72,7 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
         is_finished=loop.is_finished and not loop.intake.exam_waits_for,
         eval_reward=loop.exams.rewards[max(loop.exams.rewards)] if loop.exams.rewards else -1.0,
         evaluation_rollouts=loop.exams.rollouts_per_step,
-        checkpoint_s=loop.checkpoint_s / loop.options.checkpoint.every_steps,
+        idle_s=loop.idle_s,
         fingerprint=f"{publisher.newest_fingerprint:016x}",
         audit_fleet_share=audited.fleet_share,
         audit_s=audited.own_s_per_step,

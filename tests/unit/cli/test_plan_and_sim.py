@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,23 @@ def test_plan_as_json_says_pool_terms_and_alternatives(capsys: pytest.CaptureFix
     assert {"cheapest", "fastest", "fewest workers"} <= set(told["alternatives"])
     assert told["alternatives"]["cheapest"]["usd_per_hour"] <= told["alternatives"]["fastest"]["usd_per_hour"] + 1e-9
     assert told["alternatives"]["fewest workers"]["workers"] <= told["alternatives"]["cheapest"]["workers"]
+
+
+def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the utilisation that it tells, in what workers have to make, and in the hours."""
+
+    def told(*more: str) -> dict[str, Any]:
+        assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", "--staleness.bound=8", *more) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    plain = told("--task.eval_prompts=0", "--learner.checkpoint_every_steps=100000")
+    full = told("--task.eval_prompts=512", "--task.eval_every_steps=4", "--learner.checkpoint_every_steps=1")
+    assert plain["predicted_utilisation"] > 0.99
+    share = full["learner"]["idle_s"] / full["learner"]["train_s"]
+    assert 0.01 < share < 0.5 and full["predicted_utilisation"] <= 1 - share + 1e-9
+    assert full["learner"]["rollouts_per_step"] == plain["learner"]["rollouts_per_step"] + 128
+    assert full["run"]["hours"] > plain["run"]["hours"] * (1 + 0.9 * share)
 
 
 def test_plan_prints_the_inequality_the_sums_and_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -89,7 +107,7 @@ def test_the_headline_is_the_whole_price_of_the_whole_run(capsys: pytest.Capture
     assert told["learner"]["price_usd_per_hour"] > 0
     assert told["run"]["usd"] == pytest.approx(told["run"]["hours"] * total)
     assert told["run"]["hours"] == pytest.approx(
-        100 * told["learner"]["train_s"] / told["predicted_utilisation"] / 3600
+        100 * (told["learner"]["train_s"] - told["learner"]["idle_s"]) / told["predicted_utilisation"] / 3600
     )
     assert run(*asked) == 0
     printed = capsys.readouterr().out

@@ -44,6 +44,18 @@ def test_a_plan_is_compared_with_the_wall_clock_and_what_it_missed_moves_the_nex
     assert abs(told["newest"][-1]["predicted"] - 0.9) < abs(told["newest"][0]["predicted"] - 0.9)
 
 
+def test_the_window_under_way_already_moves_what_is_expected() -> None:
+    track = TrackRecord()
+    at = train(track, 2, 10.0)
+    track.planned(acted_on(), True, 500, at[1])
+    at = train(track, 1 + 3, 10.0, at)
+    assert track.expected(1.0).expected == 1.0, "three steps say too little"
+    train(track, 5, 10.0, at)
+    assert track.value()["utilisation"]["count"] == 0
+    assert track.expected(1.0).expected == pytest.approx(1 - 0.1 * 0.5 / (0.5 + 0.5))
+    assert track.expected(1.0).low < 0.9
+
+
 def test_an_outage_of_the_learner_is_in_the_wall_clock_and_steps_made_twice_count_once() -> None:
     track = TrackRecord()
     at = train(track, 2, 10.0)

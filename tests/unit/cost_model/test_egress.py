@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks.bench_market import brute_force_usd, egress_case
 from echo2.base.ids import PeerId
-from echo2.cost_model.egress import plan_with_egress, priced, sent_gib_per_hour
+from echo2.cost_model.egress import next_plan_with_egress, plan_with_egress, priced, sent_gib_per_hour
 from echo2.cost_model.planner import plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+from echo2.cost_model.transfer import FluidBroadcast
 from tests.unit.cost_model.fleets import learner, worker
 
 
@@ -41,3 +42,18 @@ def test_the_plan_is_within_a_hundredth_of_brute_force(seed: int) -> None:
     made = plan_with_egress(snapshot, config)
     assert made.is_feasible == (best is not None)
     assert best is None or made.usd_per_hour <= best * 1.01
+
+
+def test_a_run_that_goes_on_pays_for_traffic_as_well_and_says_how_much() -> None:
+    told, config = learner(delta_bytes=4e8), PlanConfig(4)
+    dear = tuple(worker(f"w{index}", 1.0, 0.4, egress_usd_per_gib=0.09) for index in range(6))
+    others = tuple(worker(f"z{index}", 1.0, 0.9) for index in range(6))
+    snapshot = FleetSnapshot(0.0, told, (*dear, *others))
+    made = next_plan_with_egress(snapshot, config, None, FluidBroadcast(config.broadcast_efficiency))
+    assert made.kappa == plan_with_egress(snapshot, config).kappa and made.is_feasible
+    paid = [one for one in dear if one.worker_id in made.pool]
+    machines = sum(one.price_usd_per_hour for one in snapshot.workers if one.worker_id in made.pool)
+    assert made.usd_per_hour == pytest.approx(machines + made.egress_usd_per_hour)
+    assert made.egress_usd_per_hour == pytest.approx(len(paid) * 0.09 * sent_gib_per_hour(told, made.kappa))
+    again = next_plan_with_egress(snapshot, config, made, FluidBroadcast(config.broadcast_efficiency))
+    assert (again.pool, again.kappa) == (made.pool, made.kappa)

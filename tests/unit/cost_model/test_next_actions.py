@@ -117,3 +117,24 @@ def test_nobody_at_work_is_a_utilisation_of_nothing_and_renting_mends_it() -> No
     found = next_actions(replace(told, pool=frozenset()), [candidate("RTX4090", 0.5, 0.34)])
     assert found.before.utilisation.expected == 0.0
     assert found.actions[0].what is What.RENT and found.actions[0].after.utilisation.expected > 0.9
+
+
+def test_a_provider_that_charges_for_traffic_is_weighed_with_it() -> None:
+    free, charged = candidate("RTX4090", 0.1, 0.34), candidate("L40S", 0.1, 0.33)
+    charged = replace(charged, worker=replace(charged.worker, egress_usd_per_gib=0.12))
+    told = situation(30)
+    (first, *_) = next_actions(told, [free, charged]).actions
+    assert first.candidate is not None and first.candidate.kind == "RTX4090"
+    (alone, *_) = next_actions(told, [charged]).actions
+    assert alone.after.usd_per_hour > told.usd_per_hour + alone.count * 0.33 + 1.0
+
+
+def test_time_without_training_is_in_the_utilisation_and_in_the_end() -> None:
+    told = situation(60)
+    slow = replace(
+        told, snapshot=replace(told.snapshot, learner=learner(train_s=64.0, idle_s=6.4, evaluation_rollouts=16))
+    )
+    busy, idle = next_actions(told, ()).before, next_actions(slow, ()).before
+    assert idle.utilisation.expected == pytest.approx(0.9 * busy.utilisation.expected, abs=0.01)
+    assert busy.hours_left is not None and idle.hours_left is not None
+    assert idle.hours_left.expected == pytest.approx(busy.hours_left.expected, rel=0.02)

@@ -380,7 +380,7 @@ class LearnerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
-    __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "checkpoint_s", "audit_fleet_share", "audit_s")
+    __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "idle_s", "audit_fleet_share", "audit_s")
     STEP_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAIN_S_FIELD_NUMBER: _ClassVar[int]
@@ -403,7 +403,7 @@ class LearnerReport(_message.Message):
     EVAL_REWARD_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FLEET_SHARE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_S_FIELD_NUMBER: _ClassVar[int]
     step: int
@@ -428,10 +428,10 @@ class LearnerReport(_message.Message):
     eval_reward: float
     fingerprint: str
     evaluation_rollouts: float
-    checkpoint_s: float
+    idle_s: float
     audit_fleet_share: float
     audit_s: float
-    def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ..., evaluation_rollouts: _Optional[float] = ..., checkpoint_s: _Optional[float] = ..., audit_fleet_share: _Optional[float] = ..., audit_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ..., evaluation_rollouts: _Optional[float] = ..., idle_s: _Optional[float] = ..., audit_fleet_share: _Optional[float] = ..., audit_s: _Optional[float] = ...) -> None: ...
 
 class OfferGroups(_message.Message):
     __slots__ = ("groups", "held_tokens")
