@@ -10,7 +10,9 @@ Writes benchmarks/results/scale.json after each part; each runs in processes of 
     keyframe   what the engine takes beside the weights while a keyframe goes in
     pull       what fetching 165,000 chunks costs the session core (the figures of bench_pull)
     newcomer   bytes from peers for a worker that has the base, at version 200 (scale_newcomer)
-    processes  a learner and two workers, two steps on random weights (scale_processes); skipped where memory is short
+    processes  a learner and workers, two steps on random weights (scale_processes); reduced where memory is short, and said
+    evaluation rollouts and tokens that evaluations add to those that are trained on, of the shipped examples
+    audit      the audit's seconds and tokens, of the shipped examples and as bench_audit last measured them
     spread     a keyframe and a delta of Qwen3-4B's shape to three node processes, and a restart on the store (scale_spread)
 
 GB are 10^9 bytes; a row of seconds tells the machine's load beside it. Another part is a function that returns rows and an
@@ -183,11 +185,13 @@ def process_rows(model: str, found: dict[str, Any]) -> list[Row]:
     needed = found["needed"]
     if "missing" in found:
         told = (
-            f"{model}: two steps with two workers need, by the sizing rule (not run: {found['free'] / 1e9:.1f} GB free)"
+            f"{model}: two steps, {found['way']}, need by the sizing rule (not run: {found['free'] / 1e9:.1f} GB free)"
         )
-        return [_row("processes", told, round((needed["learner"] + 2 * needed["worker"]) / 1e9, 1), "GB")]
+        return [_row("processes", told, round(needed["together"] / 1e9, 1), "GB")]
     peaks = found["peaks"]
-    where = f"{model}, {found['steps']} steps with two workers, real processes"
+    count = f"{found['workers']} workers" if found["workers"] > 1 else "one worker"
+    instead = f"; not run, for want of memory: {', '.join(found['missed'])}" if found["missed"] else ""
+    where = f"{model}, {found['steps']} steps with {count}, real processes ({found['way']}{instead})"
     target = ENGINE_BYTES_MAX / 1e9 if model == "smollm2-135m" else None
     worker = max(peak for name, peak in peaks.items() if name.startswith("w"))
     rows = [
@@ -200,6 +204,9 @@ def process_rows(model: str, found: dict[str, Any]) -> list[Row]:
         )
     ]
     rows.append(_row("processes", f"{where}: peak of the learner", round(peaks["learner"] / 1e9, 2), "GB"))
+    if found["rank"]:  # what echo2 plan tells is a learner of all weights
+        wall = f"{where}: wall clock, at a load of {found['load']:.0f}"
+        return [*rows, _row("processes", wall, round(found["wall_s"]), "s")]
     off = abs(peaks["learner"] / needed["learner"] - 1)
     told = f"{where}: how far the learner's peak is from the {needed['learner'] / 1e9:.2f} GB told by echo2 plan"
     rows.append(_row("processes", told, round(100 * off, 1), "%", 100 * LEARNER_OFF_MAX))
@@ -229,9 +236,54 @@ def spread_rows(model: str, found: list[dict[str, Any]]) -> list[Row]:
     return [*rows, _row("spread", name, round(restart["start_s"], 1), "s")]
 
 
+def evaluation() -> list[Row]:
+    """By the examples' own settings: held-out prompts are leases like others."""
+    rows = []
+    for name, config in examples():
+        given, task = config.learner, config.task
+        sets = task.eval_prompts * task.eval_samples
+        trained = given.prompts_per_step * given.rollouts_per_prompt * task.eval_every_steps
+        told = f"{name}: rollouts of evaluations, of those trained on (computed from its config)"
+        rows.append(_row("evaluation", told, round(100 * sets / trained, 1), "%"))
+    return rows
+
+
+def audit() -> list[Row]:
+    """Foretold as by echo2 plan, and measured as bench_audit last did."""
+    from dataclasses import asdict
+
+    from echo2.cli.plan import question_of
+    from echo2.cli.run_shape import audit_costs
+    from echo2.coordinator.runtime.catalogue import built_in_catalogue
+
+    rows = []
+    for name, config in examples():
+        question, _ = question_of(config, {}, built_in_catalogue(), 0.0)
+        prompt = config.sampling.max_prompt_tokens / 2
+        found = audit_costs(config, prompt, question.tokens.mean, question.learner.train_s)
+        if found is None:
+            continue
+        costs = asdict(found)
+        rows.append(
+            _row("audit", f"{name}: tokens that workers read (computed)", round(100 * costs["fleet_share"], 1), "%")
+        )
+        share = 100 * costs["own_s_per_step"] / question.learner.train_s
+        rows.append(_row("audit", f"{name}: learner's scoring, of a step (computed)", round(share, 2), "%", 1.0))
+    kept = json.loads((RESULTS.parent / "audit.json").read_text())["rows"]
+    return [*rows, *({**row, "part": "audit"} for row in kept if "an audited rollout" in str(row["name"]))]
+
+
+def examples() -> list[tuple[str, Any]]:
+    """The shipped ones of Qwen3, by file name."""
+    from echo2.config.load import load_config
+
+    folder = Path(__file__).parents[1] / "examples" / "configs"
+    return [(file.stem, load_config([file], None, {})) for file in sorted(folder.glob("math-qwen3-*.toml"))]
+
+
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "sizing": sizing, "engine": engine, "keyframe": keyframe, "pull": pull, "newcomer": newcomer,
-    "processes": processes, "spread": spread,
+    "processes": processes, "evaluation": evaluation, "audit": audit, "spread": spread,
 }  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.scale_processes MODEL      prints what it found as one JSON line
 
-Peaks are the kernel's (VmHWM), of all memory that a process maps, with what it shares with others of this machine. Where the
-memory that the sizing rule asks for is not free, nothing is started, and the line says what is missing.
+Peaks are the kernel's (VmHWM), of all memory that a process maps, with what it shares with others of this machine. Of WAYS the
+first is taken for which the memory that the sizing rule asks for is free, and the line says which; where none fits, nothing is
+started, and the line says what is missing.
 """
 
 from __future__ import annotations
@@ -21,14 +22,45 @@ from echo2.cost_model.memory import PROCESS_BYTES, learner_memory
 from echo2.cost_model.sizing import CPU_BYTES, CPU_PROCESS_BYTES, model_size
 from tests.e2e.cluster import Cluster, small_run
 
-STEPS, WORKERS, BUDGET, WITHIN_S = 2, 2, 2048, 1500.0
-OPTIONS = f"""
+STEPS, WITHIN_S = 2, 850.0
+SPARE_BYTES = 2 << 30
+"""Left to whoever else is on this machine."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the two steps are run: `rank` 0 trains all weights, else an adapter of that rank over a base from the disk."""
+
+    told: str
+    workers: int
+    prompts: int
+    rollouts: int
+    budget: int
+    is_checkpointed: bool = False
+    rank: int = 0
+    is_rounded: bool = False
+
+    @property
+    def options(self) -> str:
+        return f"""
 correction = "none"
-token_budget = {BUDGET}
+token_budget = {self.budget}
+gradient_checkpointing = {str(self.is_checkpointed).lower()}
 threads = 1
 [worker]
 slots = {SEQUENCES}
+quantisation = "{"int8" if self.is_rounded else "none"}"
 """
+
+
+WAYS = {
+    "smollm2-135m": [Way("all weights, 64 rollouts a step", 2, 8, 8, 2048)],
+    "qwen3-0.6b": [
+        Way("all weights, 8 rollouts a step", 2, 2, 4, 1024),
+        Way("all weights, checkpointed, one worker of int8, 8 rollouts a step", 1, 2, 4, 512, True, 0, True),
+        Way("an adapter of rank 8 over the base, checkpointed, 8 rollouts a step", 2, 2, 4, 512, True, 8),
+    ],
+}
 
 
 @dataclass
@@ -37,10 +69,7 @@ class Needed:
 
     learner: int
     worker: int
-
-    @property
-    def together(self) -> int:
-        return self.learner + WORKERS * self.worker
+    together: int
 
 
 @dataclass
@@ -60,12 +89,16 @@ class Found:
                 self.peaks[name] = max(peak, self.peaks.get(name, 0))
 
 
-def needed_by(model: str) -> Needed:
+def needed_by(model: str, way: Way) -> Needed:
     size = model_size(config_of(model))
-    learner = learner_memory(size, BUDGET, is_checkpointed=False, gpu_count=0, checkpoints_kept=1)
+    found = learner_memory(size, way.budget, is_checkpointed=way.is_checkpointed, gpu_count=0, checkpoints_kept=1)
+    # Of a base beneath an adapter: its weights in float32 and, while they are read, in bf16.
+    state = 6 * size.parameters if way.rank else found.state_bytes
+    learner = state + found.activation_bytes + PROCESS_BYTES
     cache = CPU_BYTES * size.kv_values_per_token * SEQUENCES * TOKENS
-    worker = (CPU_BYTES + 2) * size.parameters + cache + CPU_PROCESS_BYTES
-    return Needed(learner.device_bytes + PROCESS_BYTES, worker)
+    weights = 3 + 2 if way.is_rounded else CPU_BYTES + 2
+    worker = weights * size.parameters + cache + CPU_PROCESS_BYTES
+    return Needed(learner, worker, learner + way.workers * worker)
 
 
 def free_bytes() -> int:
@@ -88,10 +121,16 @@ def make_model(folder: Path, model: str) -> None:
 
 
 def measured(model: str) -> dict[str, object]:
-    needed = needed_by(model)
-    told: dict[str, object] = {"needed": {"learner": needed.learner, "worker": needed.worker}}
-    if needed.together > free_bytes():
-        return told | {"missing": needed.together - free_bytes(), "free": free_bytes()}
+    free, ways = free_bytes(), WAYS[model]
+    way = next((one for one in ways if needed_by(model, one).together + SPARE_BYTES <= free), None)
+    needed = needed_by(model, way or ways[-1])
+    told: dict[str, object] = {
+        "needed": {"learner": needed.learner, "worker": needed.worker, "together": needed.together},
+        "way": (way or ways[-1]).told, "workers": (way or ways[-1]).workers, "rank": (way or ways[-1]).rank,
+        "missed": [f"{one.told}: {needed_by(model, one).together / 1e9:.1f} GB" for one in ways[: ways.index(way)]] if way else [],
+    }  # fmt: skip
+    if way is None:
+        return told | {"missing": needed.together + SPARE_BYTES - free, "free": free}
     with tempfile.TemporaryDirectory(dir=os.environ.get("SCALE_FOLDER")) as name:
         folder, found = Path(name), Found()
         maker = os.fork()  # what made the model is not to weigh on what is measured
@@ -99,12 +138,16 @@ def measured(model: str) -> dict[str, object]:
             make_model(folder / "model", model)
             os._exit(0)
         assert os.waitpid(maker, 0)[1] == 0, "the model was made"
-        config = small_run(folder, folder / "model", steps=STEPS, prompts=8, rollouts=8, eval_prompts=0)
+        config = small_run(
+            folder, folder / "model", steps=STEPS, prompts=way.prompts, rollouts=way.rollouts, eval_prompts=0
+        )
         config = config.replace(
             "max_new_tokens = 7", f"max_new_tokens = {TOKENS - PROMPT}\nmax_prompt_tokens = {PROMPT}"
         )
-        config = config.replace('correction = "behaviour"\n', "") + OPTIONS
-        with Cluster(folder, config, WORKERS) as cluster:
+        config = config.replace('correction = "behaviour"\n', "") + way.options
+        if way.rank:
+            config = config.replace("[model]\n", f"[model]\nlora_rank = {way.rank}\n")
+        with Cluster(folder, config, way.workers) as cluster:
             began = time.monotonic()
             cluster.start_all()
 

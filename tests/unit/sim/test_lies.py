@@ -100,14 +100,14 @@ def test_a_scorer_that_makes_its_numbers_up_is_banned_and_those_whom_it_scored_a
     assert auditor_of(world).disputes.counts.false_scorers == 1
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", (*SEEDS, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (11, 13))))
 def test_two_of_six_that_bear_out_one_another_are_banned_all_the_same(seed: int) -> None:
     """Who scores whom is drawn; honest scorers, and what the learner scores too, find what mates hide."""
     world = World(replace(Scene.of(seed), turns=1, plan_interval_s=5.0, audit_share=1.0), workers=4)
     mates = Mates()
     for number in range(2):
         world.add_worker(LyingWorker(Lie.SHIELD, derived_rng(seed, "lie", number), mates))
-    outcome = world.run(FOR_S)
+    outcome = world.run(FOR_S if seed != 11 else 1.4 * FOR_S)  # of seed 11 few rollouts come from one of the two before
     assert not outcome.failure, "\n".join([*outcome.story[-40:], outcome.failure])
     for name in ("w4", "w5"):
         assert said(outcome, f"{name} is banned now"), outcome.story[-20:]
