@@ -200,9 +200,10 @@ class LearnerSection(Section):
         bool, Field(description="Ends rollouts that repeat a phrase or have been lost for long; they are scored as is.")
     ] = False
     gradient_checkpointing: Annotated[
-        bool | Literal["auto"],
+        bool | Literal["auto", "selective"],
         Field(
-            description="Computes layers again in the backward pass: less memory, a third more time; auto: by the model."
+            description="Computes layers again in the backward pass: less memory, a third more time; selective: half of it; "
+            "auto: by the model."
         ),
     ] = "auto"
     attention: Annotated[

@@ -1,8 +1,8 @@
 """The policy: a Hugging Face causal LM, its float32 masters and the weights that are published.
 
 Guarantees: with `weights_dtype` bfloat16 the parameters always hold `master.bfloat16()`, so what is published is what
-the learner computes with (on a CPU the values stand in float32 tensors, where bf16 arithmetic is slow); no more than
-`LOGIT_BYTES_MAX` bytes of logits exist at a time. Leaves to others: the layout of a batch (learner/packing), the
+the learner computes with (on a CPU the values stand in float32 tensors, where bf16 arithmetic is slow); logits are
+bounded by the device's free memory (device_memory). Leaves to others: the layout of a batch (learner/packing), the
 update (trainer).
 
 Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabulary.
@@ -26,17 +26,16 @@ from echo2.base.routing import RoutingShape
 from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
 from echo2.learner.runtime.collate import PackedInputs
+from echo2.learner.runtime.device_memory import free_bytes, host_copies, logit_bytes, selective_contexts
 from echo2.learner.runtime.loading import Skeleton, load_whole, skeleton_of
 from echo2.learner.runtime.model_facts import config_json_of, digest_of, stop_tokens_of
-from echo2.learner.runtime.ranks import Ranks, on_host, own_part
+from echo2.learner.runtime.ranks import Ranks, as_sharded, own_part
 from echo2.learner.runtime.reading import TokensToScore, columns_of
 from echo2.scoring.routers import Routers
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-LOGIT_BYTES_MAX = 64 << 20
-"""Logits of more bytes than this are computed in pieces, and again in the backward pass."""
 PROBE_TOLERANCE = 1e-3
 
 
@@ -128,7 +127,8 @@ class Policy(nn.Module):
 
     def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         head = self.hf_model.get_output_embeddings()
-        rows = max(1, LOGIT_BYTES_MAX // (4 * head.weight.shape[0]))
+        # More bytes of logits than this are computed in pieces, and again in the backward pass.
+        rows = max(1, logit_bytes(free_bytes(hidden_TH.device)) // (4 * head.weight.shape[0]))
         if hidden_TH.shape[0] <= rows:
             return self._read(head(hidden_TH), target_T, with_entropy)
         pieces = [
@@ -250,12 +250,15 @@ class PolicyModel:
                 f"model {self.path}: expected sequences within its attention window of {window} tokens, got {tokens}"
             )
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Layers keep their inputs only and are computed again in the backward pass."""
+    def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
+        """Layers keep their inputs only, or what is dear to compute beside them, and are computed again in the backward pass."""
+        how: dict[str, Any] = {"use_reentrant": False}
+        if is_selective:
+            how["context_fn"] = selective_contexts
         if hasattr(self.hf_model, "activation_checkpointing_enable"):
-            self.hf_model.activation_checkpointing_enable({"use_reentrant": False})
+            self.hf_model.activation_checkpointing_enable(how)
         else:  # its older name
-            self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.hf_model.gradient_checkpointing_enable(how)
         self.hf_model.train()
 
     def round_to_policy(self) -> None:
@@ -313,8 +316,10 @@ class PolicyModel:
     def snapshot(self) -> dict[str, Tensor]:
         """The policy as published: each tensor by its Hugging Face name, copies in host memory; of several ranks, each
         its own rows."""
-        pairs = zip(self.published_names, self.parameters, strict=True)
-        return {name: on_host(parameter, self.ranks, self.published_dtype) for name, parameter in pairs}
+        parts = (own_part(parameter.detach()) for parameter in self.parameters)
+        copies = host_copies(parts, self.published_dtype, pinned=self.device.type == "cuda")
+        rows = zip(self.published_names, copies, self.parameters, strict=True)
+        return {name: as_sharded(part, parameter, self.ranks) for name, part, parameter in rows}
 
     @property
     def published_dtype(self) -> torch.dtype:

@@ -40,7 +40,7 @@ class TrainerOptions:
     advantage: AdvantageConfig = ADVANTAGES["grpo"]
     token_budget: int = 16384
     row_tokens: int = 0  # 0: from the model's width
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["selective"] = False
     attention: Literal["auto", "dense", "flex"] = "auto"
     updates_per_batch: int = 1  # optimiser updates of one step, each on its share of the groups
     trains_on_truncated: bool = True  # completions cut off at the longest length

@@ -26,6 +26,7 @@ from echo2.learner.correction import Segments, believed, learning_rate_scale, sc
 from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens, PolicyLoss, loss_metrics, policy_loss
 from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
 from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collated, lengths_of
+from echo2.learner.runtime.device_memory import adamw_of
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.learner.runtime.ranks import Ranks, whole
@@ -93,8 +94,9 @@ class Trainer:
         self.step_count = 0
         self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
-        self.optimiser = torch.optim.AdamW(
+        self.optimiser = adamw_of(
             model.masters,
+            model.device,
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.epsilon,
@@ -102,7 +104,7 @@ class Trainer:
         )
         self.reference = self._reference_model()
         if options.gradient_checkpointing:
-            model.enable_gradient_checkpointing()
+            model.enable_gradient_checkpointing(is_selective=options.gradient_checkpointing == "selective")
         else:
             model.hf_model.eval()
 

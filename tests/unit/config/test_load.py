@@ -79,7 +79,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("learner.advantage", "gpro", r"learner\.advantage: expected one of grpo, dr_grpo, .*, got 'gpro'$"),
         ("learner.sinks", '["wandbb"]', r"learner\.sinks\.0: expected a list of tensorboard, .*, got 'wandbb'$"),
         ("learner.drop_equal_groups", "perhaps", r"drop_equal_groups: expected true or false, got 'perhaps'$"),
-        ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, got 3"),
+        ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, selective, got 3"),
         ("learner", "3", r"learner: expected a section of options, got 3"),
         ("lerner.lr", "3", r"lerner: no such option \(did you mean \[learner\]\?\)"),
         ("worker.region", '"' + "x" * 65 + '"', r"worker\.region: expected a text of at most 64 characters, got"),

@@ -103,7 +103,7 @@ def test_accumulation_over_micro_batches_is_exact(model_path: Path) -> None:
 def test_chunked_head_gives_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(Step(0), random_groups(4))
     whole = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
-    monkeypatch.setattr("echo2.learner.runtime.model.LOGIT_BYTES_MAX", 4 * 100 * 7)
+    monkeypatch.setattr("echo2.learner.runtime.device_memory.LOGIT_BYTES_MIN", 4 * 100 * 7)
     pieces = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
     for one, many in zip(whole, pieces, strict=True):
         assert torch.allclose(one, many, atol=1e-6)
