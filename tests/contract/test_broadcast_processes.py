@@ -26,6 +26,7 @@ def broadcast(fault: Fault | None, *, in_lab: bool, natted: int = 0) -> Outcome:
     return run(scene, "echo2", in_lab=in_lab)
 
 
+@pytest.mark.soak  # tests/contract/test_broadcast.py has it in one process
 def test_broadcast_completes_though_no_coordinator_can_be_reached() -> None:
     assert set(broadcast(None, in_lab=False).times) == {"w0", "w1", "w2"}
 
@@ -79,6 +80,7 @@ def test_links_grow_over_paths_with_losses_where_bbr_is_refused_also_from_behind
     assert got.connections > 2, "one to each of the two others"
 
 
+@pytest.mark.soak
 def test_a_cell_that_fails_is_a_row_that_says_so_and_the_rows_so_far_are_on_disk(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     results.add(measured(Cell("homogeneous", 2, mib=1), options_of(["--limit-s", "0.01"]), in_lab=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_run import RUN_WITHIN_S, assert_run_ended_well, trained_groups
 
-STEPS = 16
+STEPS = 11
 
 
 def back_up(run: Path, into: Path) -> None:
@@ -33,17 +33,17 @@ def test_a_run_goes_on_from_its_backup_in_other_folders(tmp_path: Path, run_conf
     config = run_config.replace("steps = 30", f"steps = {STEPS}")
     with Cluster(tmp_path / "lost", config.replace(f"{tmp_path}/runs", f"{tmp_path}/lost/runs")) as lost:
         lost.start_all()
-        lost.wait_until(lambda: lost.step() >= 7, RUN_WITHIN_S, "step 7")
+        lost.wait_until(lambda: lost.step() >= 6, RUN_WITHIN_S, "step 6")
         kept = tmp_path / "kept"
         back_up(lost.run_folder, kept)
-        lost.wait_until(lambda: lost.step() >= 9, RUN_WITHIN_S, "work that the backup does not have")
+        lost.wait_until(lambda: lost.step() >= 8, RUN_WITHIN_S, "work that the backup does not have")
     shutil.rmtree(lost.run_folder)
 
     with Cluster(tmp_path / "new", config.replace(f"{tmp_path}/runs", f"{tmp_path}/new/runs"), workers=1) as new:
         shutil.copytree(kept, new.run_folder, dirs_exist_ok=True)
         newest = max((new.run_folder / "learner" / "checkpoints").glob("step-????????"))
         checkpoint = int(newest.name.removeprefix("step-"))
-        assert 0 < checkpoint <= 7
+        assert 0 < checkpoint <= 6
         new.start_all()
         assert new.wait("learner", RUN_WITHIN_S) == 0, new.log("learner")[-3000:]
         assert_run_ended_well(new, STEPS, 4, kills=STEPS)  # metrics.jsonl begins anew
