@@ -38,7 +38,15 @@ from typing import Any
 
 from benchmarks import broadcast_cpu
 from benchmarks.broadcast_run import Outcome, run
-from benchmarks.broadcast_scene import IP_OVERHEAD, Fault, Scene, fluid_s, make_partly_needed_scene, make_scene
+from benchmarks.broadcast_scene import (
+    IP_OVERHEAD,
+    OWN_EARLIEST_TARGET,
+    Fault,
+    Scene,
+    fluid_s,
+    make_partly_needed_scene,
+    make_scene,
+)
 from benchmarks.wan.lab import missing
 from echo2.broadcast.trees import plan
 from echo2.sim.broadcast_scenarios import BroadcastOutcome as Simulated
@@ -91,6 +99,7 @@ class Cell:
 
 
 BOTH = ("homogeneous", "heterogeneous")
+OF_LINKS = (("slow downlink", 6, 48), ("giant relay", 8, 64), ("home uplinks", 6, 32))
 TABLE = (
     *(Cell(kind, 8) for kind in BOTH),
     *(Cell(kind, 4) for kind in BOTH),
@@ -99,6 +108,7 @@ TABLE = (
     Cell("homogeneous", 8, natted=2, loss=0.001, is_bbr_offered=False),
     *(Cell(kind, 8, "libtorrent tuned") for kind in BOTH),
     *(Cell(kind, 8, "libtorrent") for kind in BOTH),
+    *(Cell(kind, count, method, mib) for kind, count, mib in OF_LINKS for method in ("echo2", "libtorrent tuned")),
     *(Cell(kind, 8, "star", mib=8) for kind in BOTH),  # its ratio does not depend on the size, its time does
     Cell("homogeneous", 8, "asyncio TLS", mib=8),
     # At the scale that two cores allow 16 workers, unequal ones would get chunks of 16 KiB, which cost twice the CPU.
@@ -144,6 +154,15 @@ def kept(cell: Cell, scene: Scene, outcomes: list[Outcome]) -> list[dict[str, An
         rows.append(
             row(f"{where}/{cell.method}", ratio, f"x fluid bound ({conditions})", scene.target if is_ours else None)
         )
+    if cell.kind == "slow downlink":
+        own = scene.own_earliest_s(IP_OVERHEAD)
+        others = [name for name, time_s in own.items() if time_s < 0.99 * max(own.values())]
+        mean = statistics.median(
+            [sum(got.times[name] / own[name] for name in others) / len(others) for got in outcomes]
+        )
+        print(f"{where}, {cell.method}: the others' mean is {mean:.3f} of their own earliest times", flush=True)
+        target = OWN_EARLIEST_TARGET if is_ours else None
+        rows.append(row(f"{where}/{cell.method}, others", mean, "x their own earliest times, mean", target))
     if is_ours:
         sent = statistics.median([got.seed_sent_bytes / scene.optimum_seed_bytes() for got in outcomes])
         has_goal = scene.fault is None

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from echo2.base.ids import PeerId
+from echo2.broadcast.paces import own_earliest
+from echo2.broadcast.topology import NodeLink
 from echo2.broadcast.weighting import Needs
 
 MBIT = 125_000.0
@@ -21,11 +24,18 @@ RTT_S = {
 HETEROGENEOUS_UP = (50, 200, 75, 100, 150, 50, 100, 75)
 HETEROGENEOUS_DOWN = (150, 400, 200, 200, 300, 200, 400, 150)
 IP_OVERHEAD = 1500 / 1448
+LINKS = {  # Mbit/s up and down: the seed's, then the workers'
+    "slow downlink": ((200, 400), *[(100, 200)] * 5, (100, 20)),
+    "giant relay": ((100, 200), (1000, 1000), *[(20, 100)] * 7),
+    "home uplinks": ((40, 200), *[(20, 200)] * 6),
+}
+OWN_EARLIEST_TARGET = 1.25
 TARGETS = {
     ("homogeneous", 4): 1.08, ("homogeneous", 8): 1.10, ("homogeneous", 16): 1.15,
     ("heterogeneous", 4): 1.08, ("heterogeneous", 8): 1.12, ("heterogeneous", 16): 1.15,
     ("homogeneous, one dies at 0.5 of the time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
     ("homogeneous, 2 behind NAT, 0.1 % loss, without BBR", 8): 1.20,
+    ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08,
 }  # fmt: skip
 
 
@@ -98,6 +108,12 @@ class Scene:
         left = [node for number, node in enumerate(self.nodes) if number != self.fault.node]
         return max(whole, self.fault.at * whole + (1 - self.fault.at) * fluid_s(left, size))
 
+    def own_earliest_s(self, overhead: float) -> dict[str, float]:
+        """By worker: by when it could have all while those that can be slower only take what their downlinks allow."""
+        links = [NodeLink(PeerId(node.name), node.name, ("",), node.up, node.down, node.rtt_s) for node in self.nodes]
+        size = self.size_bytes * overhead
+        return {node.name: size * time_s for node, time_s in zip(self.nodes[1:], own_earliest(links), strict=True)}
+
     def optimum_seed_bytes(self) -> float:
         """What the seed has to send at the bound: what the workers' uplinks cannot carry, and all of it once."""
         took = fluid_s(self.nodes, self.size_bytes)
@@ -119,9 +135,16 @@ def make_scene(
     kind: str, workers: int, *, scale: float, mib: float, chunk_kib: int, fault: Fault | None = None, natted: int = 0,
     loss: float = 0.0,
 ) -> Scene:  # fmt: skip
-    nodes = [SceneNode("seed", 200 * MBIT * scale, 400 * MBIT * scale, "use", 0.02)]
+    given = LINKS.get(kind, ((200, 400),))
+    nodes = [SceneNode("seed", given[0][0] * MBIT * scale, given[0][1] * MBIT * scale, "use", 0.02)]
     for i in range(workers):
-        up, down = (100, 200) if kind == "homogeneous" else (HETEROGENEOUS_UP[i % 8], HETEROGENEOUS_DOWN[i % 8])
+        up, down = (
+            given[i + 1]
+            if kind in LINKS
+            else (100, 200)
+            if kind == "homogeneous"
+            else (HETEROGENEOUS_UP[i % 8], HETEROGENEOUS_DOWN[i % 8])
+        )
         region = REGIONS[i % 3]
         rtt_s = RTT_S[(min(region, "use"), max(region, "use"))]
         nodes.append(SceneNode(f"w{i}", up * MBIT * scale, down * MBIT * scale, region, rtt_s, i < natted))

@@ -34,6 +34,8 @@ def patience_s(artifact: Artifact) -> float:
     """
     if artifact.is_nearly_complete:
         return PULL_LAST_AFTER_S
+    if artifact.is_deferred:
+        return float("inf")  # while pushes come at all
     return min(PULL_AFTER_MAX_S, PULL_AFTER_S + 1.5 * artifact.push_lag_s)
 
 

@@ -6,13 +6,36 @@ sending (session).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import Route, SendRelayAck
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.swarm import Ref, RelayJob
-from echo2.broadcast.topology import BroadcastPlan
+from echo2.broadcast.topology import BroadcastPlan, NodeLink
 
 PLANS_KEPT = 3
+GOLDEN = 0x9E3779B1  # of 2^32: multiples of it spread evenly
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """Of a node in a tree; `relays_on`: it has children itself."""
+
+    peer_id: PeerId
+    relays_on: bool
+    has_own_pace: bool = False
+    deferred_share: float = 0.0
+
+    def is_deferred(self, index: int) -> bool:
+        """Whether this chunk is sent to it only when nothing else waits. Those that are not lie evenly between."""
+        return not self.relays_on and (index * GOLDEN & 0xFFFFFFFF) < self.deferred_share * 2**32
+
+
+def child_of(node: NodeLink, relays_on: bool, by_seed: bool) -> Child:
+    """The seed defers all for those of an own pace: its uplink is for fresh chunks."""
+    has_own_pace = node.deferred_share > 0
+    return Child(node.peer_id, relays_on, has_own_pace, 1.0 if by_seed and has_own_pace else node.deferred_share)
 
 
 class Relaying:
@@ -21,7 +44,7 @@ class Relaying:
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self._plans: dict[int, BroadcastPlan] = {}
-        self._children: dict[Route, tuple[tuple[PeerId, bool], ...]] = {}
+        self._children: dict[Route, tuple[Child, ...]] = {}
         self._jobs: dict[Ref, RelayJob] = {}
 
     def set_plan(self, plan: BroadcastPlan) -> None:
@@ -30,17 +53,17 @@ class Relaying:
             del self._plans[old]
         self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
 
-    def children_in(self, route: Route) -> tuple[tuple[PeerId, bool], ...]:
-        """Our children in a tree, and whether each has children itself."""
+    def children_in(self, route: Route) -> tuple[Child, ...]:
+        """Our children in a tree."""
         known = self._children.get(route)
         if known is not None:
             return known
         plan = self._plans.get(route.epoch)
         mine = plan.index_of(self._me) if plan is not None else None
-        found: tuple[tuple[PeerId, bool], ...] = ()
+        found: tuple[Child, ...] = ()
         if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
             children = plan.pushed_to(route.tree)
-            found = tuple((plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
+            found = tuple(child_of(plan.nodes[child], child in children, mine == 0) for child in children.get(mine, ()))
             self._children[route] = found
         return found
 

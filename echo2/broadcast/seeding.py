@@ -15,6 +15,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.events import Route
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.policy import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
+from echo2.broadcast.relaying import Child, child_of
 from echo2.broadcast.swarm import Peer, Ref
 from echo2.broadcast.topology import BroadcastPlan, fluid_bound
 
@@ -25,7 +26,7 @@ class SeedTree:
 
     route: Route
     weight: float
-    children: tuple[PeerId, ...]
+    children: tuple[Child, ...]
     relays: frozenset[PeerId]
     window: RelayWindow
     owed_by: dict[Ref, set[PeerId]] = field(default_factory=dict)
@@ -54,8 +55,8 @@ class Seeding:
             return
         for number, planned in enumerate(plan.trees):
             children = plan.pushed_to(number)
-            mine = tuple(plan.nodes[child].peer_id for child in children.get(0, ()))
-            relays = frozenset(plan.nodes[child].peer_id for child in children.get(0, ()) if child in children)
+            mine = tuple(child_of(plan.nodes[child], child in children, True) for child in children.get(0, ()))
+            relays = frozenset(child.peer_id for child in mine if child.relays_on)
             window = RelayWindow(RELAY_SLACK_S, self._first_window(plan, number, children))
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
 
@@ -63,7 +64,7 @@ class Seeding:
         """Bytes that keep a tree busy from the start, by the plan: its rate times a lap and the slack."""
         tree, seed = plan.trees[number], plan.nodes[0]
         lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
-        return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
+        return tree.weight * fluid_bound(plan.prompt_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from collections import deque
 from typing import assert_never
 
 from echo2.base.ids import PeerId
@@ -59,7 +60,7 @@ from echo2.broadcast.gossip import Gossip
 from echo2.broadcast.governor import UplinkGovernor, UplinkSample
 from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.policy import Pacer
-from echo2.broadcast.relaying import Relaying
+from echo2.broadcast.relaying import Child, Relaying
 from echo2.broadcast.seeding import Seeding
 from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.topology import BroadcastPlan
@@ -76,7 +77,6 @@ class BroadcastSession:
         self.peers: dict[PeerId, Peer] = {}
         self.artifacts: dict[ArtifactKey, Artifact] = {}
         self.plan: BroadcastPlan | None = None
-        self._late: frozenset[PeerId] = frozenset()
         self.duplicates_bytes = 0
         self.pulled_chunks = 0
         self.governor = UplinkGovernor(uplink_bytes_per_s)
@@ -86,6 +86,8 @@ class BroadcastSession:
         self._gossip = Gossip(self.peers, self.artifacts, self._seeding)
         self._rng: random.Random = derived_rng(seed, "session", me)
         self._served = 0
+        self._fresh_at = float("-inf")  # when a chunk last came that was to be passed on at once
+        self._narrow: frozenset[PeerId] = frozenset()
         self._actions: list[Action] = []
         self._wake_at = float("inf")
         self._housekeeping_at = float("-inf")
@@ -118,7 +120,8 @@ class BroadcastSession:
             case PlanSet():
                 self._plan_set(event.plan)
             case PeerUp():
-                self.peers[event.peer] = Peer(event.peer, is_late=event.peer in self._late)
+                self.peers[event.peer] = Peer(event.peer)
+                self._place(self.peers[event.peer])
                 self._seeding.returned(event.peer)
                 self._actions += self._gossip.greeting(self.peers[event.peer])
             case PeerDown():
@@ -143,7 +146,9 @@ class BroadcastSession:
             case CancelSeen():
                 self._cancel_seen(event)
             case RelayAckSeen():
-                self._seeding.acknowledged(event.peer, (event.key, event.index), event.backlog, now)
+                peer = self.peers.get(event.peer)  # what its downlink has not taken yet is before it, too
+                backlog = max(event.backlog, len(peer.relay_queue)) if peer is not None else event.backlog
+                self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
             case ChunkSent():
                 self._chunk_sent(event, now)
             case UplinkSeen():
@@ -167,11 +172,23 @@ class BroadcastSession:
     # ---- events
 
     def _plan_set(self, plan: BroadcastPlan) -> None:
-        self.plan, self._late = plan, plan.late
+        self.plan, self._narrow = plan, frozenset(node.peer_id for node in plan.narrow_nodes)
         for peer in self.peers.values():
-            peer.is_late = peer.peer_id in self._late
+            self._place(peer)
+        for artifact in self.artifacts.values():
+            artifact.is_deferred = plan.has_own_pace(self.me)
         self._relaying.set_plan(plan)
         self._seeding.set_plan(plan, self.me)
+
+    def _place(self, peer: Peer) -> None:
+        """What the plan says of it."""
+        number = self.plan.index_of(peer.peer_id) if self.plan is not None else None
+        if self.plan is None or number is None:
+            peer.is_late, peer.turn, peer.has_own_pace, peer.is_narrow = False, 0, False, False
+            return
+        node = self.plan.nodes[number]
+        peer.is_late, peer.turn, peer.has_own_pace = node.is_late, node.turn, node.deferred_share > 0
+        peer.is_narrow = peer.peer_id in self._narrow
 
     def _peer_down(self, peer_id: PeerId, now: float) -> None:
         if self.peers.pop(peer_id, None) is None:
@@ -192,7 +209,8 @@ class BroadcastSession:
             return
         # As if a push had come lately: the first chunks are on their way, and would be asked for though they come anyway.
         grace_from = now - policy.PUSH_SILENCE_S + policy.FIRST_PUSH_S
-        self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from)
+        is_deferred = self.plan is not None and self.plan.has_own_pace(self.me)
+        self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from, is_deferred=is_deferred)
         for peer in self.peers.values():
             self._actions += self._gossip.header(peer, event.key)
 
@@ -318,15 +336,22 @@ class BroadcastSession:
     def _relay(self, ref: Ref, parent: PeerId | None, route: Route, now: float) -> None:
         """Queues the chunk for our children in its tree; the parent hears once all have it."""
         waiting: set[PeerId] = set()
+        self._fresh_at = now
         children = self._relaying.children_in(route)
-        for child, relays_on in children:
-            peer = self.peers.get(child)
-            if child == parent or peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
-                continue
-            outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if relays_on else None, now)
-            (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
-            waiting.add(child)
+        for child in children:
+            if child.peer_id != parent and self._queue(ref, child, route, now) and not child.has_own_pace:
+                waiting.add(child.peer_id)
         self._acknowledge(self._relaying.begin(ref, parent, waiting, bool(children)))
+
+    def _queue(self, ref: Ref, child: Child, route: Route, now: float) -> bool:
+        """Whether the child is to be sent the chunk."""
+        peer = self.peers.get(child.peer_id)
+        if peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
+            return False
+        outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if child.relays_on else None, now)
+        later = peer.deferred_queue if child.is_deferred(ref[1]) else peer.leaf_queue
+        (peer.relay_queue if child.relays_on else later).append(outgoing)
+        return True
 
     def _acknowledge(self, acks: list[SendRelayAck]) -> None:
         self._actions += (ack for ack in acks if ack.peer in self.peers)
@@ -384,7 +409,7 @@ class BroadcastSession:
     def _assign_fresh(self, now: float) -> None:
         """Gives fresh chunks to trees while relays have room; to all directly when nothing else is to be sent."""
         while self._seeding.fresh:
-            queued = sum(peer.queued for peer in self.peers.values() if not peer.is_late)
+            queued = sum(peer.queued for peer in self.peers.values() if not (peer.is_late or peer.has_own_pace))
             waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
             if waiting_relays > len(self.peers) or not self.peers:
                 return
@@ -392,24 +417,30 @@ class BroadcastSession:
             if assigned is None:
                 return
             self._gossip.changed()
+            self._fresh_at = now
             (key, index), tree = assigned
-            targets = tree.children if tree.route.tree >= 0 else tuple(self.peers)
+            targets = tree.children if tree.route.tree >= 0 else self._all_as_children()
             for child in targets:
-                peer = self.peers.get(child)
-                if peer is None or peer.is_stuck or peer.has(ArtifactKey(key), index):
-                    continue
-                relays_on = child in tree.relays
-                outgoing = Outgoing(ArtifactKey(key), index, tree.route if relays_on else None, now)
-                (peer.relay_queue if relays_on else peer.leaf_queue).append(outgoing)
+                self._queue((key, index), child, tree.route, now)
+
+    def _all_as_children(self) -> tuple[Child, ...]:
+        """Where no tree of the plan is to be had."""
+        return tuple(
+            Child(peer.peer_id, False, peer.has_own_pace, float(peer.has_own_pace)) for peer in self.peers.values()
+        )
 
     def _next_outgoing(self, now: float) -> tuple[Peer, Outgoing] | None:
         for peer, queue in service_order(self.peers.values(), policy.SLOTS_PER_PEER):
-            while queue:
+            while queue and not self._is_kept_back(peer, queue, now):
                 outgoing = queue.popleft()
                 if self._is_still_due(peer, outgoing, now):
                     return peer, outgoing
                 self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
         return None
+
+    def _is_kept_back(self, peer: Peer, queue: deque[Outgoing], now: float) -> bool:
+        """Whether deferred chunks would be in the way of those that the peer is to pass on."""
+        return queue is peer.deferred_queue and peer.is_narrow and now - self._fresh_at < policy.FRESH_PAUSE_S
 
     def _is_still_due(self, peer: Peer, outgoing: Outgoing, now: float) -> bool:
         artifact = self.artifacts.get(outgoing.key)
@@ -430,13 +461,13 @@ class BroadcastSession:
         for peer in self.peers.values():
             if not peer.in_transport:
                 continue
-            stuck_at = peer.taken_at + max(policy.STALL_S, 8 * peer.send_s)
+            least_s = policy.OWN_PACE_STALL_S if peer.has_own_pace else policy.STALL_S
+            stuck_at = peer.taken_at + max(least_s, 8 * peer.send_s)
             if now < stuck_at:
                 next_at = stuck_at if next_at is None else min(next_at, stuck_at)
             elif not peer.is_stuck:
                 peer.is_stuck = True
-                for queue in (peer.relay_queue, peer.leaf_queue, peer.pull_queue):
-                    queue.clear()
+                peer.shed()
                 self._acknowledge(self._relaying.give_up(peer.peer_id))
         return next_at
 
@@ -445,6 +476,8 @@ class BroadcastSession:
         if is_housekept:
             times += [self._shed_stuck(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
             times += [self._gossip.next_at, self._next_pull(now)]
+            over_at = self._fresh_at + policy.FRESH_PAUSE_S
+            times.append(over_at + 1e-3 if self._narrow and over_at + 1e-3 > now else None)
         else:
             times.append(now + HOUSEKEEPING_S)
         ready_at = self._pacer.ready_at(now)

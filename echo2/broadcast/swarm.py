@@ -43,6 +43,7 @@ class Artifact:
     missing_since: dict[int, float] = field(default_factory=dict)  # held by a neighbour, not by us: the first of them
     has_more_missing: bool = False  # than `missing_since` names
     pushed_at: float = float("-inf")
+    is_deferred: bool = False  # pushes of it come at our own pace, some of them long after neighbours have it
     push_lag_s: float = 0.0  # how much later than to a neighbour a push came to us; falls slowly
 
     def offered(self, bitmap: int, now: float) -> None:
@@ -130,6 +131,11 @@ class Request:
 class Peer:
     peer_id: PeerId
     is_late: bool = False  # by the plan: served when nothing waits for others
+    turn: int = 0  # by the plan: among those who wait for deferred chunks
+    has_own_pace: bool = False  # by the plan: no tree waits for it
+    is_narrow: bool = (
+        False  # by the plan: what it is to pass on fills its downlink while anything of an artifact is fresh
+    )
     haves: dict[ArtifactKey, int] = field(default_factory=dict)
     sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
     knows: set[ArtifactKey] = field(default_factory=set)  # it knows the header
@@ -137,6 +143,7 @@ class Peer:
     relay_queue: deque[Outgoing] = field(default_factory=deque)
     pull_queue: deque[Outgoing] = field(default_factory=deque)
     leaf_queue: deque[Outgoing] = field(default_factory=deque)
+    deferred_queue: deque[Outgoing] = field(default_factory=deque)
     connections: int = 1  # that the link to it is made of
     wished_connections: int = 1  # that it would like
     in_transport: int = 0
@@ -182,7 +189,7 @@ class Peer:
     def needs(self, wholes: Mapping[ArtifactKey, int]) -> bool:
         """Whether something waits for it here, or it has told of none of these have-maps that it has it all."""
         has_one = any(self.haves.get(key, 0) & whole == whole for key, whole in wholes.items())
-        return self.queued > 0 or self.in_transport > 0 or (bool(wholes) and not has_one)
+        return self.is_queued or self.in_transport > 0 or (bool(wholes) and not has_one)
 
     def remember_sent(self, ref: Ref, now: float) -> None:
         self.sent.pop(ref, None)
@@ -202,20 +209,27 @@ class Peer:
 
     def is_held_back(self, slots_per_connection: int) -> bool:
         """Whether chunks for it wait because the transport holds all that it may."""
-        return not self.is_late and self.queued > 0 and self.in_transport >= self.slots(slots_per_connection)
+        return not self.is_late and self.is_queued and self.in_transport >= self.slots(slots_per_connection)
+
+    def shed(self) -> None:
+        """What waits for it is left for it to pull."""
+        for queue in (self.relay_queue, self.leaf_queue, self.pull_queue, self.deferred_queue):
+            queue.clear()
 
     @property
     def is_queued(self) -> bool:
-        return bool(self.relay_queue or self.pull_queue or self.leaf_queue)
+        return bool(self.queued or self.deferred_queue)
 
     @property
     def queued(self) -> int:
+        """Chunks that wait for it, without those that are deferred."""
         return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
 
 
 def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deque[Outgoing]]]:
     """Queues of peers with a free slot: chunks that others will pass on first, then what was asked for, then the rest;
-    of each kind the longest unserved peer. Late peers have one slot, and that while nothing waits for others."""
+    of each kind the longest unserved peer. Where none of these can be sent, chunks that were deferred, by turn. Late peers have one
+    slot, and that while nothing waits for others."""
     waiting = [peer for peer in peers if peer.is_queued]
     if not waiting:
         return
@@ -225,6 +239,8 @@ def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deq
     for rank in range(3):
         for peer in free:
             yield peer, (peer.relay_queue, peer.pull_queue, peer.leaf_queue)[rank]
+    for peer in sorted(free, key=lambda peer: peer.turn):
+        yield peer, peer.deferred_queue
 
 
 @dataclass(slots=True)

@@ -24,7 +24,9 @@ UNKNOWN_DOWNLINK_BYTES_PER_S = 50e6
 class NodeLink:
     """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others), and
     `access` says how other such nodes meet it. Late: trees push it nothing and only tell it whom to pull from, which
-    its neighbours answer when nothing else waits (weighting.py).
+    its neighbours answer when nothing else waits (weighting.py). A worker with a `deferred_share` takes chunks at a pace of its
+    own (paces.py): trees do not wait for it, and that share of the chunks is pushed to it only when nothing else waits, to those
+    of the lower `turn` first.
     """
 
     peer_id: PeerId
@@ -35,6 +37,8 @@ class NodeLink:
     rtt_s: float = 0.0
     access: Access = field(default_factory=Access)
     is_late: bool = False
+    deferred_share: float = 0.0
+    turn: int = 0
 
     @property
     def whole_access(self) -> Access:
@@ -123,6 +127,22 @@ class BroadcastPlan:
     @property
     def late(self) -> frozenset[PeerId]:
         return frozenset(node.peer_id for node in self.nodes if node.is_late)
+
+    def has_own_pace(self, peer_id: PeerId) -> bool:
+        """Whether no tree waits for it."""
+        number = self.index_of(peer_id)
+        return number is not None and self.nodes[number].deferred_share > 0
+
+    @property
+    def prompt_nodes(self) -> tuple[NodeLink, ...]:
+        """The seed and all that trees wait for."""
+        return tuple(node for node in self.nodes if not node.is_late and not node.deferred_share)
+
+    @property
+    def narrow_nodes(self) -> tuple[NodeLink, ...]:
+        """Those with an own pace that pass chunks on: their downlinks are full while anything is fresh."""
+        relays = {parent for tree in self.trees for parent in tree.parents}
+        return tuple(node for number, node in enumerate(self.nodes) if node.deferred_share > 0 and number in relays)
 
     @property
     def needed_nodes(self) -> tuple[NodeLink, ...]:
@@ -235,6 +255,14 @@ def predict(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: in
     for node, edges in zip(nodes, load, strict=True):
         if edges > 0:
             rate = min(rate, node.up / edges)
+    latest = latencies(nodes, trees, artifact_bytes, chunk_bytes)
+    return Prediction(rate, tuple(artifact_bytes / rate + late for late in latest))
+
+
+def latencies(
+    nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: int, chunk_bytes: int
+) -> tuple[float, ...]:
+    """Per worker, seconds that the longest of its paths adds: half a round trip and a chunk's copies at each hop."""
     latest = [0.0] * len(nodes)
     for tree in trees:
         delay, children = [0.0] * len(nodes), tree.children()
@@ -244,7 +272,7 @@ def predict(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: in
             copies = len(children[parent]) if parent else 1
             delay[child] = delay[parent] + hop + min(chunk_bytes, artifact_bytes) * copies / nodes[parent].up
             latest[child] = max(latest[child], delay[child])
-    return Prediction(rate, tuple(artifact_bytes / rate + late for late in latest[1:]))
+    return tuple(latest[1:])
 
 
 def is_sound(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> bool:

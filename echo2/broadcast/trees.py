@@ -10,17 +10,19 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from echo2.broadcast.paces import own_earliest, paced_s, paced_trees, stages
 from echo2.broadcast.topology import (
     DEGREE_MAX,
     BroadcastPlan,
     NodeLink,
-    Prediction,
     Tree,
     can_connect,
     degree_of,
     fluid_bound,
     is_sound,
+    latencies,
     predict,
     suitable_chunk_bytes,
 )
@@ -29,6 +31,8 @@ PLAN_ARTIFACT_BYTES = 64 << 20
 PLAN_CHUNK_BYTES = 256 << 10
 BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
 SEED_SPARED_SHARE = 1.1  # of what the seed must send, that it may send so that no uplink is quite full
+SLOWEST_NEAR = 1.05  # of the fastest candidate's slowest time: among these the mean decides
+MEAN_GAIN_MIN = 1.05  # under which all alike are simpler
 WEIGHT_MIN = 2e-3  # a tree with less is not worth its window
 
 
@@ -213,28 +217,87 @@ def _builders(count: int, degree_max: int) -> dict[str, Callable[[Sequence[NodeL
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Trees, and when each worker is expected to hold the artifact. `nodes`: with what is deferred for each."""
+
+    name: str
+    nodes: tuple[NodeLink, ...]
+    trees: tuple[Tree, ...]
+    worker_s: tuple[float, ...]
+
+    @property
+    def all_s(self) -> float:
+        return max(self.worker_s)
+
+    def mean_s(self, weights: Sequence[float]) -> float:
+        """Weighted over the workers."""
+        return sum(w * s for w, s in zip(weights, self.worker_s, strict=True)) / sum(weights)
+
+
 def plan(
     nodes: Sequence[NodeLink],
     epoch: int,
     artifact_bytes: int = PLAN_ARTIFACT_BYTES,
     chunk_bytes: int = PLAN_CHUNK_BYTES,
     degree_max: int = DEGREE_MAX,
+    weights: Sequence[float] = (),
+    is_paced: bool = True,
 ) -> BroadcastPlan:
-    """The candidate with the least predicted time until every worker holds an artifact. `nodes[0]` is the seed."""
+    """The candidate with the least predicted time until every worker holds an artifact; of those within a few per cent of it, the
+    one with the least mean time of the workers, by `weights` (alike where none is given); not
+    `is_paced`: only by the first. `nodes[0]` is the seed."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
-    found: list[tuple[str, tuple[Tree, ...], Prediction]] = []
+    weighed = tuple(weights) if sum(weights) > 0 else (1.0,) * (len(nodes) - 1)
+    found: list[Candidate] = []
     for name, build in _builders(len(nodes), degree_max).items():
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
-            found.append((name, trees, predict(nodes, trees, artifact_bytes, size)))
-    in_limit = [f for f in found if degree_of(f[1], len(nodes)) <= degree_max] or found
-    name, trees, prediction = min(in_limit, key=lambda candidate: candidate[2].all_s)
-    bound = fluid_bound(nodes)
-    times = ", ".join(f"{other} {guess.all_s:.2f} s" for other, _, guess in found)
-    reason = (
-        f"{name} is predicted fastest for {artifact_bytes / 1e6:.1f} MB to {len(nodes) - 1} workers ({times}); "
-        f"no way could be faster than {artifact_bytes / bound.rate_bytes_per_s:.2f} s, because of {bound.binding}"
+            guess = predict(nodes, trees, artifact_bytes, size)
+            found.append(Candidate(name, tuple(nodes), trees, guess.worker_s))
+    paced = _paced(nodes, weighed, artifact_bytes, chunk_bytes, degree_max) if is_paced else None
+    found += [paced] if paced is not None else []
+    in_limit = [f for f in found if degree_of(f.trees, len(nodes)) <= degree_max] or found
+    fastest = min(in_limit, key=lambda candidate: candidate.all_s)
+    chosen = min((f for f in in_limit if f.nodes == tuple(nodes)), key=lambda candidate: candidate.all_s)
+    for candidate in in_limit:
+        is_near = candidate.all_s <= SLOWEST_NEAR * fastest.all_s
+        is_first = chosen.all_s > SLOWEST_NEAR * fastest.all_s
+        if is_near and (is_first or candidate.mean_s(weighed) < chosen.mean_s(weighed) / MEAN_GAIN_MIN):
+            chosen = candidate
+    reason = _reason(chosen, found, nodes, weighed, artifact_bytes)
+    return BroadcastPlan(epoch, chosen.nodes, chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason)
+
+
+def _paced(
+    nodes: Sequence[NodeLink], weights: Sequence[float], artifact_bytes: int, chunk_bytes: int, degree_max: int
+) -> Candidate | None:
+    """Some first and the others at their own pace; None where that gains nothing, or not all are connected to all."""
+    if not 3 <= len(nodes) <= degree_max + 1:
+        return None
+    made = stages(nodes, weights)
+    if made is None:
+        return None
+    with_paces, trees = paced_trees(nodes, made, _relayed_by)
+    if not is_sound(nodes, trees):
+        return None
+    size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
+    late = latencies(nodes, trees, artifact_bytes, size)
+    times = paced_s(with_paces, made, trees)
+    worker_s = tuple(artifact_bytes * time_s + late_s for time_s, late_s in zip(times, late, strict=True))
+    return Candidate("paced_multi_tree", with_paces, trees, worker_s)
+
+
+def _reason(
+    chosen: Candidate, found: Sequence[Candidate], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
+) -> str:
+    bound, earliest = fluid_bound(nodes), own_earliest(nodes)
+    times = ", ".join(f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s" for other in found)
+    by_mean = ", with the least mean time of those near the fastest," if chosen.name.startswith("paced") else ""
+    return (
+        f"{chosen.name} is predicted fastest{by_mean} for {size / 1e6:.1f} MB to {len(nodes) - 1} workers ({times}); "
+        f"no way could be faster than {size / bound.rate_bytes_per_s:.2f} s for all, because of {bound.binding}, "
+        f"nor than {size * min(earliest):.2f} s for the first worker"
     )
-    return BroadcastPlan(epoch, tuple(nodes), trees, name, prediction.worker_s, artifact_bytes, reason)

@@ -1,6 +1,7 @@
 """Whose version matters first: the plan by the time until the part of the pool that is needed holds it.
 
-`weighted_plan(nodes, needs, epoch)` is `trees.plan` where all matter alike. Else it makes some workers late, those without
+`weighted_plan(nodes, needs, epoch)` is `trees.plan` where all matter alike, or where that has the needed part first anyway, because
+nobody waits for slow downlinks (paces). Else it makes some workers late, those without
 which the pool still has the rate that it needs and the others are done sooner: the trees are built for the others, and a
 late worker hangs below some of them only to have peers to pull from, which serve it when nothing else waits. Guarantees:
 pure, deterministic; late workers hold at most the rate that can be spared; nobody is late where that does not bring the
@@ -90,7 +91,7 @@ def _removals(nodes: Sequence[NodeLink], needs: Needs) -> Iterator[tuple[int, fl
 
 def is_fit(known: BroadcastPlan, nodes: Sequence[NodeLink], needs: Needs) -> bool:
     """Whether a plan for the same nodes may stay: its late workers can be spared, and others would hardly be better."""
-    if [replace(node, is_late=False) for node in known.nodes] != list(nodes):
+    if [replace(node, is_late=False, deferred_share=0.0, turn=0) for node in known.nodes] != list(nodes):
         return False
     late = frozenset(number for number, node in enumerate(known.nodes) if node.is_late)
     if sum(needs.weights[number - 1] for number in late) > needs.spare:
@@ -111,24 +112,31 @@ def weighted_plan(
 ) -> BroadcastPlan:
     """The plan with which the needed part is predicted to be done first; of such, with which all are. `nodes[0]` is the
     seed."""
-    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes)
+    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, weights=needs.weights)
     late = late_of(nodes, needs)
     if not late:
         return for_all
     are_all_connected = len(nodes) <= DEGREE_MAX + 1
     needed = [node for number, node in enumerate(nodes) if number not in late]
-    first = plan(needed, epoch, artifact_bytes, chunk_bytes, DEGREE_MAX - (0 if are_all_connected else HOSTS))
+    weights = [weight for number, weight in enumerate(needs.weights, start=1) if number not in late]
+    degree_max = DEGREE_MAX - (0 if are_all_connected else HOSTS)
+    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, weights)
     trees = _with_late(nodes, late, first)
     assert is_sound(nodes, trees), "late workers hang where they can connect"
     times = _times(nodes, late, first)
-    needed_s, alike_s = needs.needed_s(times), needs.needed_s(for_all.predicted_s)
+    is_idle = not any(
+        needs.weights[number - 1] for number in late
+    )  # who gives nothing need not have a pace kept for it, either
+    rival = plan(nodes, epoch, artifact_bytes, chunk_bytes, is_paced=False) if is_idle else for_all
+    needed_s, alike_s = needs.needed_s(times), needs.needed_s(rival.predicted_s)
     if needed_s * GAIN_MIN > alike_s:
         return for_all  # all are done sooner
     reason = (
         f"{first.reason}; weighting decided: {len(late)} of {len(nodes) - 1} workers come later ({max(times):.2f} s), "
         f"because the pool needs {needs.share:.0%} of its rate and with all alike that would take {alike_s:.2f} s"
     )
-    marked = tuple(replace(node, is_late=number in late) for number, node in enumerate(nodes))
+    paced = iter(first.nodes)
+    marked = tuple(replace(node, is_late=True) if number in late else next(paced) for number, node in enumerate(nodes))
     return BroadcastPlan(epoch, marked, trees, first.topology, times, artifact_bytes, reason)
 
 

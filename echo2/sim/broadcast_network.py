@@ -35,6 +35,7 @@ from echo2.broadcast.events import (
     SendRelayAck,
     SendRequest,
     SendSeal,
+    UplinkSeen,
     Wake,
     Woken,
 )
@@ -44,6 +45,8 @@ from echo2.broadcast.topology import BroadcastPlan, NodeLink
 
 KEY = ArtifactKey(b"simulated-artefa")
 EVENTS_MAX = 50_000_000
+LOOK_S = 0.1
+DOWNLINK_QUEUE_S = 0.06  # beyond this the sender's transport keeps what a downlink has not taken
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class SimNode:
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     sent_bytes: int = 0
+    looked_at_bytes: int = 0
     received_bytes: int = 0
     done_at: float | None = None
     wake_at: float = float("inf")
@@ -105,6 +109,8 @@ class BroadcastNetwork:
             at += size / encode_bytes_per_s
             chunk = ChunkSeen(None, KEY, index, size, is_fresh=True)
             self.at(at, lambda chunk=chunk: self.deliver(self.seed_id, chunk))  # type: ignore[misc]
+        for peer in self.nodes:
+            self.at(self.now + LOOK_S, lambda peer=peer: self._look(peer))  # type: ignore[misc]
         seal = SealSeen(None, KEY, len(self._chunk_bytes))
         self.at(at, lambda: self.deliver(self.seed_id, seal))
 
@@ -147,6 +153,16 @@ class BroadcastNetwork:
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._order), act))
+
+    def _look(self, peer: PeerId) -> None:
+        """How its uplink fares, as the machine tells it of its connections."""
+        node = self.nodes[peer]
+        if node.is_alive and not node.is_frozen:
+            sent, node.looked_at_bytes = node.sent_bytes - node.looked_at_bytes, node.sent_bytes
+            if sent:
+                self.deliver(peer, UplinkSeen(sent, max(0.0, node.up_free_at - self.now)))
+        if not self.is_done:
+            self.at(self.now + LOOK_S, lambda: self._look(peer))
 
     # ---- running
 
@@ -230,8 +246,8 @@ class BroadcastNetwork:
         other, epoch = self.nodes[action.peer], self._epoch_of(me, action.peer)
         node.up_free_at = max(self.now, node.up_free_at) + size / node.link.up
         node.sent_bytes += size
-        left_at = node.up_free_at
         taken = ChunkSent(action.peer, action.key, action.index)
+        seen = ChunkSeen(me, action.key, action.index, size, action.route, is_answer=action.is_answer)
 
         def take() -> None:
             if other.is_frozen:
@@ -239,16 +255,17 @@ class BroadcastNetwork:
             elif action.peer in node.peers and self._epoch_of(me, action.peer) == epoch:
                 self.deliver(me, taken)
 
-        self.at(left_at, take)
-        arrives_at = left_at + self._delay_s(node, other)
-        other.down_free_at = max(arrives_at, other.down_free_at + size / other.link.down)
-        seen = ChunkSeen(me, action.key, action.index, size, action.route, is_answer=action.is_answer)
-
         def arrive() -> None:
             other.received_bytes += size
             self._arrive(me, action.peer, seen, epoch)
 
-        self.at(other.down_free_at, arrive)
+        def leave() -> None:
+            delay_s = self._delay_s(node, other)
+            other.down_free_at = max(self.now + delay_s, other.down_free_at + size / other.link.down)
+            self.at(other.down_free_at, arrive)
+            self.at(max(self.now, other.down_free_at - delay_s - DOWNLINK_QUEUE_S), take)
+
+        self.at(node.up_free_at, leave)
 
     # ---- what is measured
 

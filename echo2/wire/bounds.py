@@ -174,7 +174,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
     "PlanNode": {
         "peer_id": _ID, "name": _ID, "addresses": _ADDRESSES, "uplink_bytes_per_s": _RATE,
-        "downlink_bytes_per_s": _RATE, "rtt_s": _SECONDS,
+        "downlink_bytes_per_s": _RATE, "rtt_s": _SECONDS, "deferred_share": _SHARE, "turn": Number(NODES_MAX),
     },
     "PeerAccess": {
         "lan_addresses": Listed(64, _HOST), "public_host": _HOST, "relays": Listed(64, _ID), "met": Listed(1024, _ID),

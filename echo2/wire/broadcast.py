@@ -168,7 +168,7 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
         NodeLink(
             PeerId(node.peer_id), node.name, tuple(node.addresses[:ADDRESSES_MAX]), _rate(node.uplink_bytes_per_s),
             _rate(node.downlink_bytes_per_s), _rate(node.rtt_s), access_from_message(node.access),
-            node.is_late,
+            node.is_late, min(1.0, node.deferred_share), node.turn,
         )
         for node in message.nodes
     )  # fmt: skip

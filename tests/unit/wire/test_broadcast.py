@@ -40,6 +40,7 @@ PLAN = BroadcastPlan(
     "it is fastest",
 )  # fmt: skip
 PLAN_WITH_LATE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], is_late=True)), _index={})
+PLAN_WITH_PACE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], deferred_share=0.75, turn=2)), _index={})
 FRAMES: dict[str, bytes] = {
     "peer_hello": wire.hello(1, RunId("r")),
     "peer_hello_further": wire.hello(1, RunId("r"), is_further=True),
@@ -55,8 +56,9 @@ FRAMES: dict[str, bytes] = {
     "width_wish": wire.width_wish_to_bytes(4),
     "plan": wire.plan_to_message(PLAN).SerializeToString(deterministic=True),
     "plan_with_late": wire.plan_to_message(PLAN_WITH_LATE).SerializeToString(deterministic=True),
+    "plan_with_pace": wire.plan_to_message(PLAN_WITH_PACE).SerializeToString(deterministic=True),
 }
-PEER_FRAMES = sorted(set(FRAMES) - {"plan", "plan_with_late"})
+PEER_FRAMES = sorted(set(FRAMES) - {"plan", "plan_with_late", "plan_with_pace"})
 
 
 def golden(name: str) -> bytes:
@@ -112,6 +114,7 @@ def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
     assert decode(golden("relay_ack")) == (KEY, 9, 2)
     assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan"))) == PLAN
     assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan_with_late"))) == PLAN_WITH_LATE
+    assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan_with_pace"))) == PLAN_WITH_PACE
 
 
 @given(

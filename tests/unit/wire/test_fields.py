@@ -71,7 +71,7 @@ SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the plac
     "SegmentVerdict": {"index": 3},
     "PlanTree": {"parents": [0], "weight": 0.5},
     "BroadcastPlan": {"topology": "multi_tree", "predicted_s": [1.5]},
-    "PlanNode": {"addresses": ["10.0.0.1:7", "10.0.0.2:8"]},
+    "PlanNode": {"addresses": ["10.0.0.1:7", "10.0.0.2:8"], "deferred_share": 0.5},
     "PeerAccess": {"lan_addresses": ["10.0.0.1:7", "10.0.0.2:8"], "public_host": "10.1.1.1"},
     "ArtifactHeader": {"parent": 1, "version": 2, "signature": bytes(64)},
     "ArtifactSeal": {"key": bytes(range(16)), "root_sha256": bytes(32), "signature": bytes(64)},

@@ -165,7 +165,7 @@ class BroadcastPlan(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[PlanNode, _Mapping]]] = ..., topology: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[PlanTree, _Mapping]]] = ..., predicted_s: _Optional[_Iterable[float]] = ..., predicted_bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PlanNode(_message.Message):
-    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access", "is_late")
+    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access", "is_late", "deferred_share", "turn")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,8 @@ class PlanNode(_message.Message):
     RTT_S_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
     IS_LATE_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -182,7 +184,9 @@ class PlanNode(_message.Message):
     rtt_s: float
     access: PeerAccess
     is_late: bool
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ..., is_late: _Optional[bool] = ...) -> None: ...
+    deferred_share: float
+    turn: int
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ..., is_late: _Optional[bool] = ..., deferred_share: _Optional[float] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class PeerAccess(_message.Message):
     __slots__ = ("lan_addresses", "public_host", "relays", "met")

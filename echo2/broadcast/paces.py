@@ -1,0 +1,225 @@
+"""Who comes first where not all need come at once: the fluid schedule, and trees that keep to it.
+
+    prompt       trees wait for it: it takes every chunk at the trees' rate, and is done after the first stage
+    own pace     no tree waits for it: so much of each chunk's spread that it is still done in time is pushed to it at once, the
+                 rest is deferred: pushed when nothing else waits, to those of the lower turn first
+
+The slowest time comes first: nobody is given less at any time than lets all be done by `SLOWEST_WITHIN` of the fluid bound. Of
+what is left the prompt ones get all, so that the mean time, weighted by what workers give the pool, is least: where slow downlinks
+are the bound, nobody else waits for them. Guarantees: pure, deterministic. Leaves to others: the choice between this and trees
+for all alike (trees), keeping to it (session), fleets in which not all are connected to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from echo2.broadcast.topology import NodeLink, Tree, fluid_bound
+
+SLOWEST_WITHIN = 1.02
+PREFIXES_MAX = 16
+OWN_RELAY_SHARE = 0.9  # of the downlink of one with its own pace, that chunks may take which it is to pass on
+SEED_SPARE = 0.98
+LEAST_SENT = 0.75  # of the copies at once, that a relay is taken to send: its uplink is for later stages, too
+BISECTIONS = 40
+ALIKE = 1.001
+FEWER_PROMPT_GAIN = 0.95  # of the mean, that makes it worth to have fewer of them
+LEAST_WEIGHT = 2e-3  # a tree with less is not worth its window
+Parents = Callable[[Sequence[NodeLink], int], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Of an artifact of one byte. `prompt`: numbers of the nodes done after `first_s`; `deferred`: per worker, the share of
+    chunks that is; `turns`: per worker; `worker_s`: when each is done in the fluid."""
+
+    prompt: frozenset[int]
+    first_s: float
+    deferred: tuple[float, ...]
+    turns: tuple[int, ...]
+    worker_s: tuple[float, ...]
+
+
+def own_earliest(nodes: Sequence[NodeLink]) -> tuple[float, ...]:
+    """Per worker, seconds a byte: by when it could have all while those that can be slower only take what their own downlinks
+    allow. All uplinks shared alike, nobody gets more than its downlink, nor than the seed sends."""
+    workers, uplinks = nodes[1:], sum(node.up for node in nodes)
+    level, left = nodes[0].up, len(nodes) - 1
+    for worker in sorted(workers, key=lambda node: node.down):
+        if worker.down * left >= uplinks:
+            level = min(level, uplinks / left)
+            break
+        uplinks, left = uplinks - worker.down, left - 1
+    return tuple(1 / min(level, worker.down) for worker in workers)
+
+
+def stages(nodes: Sequence[NodeLink], weights: Sequence[float], within: float = SLOWEST_WITHIN) -> Stages | None:
+    """The schedule with the least weighted mean among those that are done `within` the fluid bound; None: no two stages."""
+    limit_s = within / fluid_bound(nodes).rate_bytes_per_s
+    order = sorted(range(1, len(nodes)), key=lambda i: (-nodes[i].down, -weights[i - 1], -nodes[i].up, i))
+    earliest = own_earliest(nodes)
+    least = sum(earliest[i - 1] <= min(earliest) * ALIKE for i in order)
+    best: Stages | None = None
+    best_mean = float("inf")
+    step = max(1, (len(order) - least) // PREFIXES_MAX)
+    for count in range(len(order) - 1, least - 1, -step):  # the more are prompt, the less is left to turns
+        made = _staged(nodes, order, count, limit_s)
+        mean = sum(w * s for w, s in zip(weights, made.worker_s, strict=True)) if made else float("inf")
+        if made is not None and mean < best_mean * FEWER_PROMPT_GAIN:
+            best, best_mean = made, mean
+    return best
+
+
+def _staged(nodes: Sequence[NodeLink], order: Sequence[int], count: int, limit_s: float) -> Stages | None:
+    """The first `count` of `order` as early as can be, the others in turn behind them."""
+    prompt, others = order[:count], order[count:]
+    uplinks = sum(node.up for node in nodes)
+
+    def needs(first_s: float) -> list[float]:
+        """What the others must have after the first stage to be done in time with their own downlinks."""
+        return [max(0.0, 1.0 - nodes[i].down * (limit_s - first_s)) for i in others]
+
+    least_s = 1 / min(nodes[0].up, *(nodes[i].down for i in prompt))
+    low, high = least_s, limit_s
+    if least_s > limit_s or len(prompt) + sum(needs(limit_s)) > uplinks * limit_s:
+        return None
+    if len(prompt) + sum(needs(low)) <= uplinks * low:
+        high = low
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if len(prompt) + sum(needs(middle)) <= uplinks * middle:
+            high = middle
+        else:
+            low = middle
+    first_s, needed = high, needs(high)
+    if any(need > nodes[i].down * first_s * (1 + 1e-9) for i, need in zip(others, needed, strict=True)):
+        return None
+    in_turn = sorted(range(len(others)), key=lambda at: (needed[at] <= 0, at))
+    lacking = [1.0 - need for need in needed]
+    spare = uplinks * first_s - len(prompt) - sum(needed)
+    for at in in_turn:
+        taken = min(spare, nodes[others[at]].down * first_s - needed[at], lacking[at])
+        lacking[at] -= taken
+        spare -= taken
+    done = _in_turn([nodes[others[at]].down for at in in_turn], [lacking[at] for at in in_turn], uplinks, first_s)
+    if max(done, default=0.0) > limit_s * (1 + 1e-6):
+        return None
+    deferred, turns, worker_s = [0.0] * len(order), [0] * len(order), [first_s] * len(order)
+    for turn, (at, done_s) in enumerate(zip(in_turn, done, strict=True), start=1):
+        number = others[at]
+        deferred[number - 1], turns[number - 1], worker_s[number - 1] = 1.0 - needed[at], turn, done_s
+    return Stages(frozenset(prompt), first_s, tuple(deferred), tuple(turns), tuple(worker_s))
+
+
+def _in_turn(downs: Sequence[float], lacking: Sequence[float], uplinks: float, begun_s: float) -> list[float]:
+    """When each is done that is served from `begun_s` on, the first of them with all that it can take."""
+    left, done, now = list(lacking), [begun_s] * len(lacking), begun_s
+    waiting = [at for at, size in enumerate(left) if size > 1e-12]
+    while waiting:
+        rates, free = dict[int, float](), uplinks
+        for at in waiting:
+            rates[at] = min(downs[at], free)
+            free -= rates[at]
+        span = min(left[at] / rate for at, rate in rates.items() if rate > 0)
+        now += span
+        for at, rate in rates.items():
+            left[at] -= rate * span
+            done[at] = now
+        waiting = [at for at in waiting if left[at] > 1e-12]
+    return done
+
+
+def marked(nodes: Sequence[NodeLink], made: Stages, own_relay: Sequence[float]) -> tuple[NodeLink, ...]:
+    """The nodes with what is deferred for each. `own_relay`: per node, the share of the chunks that come to it first."""
+    found = [nodes[0]]
+    for number, node in enumerate(nodes[1:], start=1):
+        if number in made.prompt:
+            found.append(node)
+            continue
+        own = own_relay[number]
+        at_once = max(0.0, 1.0 - made.deferred[number - 1] - own) / max(1e-9, 1.0 - own)
+        found.append(replace(node, deferred_share=max(1e-6, 1.0 - at_once), turn=made.turns[number - 1]))
+    return tuple(found)
+
+
+def paced_trees(
+    nodes: Sequence[NodeLink], made: Stages, relayed_by: Parents
+) -> tuple[tuple[NodeLink, ...], tuple[Tree, ...]]:
+    """Trees in which each worker relays what its uplink carries in the first stage; what the workers cannot, the seed sends:
+    to those whom trees wait for by one of them, to the others itself, later."""
+    count, rate = len(nodes) - 1, 1 / made.first_s
+    at_once = [0.0, *(1.0 - share for share in made.deferred)]  # copies of a chunk, per worker
+    copies = sum(at_once)
+    most = [0.0] * len(nodes)
+    for number in range(1, len(nodes)):
+        sent = max(copies - at_once[number], LEAST_SENT * copies)
+        most[number] = nodes[number].up / (rate * sent)
+        if number not in made.prompt:
+            most[number] = min(most[number], OWN_RELAY_SHARE * nodes[number].down / rate)
+    uplinks, last_s = sum(node.up for node in nodes[1:]), max(made.worker_s)
+    behind = count - len(made.prompt)
+    by_seed = max(0.0, (count - 1 - uplinks * last_s) / behind)  # deferred by the seed, of all chunks
+    by_seed = min(by_seed, max(0.0, (SEED_SPARE * nodes[0].up * last_s - 1) / behind), 0.5)
+    strength = sum(nodes[root].up for root in made.prompt)
+    seeds = [by_seed * nodes[root].up / strength if root in made.prompt else 0.0 for root in range(len(nodes))]
+    if by_seed > LEAST_WEIGHT:  # until the last is done every uplink is full: the stages are one behind the other
+        others = len(made.prompt) - 1
+        full = (uplinks * last_s - by_seed * others) / (count - 1)
+        for number in range(1, len(nodes)):
+            even = (nodes[number].up / uplinks) * (full + by_seed * others / (count - 1)) - seeds[number] * others / (
+                count - 1
+            )
+            most[number] = min(most[number], max(0.0, even))
+    relayed, seed_up = sum(most) * rate, nodes[0].up  # bytes a second
+    if (
+        relayed < (1.0 - by_seed) * rate
+    ):  # the seed sends the rest to all, so that its uplink and theirs are full at once
+        rate = (seed_up - relayed + relayed * copies) / (by_seed + (1.0 - by_seed) * copies)
+    direct = max(0.0, 1.0 - by_seed - relayed / rate)
+    weights = [share * (1.0 - by_seed - direct) / sum(most) for share in most]
+    trees = [
+        Tree(weights[root], relayed_by(nodes, root)) for root in range(1, len(nodes)) if weights[root] > LEAST_WEIGHT
+    ]
+    if by_seed > LEAST_WEIGHT:
+        trees += [
+            Tree(seeds[root], _with_seeds_own(relayed_by(nodes, root), made.prompt)) for root in sorted(made.prompt)
+        ]
+    if direct > LEAST_WEIGHT:
+        trees.append(Tree(direct, (0,) * count))
+    total = sum(tree.weight for tree in trees)
+    return marked(nodes, made, weights), tuple(Tree(tree.weight / total, tree.parents) for tree in trees)
+
+
+def _with_seeds_own(parents: Sequence[int], prompt: frozenset[int]) -> tuple[int, ...]:
+    """The seed itself sends to those that nobody waits for."""
+    return tuple(parent if child in prompt else 0 for child, parent in enumerate(parents, start=1))
+
+
+def first_stage_s(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> float:
+    """Seconds a byte until all that trees wait for are done, by what every uplink then sends at once."""
+    load = [0.0] * len(nodes)
+    for tree in trees:
+        relays = set(tree.parents)
+        for child, parent in enumerate(tree.parents, start=1):
+            own = nodes[child].deferred_share
+            at_once = 1.0 if child in relays or not own else 0.0 if parent == 0 else 1.0 - own
+            load[parent] += tree.weight * at_once
+    slowest = min(node.down for node in nodes[1:] if not node.deferred_share)
+    return max(1 / slowest, *(edges / node.up for node, edges in zip(nodes, load, strict=True)))
+
+
+def paced_s(nodes: Sequence[NodeLink], made: Stages, trees: Sequence[Tree]) -> tuple[float, ...]:
+    """Per worker, seconds a byte: the fluid's, as far as these trees keep to it. The first stage takes what the trees let it;
+    no later one ends before every uplink can have sent all that it is to send."""
+    first_s = first_stage_s(nodes, trees)
+    load = [0.0] * len(nodes)
+    for tree in trees:
+        for parent in tree.parents:
+            load[parent] += tree.weight
+    behind_s = max(edges / node.up for node, edges in zip(nodes, load, strict=True))
+    longer = max(1.0, behind_s / max(made.worker_s)) if behind_s > max(made.worker_s) else 1.0
+    return tuple(
+        first_s if number in made.prompt else max(first_s, done_s * longer)
+        for number, done_s in enumerate(made.worker_s, start=1)
+    )
