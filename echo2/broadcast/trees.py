@@ -1,4 +1,4 @@
-"""Candidate trees and the choice among them: `plan(nodes, epoch)`.
+"""TreeChoice trees and the choice among them: `plan(nodes, epoch)`.
 
 Guarantees: deterministic; a candidate is only returned when it is sound and within the degree limit.
 """
@@ -218,7 +218,7 @@ def _builders(count: int, degree_max: int) -> dict[str, Callable[[Sequence[NodeL
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TreeChoice:
     """Trees, and when each worker is expected to hold the artifact. `nodes`: with what is deferred for each."""
 
     name: str
@@ -250,13 +250,13 @@ def plan(
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     weighed = tuple(weights) if sum(weights) > 0 else (1.0,) * (len(nodes) - 1)
-    found: list[Candidate] = []
+    found: list[TreeChoice] = []
     for name, build in _builders(len(nodes), degree_max).items():
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             guess = predict(nodes, trees, artifact_bytes, size)
-            found.append(Candidate(name, tuple(nodes), trees, guess.worker_s))
+            found.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s))
     paced = _paced(nodes, weighed, artifact_bytes, chunk_bytes, degree_max) if is_paced else None
     found += [paced] if paced is not None else []
     in_limit = [f for f in found if degree_of(f.trees, len(nodes)) <= degree_max] or found
@@ -273,7 +273,7 @@ def plan(
 
 def _paced(
     nodes: Sequence[NodeLink], weights: Sequence[float], artifact_bytes: int, chunk_bytes: int, degree_max: int
-) -> Candidate | None:
+) -> TreeChoice | None:
     """Some first and the others at their own pace; None where that gains nothing, or not all are connected to all."""
     if not 3 <= len(nodes) <= degree_max + 1:
         return None
@@ -287,11 +287,11 @@ def _paced(
     late = latencies(nodes, trees, artifact_bytes, size)
     times = paced_s(with_paces, made, trees)
     worker_s = tuple(artifact_bytes * time_s + late_s for time_s, late_s in zip(times, late, strict=True))
-    return Candidate("paced_multi_tree", with_paces, trees, worker_s)
+    return TreeChoice("paced_multi_tree", with_paces, trees, worker_s)
 
 
 def _reason(
-    chosen: Candidate, found: Sequence[Candidate], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
+    chosen: TreeChoice, found: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
 ) -> str:
     bound, earliest = fluid_bound(nodes), own_earliest(nodes)
     times = ", ".join(f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s" for other in found)
