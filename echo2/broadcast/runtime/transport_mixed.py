@@ -11,20 +11,29 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import relay_of
 from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.addresses import joined
-from echo2.broadcast.runtime.p2p.host import HostFacts, HostOptions
-from echo2.broadcast.runtime.p2p.transport import P2pTransport
+from echo2.broadcast.runtime.p2p.host_facts import HostFacts, HostOptions
 from echo2.broadcast.runtime.transport import Accept, Connection, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.outside.grpc_net import check_free
 from echo2.trust.runtime.tls import Credentials
 
+if TYPE_CHECKING:
+    from echo2.broadcast.runtime.p2p.transport import P2pTransport
 _log = logging.getLogger("echo2.broadcast")
+
+
+def _p2p_transport() -> type[P2pTransport]:
+    """Loads libp2p: 60 MB and seconds, which only who has a NAT to cross pays for."""
+    from echo2.broadcast.runtime.p2p.transport import P2pTransport
+
+    return P2pTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class MixedTransport:
         options = HostOptions(
             settings.listen_host, settings.port, settings.grpc_port, settings.book, settings.is_barred, settings.proven
         )
-        p2p = P2pTransport(self._credentials, options, self._accept, self._changed)
+        p2p = (await asyncio.to_thread(_p2p_transport))(self._credentials, options, self._accept, self._changed)
         await p2p.start()
         self._p2p = p2p
         _log.info("libp2p listens on %s:%d", settings.listen_host, p2p.port)

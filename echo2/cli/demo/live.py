@@ -1,7 +1,8 @@
 """The processes of a run on this machine, from their start to their end, with the live screen: `echo2 demo` and `echo2 run`.
 
-Waits for: the end that the caller names, bounded by `within_s`; woken twice a second. Guarantees: every process is asked to end
-when `run` returns or is cancelled. Leaves to others: which processes (commands), signals, what is said at the end.
+Waits for: the end that the caller names, as long as anything moves within `still_s`; woken twice a second. Guarantees: every
+process is asked to end when `run` returns or is cancelled. Leaves to others: which processes (commands), signals, what is said
+at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 10.0
+STILL_STEPS = 6.0
 
 
 class LiveRun:
@@ -38,10 +41,11 @@ class LiveRun:
         console: Console,
         is_plain: bool,
         is_over: Callable[[coordinator_pb2.RunStatus | None], bool],
-        within_s: float = math.inf,
+        still_s: float = math.inf,
     ) -> None:
         self.children, self.console, self.is_plain, self._is_over = children, console, is_plain, is_over
-        self.within_s = within_s
+        self.still_s = still_s
+        self.moved = LastMove(time.monotonic())
         self.run_folder = children.run_folder
         self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
         self.began = time.monotonic()
@@ -73,10 +77,12 @@ class LiveRun:
     async def _watch(self, operator: OperatorClient, live: Live | None) -> None:
         while True:
             self.children.raise_if_failed()
-            if time.monotonic() - self.began > self.within_s:
+            if self.moved.still_s(self.state, time.monotonic()) > self.still_s:
+                waits = self.state.status.learner.waits_for if self.state.status else ""
                 raise Unreachable(
-                    f"learner: expected the end of the run within {self.within_s:.0f} s, but it stands at step "
-                    f"{self.state.status.learner.step if self.state.status else '?'}; logs in {self.run_folder / 'logs'}"
+                    f"the run: expected a step, an evaluation, a version or tokens within {self.still_s:.0f} s, got none: it "
+                    f"stands at step {self.state.status.learner.step if self.state.status else '?'}"
+                    f"{f', waiting for {waits}' if waits else ''}; logs in {self.run_folder / 'logs'}"
                 )
             with contextlib.suppress(Unreachable):  # the coordinator may be away for a while: that must not end a run
                 self.state.status = await operator.status()
@@ -115,6 +121,31 @@ class LiveRun:
         elif now - self.printed_at >= PLAIN_LINE_EVERY_S:
             self.printed_at = now
             self.console.print(plain_line(self.state), highlight=False, soft_wrap=True)
+
+
+@dataclass(slots=True)
+class LastMove:
+    """When anything of a run last moved: a step, an evaluation, a version that went live on a worker, tokens of a worker. What
+    workers do without a step or an evaluation counts for STILL_STEPS times as long."""
+
+    at: float
+    stepped_at: float = math.nan
+    _seen: tuple[object, ...] = ()
+    _steps: tuple[object, ...] = ()
+
+    def still_s(self, state: ScreenState, now: float) -> float:
+        """For how many seconds nothing has."""
+        steps: tuple[object, ...] = (len(state.rewards), len(state.evaluations))
+        beats: tuple[object, ...] = ()
+        if state.status is not None:
+            learner = state.status.learner
+            steps += (learner.step, learner.newest_version)
+            beats = tuple((one.heartbeat.version, one.heartbeat.sampled_tokens) for one in state.status.workers)
+        if steps != self._steps:
+            self._steps, self.stepped_at = steps, now
+        if (seen := (*steps, *beats)) != self._seen:
+            self._seen, self.at = seen, now
+        return max(now - self.at, (now - self.stepped_at) / STILL_STEPS)
 
 
 def phase_of(status: coordinator_pb2.RunStatus | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
-from echo2.broadcast.runtime.p2p.host import HostFacts
+from echo2.broadcast.runtime.p2p.host_facts import HostFacts
 from echo2.trust.identity import JoinLink
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
 from echo2.worker.options import WorkerOptions

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from echo2.cli.demo.live import plain_line
+from echo2.cli.demo.live import STILL_STEPS, LastMove, plain_line
 from echo2.cli.demo.screen import ScreenState, curve, draw, lag_lines
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
@@ -70,3 +70,18 @@ def test_what_was_not_measured_is_not_shown() -> None:
     status.plan.predicted_utilisation = 0.0
     line, screen = shown(status)
     assert "predicted" not in line and "predicted" not in screen.split("broadcast")[0].split("capacity model")[0]
+
+
+def test_a_run_is_given_up_for_standing_still_and_not_for_being_slow() -> None:
+    state, moved = ScreenState(title="demo"), LastMove(0.0)
+    assert moved.still_s(state, 0.0) == 0.0 and moved.still_s(state, 100.0) == 100.0
+    state.status = coordinator_pb2.RunStatus()
+    worker = state.status.workers.add(name="oregon")
+    assert moved.still_s(state, 200.0) == 0.0, "the coordinator is there"
+    for second in range(800, 5001, 600):
+        worker.heartbeat.sampled_tokens += 1
+        assert moved.still_s(state, float(second)) == (second - 200) / STILL_STEPS, "a slow worker samples"
+    state.evaluations.append((3, 0.5))
+    assert moved.still_s(state, 5000.0) == 0.0
+    state.status.learner.waits_since_s = 77.0
+    assert moved.still_s(state, 5100.0) == 100.0, "waiting is no move"

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import trio
@@ -33,11 +33,11 @@ from multiaddr import Multiaddr
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import LinkKind, LinkWay
-from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.p2p import membership
 from echo2.broadcast.runtime.p2p.accept_gate import STRANGER_S, AcceptGate
 from echo2.broadcast.runtime.p2p.autonat import ReachabilityService
 from echo2.broadcast.runtime.p2p.dial_gate import DialGate
+from echo2.broadcast.runtime.p2p.host_facts import HostFacts, HostOptions
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.punching import HolePuncher
 from echo2.broadcast.runtime.p2p.relay import MemberRelay, dial_circuit, peer_of_stream, reserve, reset
@@ -60,30 +60,6 @@ WAITING_STREAMS_MAX = 16
 _log = logging.getLogger("echo2.broadcast")
 # It reports every dial of a hole punch that fails, which most must, as an error; what matters is said here.
 logging.getLogger("libp2p").setLevel(logging.CRITICAL)
-
-
-@dataclass(frozen=True, slots=True)
-class HostOptions:
-    """`port` 0: any. `grpc_port` 0: nobody is asked whether it can be reached. `book`: this node is a relay.
-    `is_barred`: members that get nothing here; `proven`: told where a member was dialled back (both in trio).
-    """
-
-    listen_host: str = "0.0.0.0"
-    port: int = 0
-    grpc_port: int = 0
-    book: RelayBook | None = None
-    is_barred: Callable[[PeerId], bool] = lambda peer: False
-    proven: Callable[[PeerId, str], None] = lambda peer, address: None
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """What is known of how this node is met. `is_reachable` None: nobody has said yet."""
-
-    public_host: str = ""
-    is_reachable: bool | None = None
-    relays: tuple[PeerId, ...] = ()
-    trouble: str = ""
 
 
 class HostEvents(Protocol):

@@ -21,7 +21,8 @@ from echo2.base.errors import EchoError, MalformedMessage, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import LinkWay, relay_of
 from echo2.broadcast.runtime.p2p.bridge import Pipe, TrioThread
-from echo2.broadcast.runtime.p2p.host import CLOSE_S, HostFacts, HostOptions, P2pHost
+from echo2.broadcast.runtime.p2p.host import CLOSE_S, P2pHost
+from echo2.broadcast.runtime.p2p.host_facts import HostFacts, HostOptions
 from echo2.broadcast.runtime.p2p.relay import reset
 from echo2.broadcast.runtime.p2p.yamux import write
 from echo2.broadcast.runtime.transport import Accept
