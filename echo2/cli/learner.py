@@ -22,7 +22,13 @@ from echo2.config.run import RunConfig
 from echo2.tasks.runtime.rewards import available_cores
 
 if TYPE_CHECKING:
-    from echo2.learner.runtime.options import EvaluationOptions, LearnerOptions, TaskOptions, TrainerOptions
+    from echo2.learner.runtime.options import (
+        AgentOptions,
+        EvaluationOptions,
+        LearnerOptions,
+        TaskOptions,
+        TrainerOptions,
+    )
 
 
 JOIN = "join a run as its learner and train to the last step; the same command goes on after a stop"
@@ -96,10 +102,23 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         requires_seeds=not learner.drafting_workers,
         prunes_hopeless=learner.prune_hopeless,
         prompt_tokens_max=config.sampling.max_prompt_tokens,
-        turns_max=turns_of(TaskSpec(config.task.name, config.task.args)),
+        turns_max=config.agent.turns if config.agent.is_on else turns_of(TaskSpec(config.task.name, config.task.args)),
+        agent=_agent_options(config),
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,
     )
+
+
+def _agent_options(config: RunConfig) -> AgentOptions | None:
+    from echo2.learner.runtime.options import AgentOptions
+
+    agent = config.agent
+    if not agent.is_on:
+        return None
+    return AgentOptions(
+        agent.harness, agent.listen, agent.tls_certificate, agent.tls_key, agent.idle_timeout, agent.episode_timeout,
+        agent.restarts, agent.at_once, config.run.name,
+    )  # fmt: skip
 
 
 def _sampling(config: RunConfig) -> SamplingParams:
@@ -118,7 +137,7 @@ def _evaluation_options(config: RunConfig) -> EvaluationOptions:
         for name, one in task.eval_sets.items()
     )
     return EvaluationOptions(
-        task.eval_prompts,
+        0 if config.agent.is_on else task.eval_prompts,  # one completion of a problem says nothing of an agent
         task.eval_every_steps,
         task.eval_samples,
         task.eval_temperature,

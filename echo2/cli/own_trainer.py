@@ -122,9 +122,12 @@ class Run:
             )
         place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
         options = learner_options(resolved, link, place)
-        if is_environment(TaskSpec(options.task.name, options.task.args, options.seed)) or resolved.model.lora_rank:
+        has_turns = options.agent is not None or is_environment(
+            TaskSpec(options.task.name, options.task.args, options.seed)
+        )
+        if has_turns or resolved.model.lora_rank:
             raise ConfigError(
-                "a trainer of one's own: expected a task of one completion and whole weights (model.lora_rank 0), got "
+                "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
                 f"task {options.task.name} and rank {resolved.model.lora_rank}"
             )
         self.options = replace(options, evaluation=EvaluationOptions(prompts=0))

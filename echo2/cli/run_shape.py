@@ -85,7 +85,7 @@ def lengths_of(config: RunConfig) -> RunLengths:
     from echo2.tasks.task import TaskSpec
 
     sampling, worker = config.sampling, config.worker
-    turns = turns_of(TaskSpec(config.task.name, config.task.args))
+    turns = config.agent.turns if config.agent.is_on else turns_of(TaskSpec(config.task.name, config.task.args))
     longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns)
     return RunLengths(longest, worker.slots, worker.context_tokens)
 

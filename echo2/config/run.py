@@ -92,6 +92,34 @@ class TaskSection(Section):
     ] = False
 
 
+class AgentSection(Section):
+    """Agents that speak OpenAI's API make the prompts, call by call; on once it has a harness or an address."""
+
+    harness: Annotated[
+        str, Field(description="module:function or a command that plays one episode; empty: outside ones ask for them.")
+    ] = ""
+    listen: Annotated[
+        str, Field(description="HOST:PORT of the gateway; empty: a free port of loopback, and none without a harness.")
+    ] = ""
+    tls_certificate: Annotated[str, Field(description="PEM file; needed where agent.listen is not loopback.")] = ""
+    tls_key: Annotated[str, Field(description="PEM file of the certificate's key.")] = ""
+    turns: Annotated[Count, Field(description="Calls that continue one another; workers keep room for so many.")] = 8
+    idle_timeout: Annotated[
+        Seconds, Field(gt=0, description="An episode that asks nothing for so long is lost, and begun anew.")
+    ] = 600.0
+    episode_timeout: Annotated[Seconds, Field(gt=0, description="No episode lasts longer; it is lost then.")] = 3600.0
+    restarts: Annotated[
+        int, Field(ge=0, description="How often a lost episode is begun anew before its rollout is dropped.")
+    ] = 2
+    at_once: Annotated[int, Field(ge=1, description="Episodes that echo2 plays with its harness at the same time.")] = (
+        64
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.harness or self.listen)
+
+
 class SamplingSection(Section):
     temperature: Annotated[float, Field(ge=0, le=100, description="Divides the logits; 0 is greedy.")] = 1.0
     top_p: Annotated[
@@ -419,6 +447,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    agent: AgentSection = AgentSection()
     sampling: SamplingSection = SamplingSection()
     staleness: StalenessSection = StalenessSection()
     learner: LearnerSection = LearnerSection()

@@ -39,6 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "learner": _PURE | {"learner"},
     "worker": _PURE | {"worker"},
     "tasks": _PURE | {"tasks"},
+    "gateway": _BASE | {"gateway"},
+    "gateway.runtime": _OUTSIDE | {"gateway", "gateway.runtime", "tasks", "tasks.runtime"},
     "wire": _PURE | _ROLES | {"wire"},
     "sim": _PURE
     | _ROLES
@@ -52,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker.runtime": _PURE | {"wire", "trust.runtime", "broadcast.runtime", "worker", "worker.runtime"},
     "tasks.runtime": _PURE | {"contain", "contain.runtime", "tasks", "tasks.runtime"},
 }
-ALLOWED["learner.runtime"] |= {"tasks.runtime"}
+ALLOWED["learner.runtime"] |= {"tasks.runtime", "gateway", "gateway.runtime"}
 for _room in ("broadcast.runtime", "coordinator.runtime", "learner.runtime", "worker.runtime"):
     ALLOWED[_room] |= _OUTSIDE
 for _room in ("learner.runtime", "worker.runtime"):

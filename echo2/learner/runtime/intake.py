@@ -56,12 +56,13 @@ class IntakeOutcome:
     is_synced_first: bool = False
     handed: tuple[Rollout, ...] | None = None
     batch: Batch | None = None
+    call_group: GroupId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class IntakeCalls:
     """Who is told. `untruth`: a worker's report cannot be true; `held`: its completions hold up scorers; `answered`: a group by
-    which a version is evaluated has all its rewards."""
+    which a version is evaluated has all its rewards; `drive`: agents may begin; `sampled`: one of their calls has its tokens."""
 
     offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
     close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
@@ -69,6 +70,8 @@ class IntakeCalls:
     held: Callable[[PeerId, str], None] = lambda peer_id, text: None
     answered: Callable[[TrainGroup], None] = lambda group: None
     examined: Callable[[ExamResult], None] = lambda result: None
+    drive: Callable[[GroupSpec, Draw], None] = lambda spec, draw: None
+    sampled: Callable[[Rollout], None] = lambda rollout: None
     failed: Callable[[BaseException], None] = lambda error: None
 
 
@@ -146,6 +149,12 @@ class Intake:
                     self._keep(record)
                 case b.Score(rollout):
                     self._begin_scoring(rollout)
+                case b.Drive(spec, draw):
+                    self._calls.drive(spec, draw)
+                case b.CallOpened(group_id):
+                    outcome.call_group = group_id
+                case b.CallSampled(rollout):
+                    self._calls.sampled(rollout)
                 case b.AskPrompts(again, fresh):
                     self._carry_out(self._batcher.handle(b.PromptsDrawn(self._draw(again, fresh))), outcome)
                 case b.OfferGroups(specs):

@@ -61,7 +61,7 @@ LEFT_OUT_LINES_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """Whom the loop works with. `stepped` is called behind each step's row."""
+    """Whom the loop works with. `stepped` is called behind each step's row, which also says what `further` does."""
 
     intake: Intake
     publisher: VersionPublisher
@@ -69,6 +69,7 @@ class LoopParts:
     exams: Exams
     sinks: list[Sink]
     stepped: Callable[[], None] = lambda: None
+    further: Callable[[], Mapping[str, float]] = lambda: {}
 
 
 class TrainingLoop:
@@ -89,7 +90,7 @@ class TrainingLoop:
         )
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
-        self._stepped = parts.stepped
+        self._stepped, self._further = parts.stepped, parts.further
         self.waiting: tuple[str, float] = ("", 0.0)
         self.checkpoint_s = 0.0  # that the newest one kept the loop
         self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
@@ -250,6 +251,7 @@ class TrainingLoop:
             "rewards/held": self.intake.holding.completions_held,
             "rewards/held_s": self.intake.holding.seconds_held,
         }
+        row |= self._further()
         self.recent.add(batch)
         self._write(row)
         self.pace.made(int(result.step), monotonic())

@@ -109,6 +109,24 @@ class TaskOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Prompts come from agents that speak OpenAI's API. `harness`: module:function or a command that plays an episode; empty:
+    outside harnesses ask for episodes. `listen`: HOST:PORT; empty: any port of loopback. An episode that asks nothing for
+    `idle_s`, takes over `episode_s` or breaks is begun anew `restarts_max` times, then dropped. `at_once`: episodes that echo2
+    plays together."""
+
+    harness: str = ""
+    listen: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    idle_s: float = 600.0
+    episode_s: float = 3600.0
+    restarts_max: int = 2
+    at_once: int = 64
+    model_name: str = "policy"
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerOptions:
     """One run of the learner.
 
@@ -152,6 +170,7 @@ class LearnerOptions:
     audit_share: float = 0.0  # of the rollouts, scored again to find workers that cheat; 0: off
     audit_fleet_share: float = 0.0  # tokens that workers may read for that, of those sampled; 0: the learner scores all
     requires_seeds: bool = False  # reports of engines that do not draw by the seeds of their leases are refused
+    agent: AgentOptions | None = None
     sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
 
     def __post_init__(self) -> None:

@@ -29,6 +29,8 @@ from echo2.tasks.task import TaskInstance, TaskSpec
 
 SKIPS_MAX = 64
 """Prompts that may be passed over, as unwanted or too long, before the next is taken anyway."""
+DRIVEN_PROMPT = (0,)
+"""Stands for the prompt of a problem that agents work at; nobody reads it."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -99,6 +101,7 @@ class Prompts:
         )
         self.check_length, self.context_tokens, self.secret = check_length, context_tokens, secret
         self.prompt_tokens_max = options.prompt_tokens_max
+        self._is_driven = options.agent is not None
 
     def next_wanted(self, cursor: int) -> int:
         """The first cursor from this one on whose prompt is short enough and wanted by the curriculum; after a bounded
@@ -112,6 +115,8 @@ class Prompts:
         return cursor + SKIPS_MAX
 
     def _is_too_long(self, index: int) -> bool:
+        if self._is_driven:
+            return False
         tokens = len(self.chat.prompt(self.world.instance(index).prompt))
         if tokens > self.prompt_tokens_max:
             _log.warning(
@@ -137,6 +142,8 @@ class Prompts:
 
     def draw(self, cursor: int) -> Draw:
         """Prompt number `cursor` of the run."""
+        if self._is_driven:  # what is asked of the model is the agent's to say
+            return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
         prompt = self.tokens_of(self.world.instance(self.split.train_index(cursor)))
         return self.seeded(Draw(cursor, 0, prompt, self.sampling))
 

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-from echo2.base.ids import PeerId, RunId, Version
+from echo2.base.ids import GroupId, PeerId, RunId, Version
 from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
 from echo2.broadcast.runtime.node_options import NodeCalls
 from echo2.control.backoff import Backoff
@@ -30,6 +30,7 @@ from echo2.learner.deliveries import NEWS_S
 from echo2.learner.delta_setting import SettingChoice, encode_cores
 from echo2.learner.exam import ExamResult
 from echo2.learner.offers import OfferConfig, Reminders
+from echo2.learner.runtime.agents import Agents
 from echo2.learner.runtime.auditor import AuditCalls, Auditor, auditor_of
 from echo2.learner.runtime.broadcaster import BroadcasterFactory
 from echo2.learner.runtime.ending import LearnerEnding, RunSummary
@@ -101,6 +102,7 @@ class LearnerShift:
         self._server = new_server(LEARNER)
         self.session = LearnerSession(ControlSession(credentials, waits, Backoff(here().rng)))
         self.intake = self._made_intake()
+        self.agents = self._made_agents()
         self._scoring = ScoringStreams(self._scorer_said)
         self._ingest = IngestService(
             self.intake, RunId(options.run_id), credentials.coordinator_peer_id, self._scoring, self._fail,
@@ -118,8 +120,9 @@ class LearnerShift:
             prepared.folder.path, options.evaluation, prepared.examination, self.intake,
             lambda row: self.loop.evaluated(row),  # noqa: PLW0108 - the loop is made next
         )  # fmt: skip
+        further: Callable[[], Mapping[str, float]] = dict if self.agents is None else self.agents.numbers
         self._sinks = open_sinks(options.folder, options.run_id, options.sinks)
-        parts = LoopParts(self.intake, self.publisher, self.auditor, exams, self._sinks, self._report)
+        parts = LoopParts(self.intake, self.publisher, self.auditor, exams, self._sinks, self._report, further)
         self.loop = TrainingLoop(options, prepared, parts, threads.trainer)
         if options.metrics_port:
             self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
@@ -133,11 +136,13 @@ class LearnerShift:
         offers = OfferConfig(options.rollouts_per_step, options.rollouts_per_group, options.staleness_bound)
         calls = IntakeCalls(
             offer=self.session.offer,
-            close=self.session.close,
+            close=self._closed,
             untruth=lambda peer_id, text: self._orders.accuse(peer_id, text, is_certain=True),
             held=lambda peer_id, text: self._orders.accuse(peer_id, f"rewards: {text}", is_certain=False),
             answered=self._answered,
             examined=self._examined,
+            drive=lambda spec, draw: self.agents.drive(spec, draw) if self.agents is not None else None,
+            sampled=lambda rollout: self.agents.sampled(rollout) if self.agents is not None else None,
             failed=self._fail,
         )
         made = Intake(
@@ -146,6 +151,12 @@ class LearnerShift:
         )  # fmt: skip
         made.restore(prepared.history)
         return made
+
+    def _made_agents(self) -> Agents | None:
+        options = self.options
+        if options.agent is None:
+            return None
+        return Agents(options.agent, options.folder, self._prepared.prompts, self.intake.tell, self._fail)
 
     def _made_auditor(self) -> Auditor:
         calls = AuditCalls(self._found_false, self._scoring.lease, self._fail, self._ingest.habits_of)
@@ -188,6 +199,9 @@ class LearnerShift:
                 self._prepared.published, self._prepared.schedule.newest, self._prepared.cut_off, self._prepared.base
             )
             self._prepared.base = None
+            if self.agents is not None:
+                await self.agents.start()
+                _log.info("agents ask %s; the key of outside harnesses is in %s", self.agents.url, self.agents.key_file)
             self.intake.resume(map(Version, self.loop.exams.rewards))
             return await self._work()
         finally:
@@ -228,6 +242,8 @@ class LearnerShift:
             rest.callback(self._prepared.prompts.close)
             rest.callback(self._prepared.examination.close)
             rest.callback(self.auditor.close)
+            if self.agents is not None:
+                rest.push_async_callback(self.agents.close)
             rest.push_async_callback(self._server.stop, STOP_GRACE_S)
             rest.push_async_callback(self._broadcaster.stop)
             await self.intake.close()
@@ -286,6 +302,11 @@ class LearnerShift:
 
     def _lost(self, what: str) -> None:
         self.publisher.replace_lost(what)
+
+    def _closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
+        self.session.close(group_ids, reason)
+        if self.agents is not None:
+            self.agents.closed(group_ids, reason)
 
     def _answered(self, group: TrainGroup) -> None:
         self.auditor.consider((group,), unix_now())

@@ -124,6 +124,7 @@ def prepare_with(
         model.vocabulary_size,
         drops_equal_rewards=options.drops_equal_rewards,
         pruning=PruningRule() if options.prunes_hopeless else None,
+        is_driven=options.agent is not None,
     )
     store = CheckpointStore(folder.path / "checkpoints", options.checkpoint)
     store.check_room(team.checkpoint_bytes)

@@ -1,0 +1,31 @@
+"""What a client of the gateway may ask for, and how much of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BODY_BYTES_MAX = 8 << 20
+MESSAGES_MAX = 2048
+TOOLS_MAX = 128
+CHOICES_MAX = 16
+LABEL_CHARS_MAX = 200
+CHAINS_MAX = 256
+"""Of one episode: beginnings of chats that do not continue one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """`idle_s`: an episode that asks nothing for so long is lost; `episode_s`: none lasts longer. `restarts_max`: how often a
+    lost episode is begun anew before its rollout is dropped. `harnesses_max`: episodes that echo2 runs at the same time."""
+
+    context_tokens: int
+    max_new_tokens: int
+    sessions_max: int = 4096
+    calls_max: int = 512
+    calls_at_once_max: int = 16
+    calls_in_flight_max: int = 4096
+    idle_s: float = 600.0
+    episode_s: float = 3600.0
+    restarts_max: int = 2
+    harnesses_max: int = 64
+    retry_after_s: float = 1.0

@@ -1,0 +1,172 @@
+"""Bodies of OpenAI's `chat/completions` and `completions`, parsed into what the gateway acts on.
+
+Guarantees: what is returned is within the limits; anything else is a `MalformedMessage` that names the field, what was expected
+and what came. Fields that have no meaning here are listed in `ignored`. Leaves to others: tokens (tree), replies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import cast
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.stops import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
+from echo2.gateway.limits import CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
+
+Message = Mapping[str, object]
+ROLES = ("system", "user", "assistant", "tool")
+_TAKEN = frozenset({
+    "model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
+    "stream_options", "logprobs", "top_logprobs", "echo", "return_token_ids", "user", "metadata", "store",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """`messages` of a chat, or the `prompt` of a text: its characters, or its token ids. `max_tokens` None: as many as may be."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    choices: int = 1
+    is_streamed: bool = False
+    wants_usage: bool = False
+    wants_logprobs: bool = False
+    wants_ids: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that decides the answer: the same for a client's second try."""
+        said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices]
+        return blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+
+
+def chat_call(body: Mapping[str, object]) -> CallRequest:
+    """Of a body of `chat/completions`."""
+    told = body.get("messages")
+    if not isinstance(told, list) or not 1 <= len(told) <= MESSAGES_MAX:
+        raise MalformedMessage(f"messages: expected a list of 1 to {MESSAGES_MAX}, got {_shown(told)}")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or len(tools) > TOOLS_MAX or not all(isinstance(tool, dict) for tool in tools):
+        raise MalformedMessage(f"tools: expected a list of at most {TOOLS_MAX} objects, got {_shown(tools)}")
+    if body.get("tool_choice") == "none":
+        tools = []
+    messages = tuple(_message(one, place) for place, one in enumerate(told))
+    return _call(body, messages=messages, tools=tuple(cast(Sequence[Message], tools)))
+
+
+def text_call(body: Mapping[str, object]) -> CallRequest:
+    """Of a body of `completions`."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        return _call(body, prompt=tuple(prompt))
+    if not isinstance(prompt, str) or not prompt:
+        raise MalformedMessage(f"prompt: expected one text or one list of token ids, got {_shown(prompt)}")
+    return _call(body, prompt=prompt)
+
+
+def _call(
+    body: Mapping[str, object],
+    messages: tuple[Message, ...] = (),
+    tools: tuple[Message, ...] = (),
+    prompt: str | tuple[int, ...] | None = None,
+) -> CallRequest:
+    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    options = body.get("stream_options")
+    logprobs = body.get("logprobs")
+    return CallRequest(
+        messages=messages,
+        tools=tools,
+        prompt=prompt,
+        max_tokens=None if tokens is None else _whole(tokens, "max_tokens", 1 << 20),
+        stops=_stops(body.get("stop")),
+        choices=_whole(1 if body.get("n") is None else body["n"], "n", CHOICES_MAX),
+        is_streamed=body.get("stream") is True,
+        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
+        wants_ids=body.get("return_token_ids") is True,
+        ignored=tuple(
+            sorted(str(name)[:40] for name, value in body.items() if name not in _TAKEN and value is not None)
+        )[:32],
+    )
+
+
+def _message(told: object, place: int) -> Message:
+    """With plain text as content, and calls of tools as name and arguments."""
+    whose = f"messages[{place}]"
+    if not isinstance(told, dict):
+        raise MalformedMessage(f"{whose}: expected an object, got {_shown(told)}")
+    role = {"developer": "system", "function": "tool"}.get(str(told.get("role")), told.get("role"))
+    if role not in ROLES:
+        raise MalformedMessage(f"{whose}.role: expected one of {', '.join(ROLES)}, got {_shown(told.get('role'))}")
+    message: dict[str, object] = {"role": role, "content": _text(told.get("content"), whose)}
+    calls = told.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list) or len(calls) > TOOLS_MAX:
+            raise MalformedMessage(
+                f"{whose}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {_shown(calls)}"
+            )
+        message["tool_calls"] = [_tool_call(call, whose) for call in calls]
+    if role == "tool" and isinstance(told.get("tool_call_id"), str):
+        message["tool_call_id"] = told["tool_call_id"]
+    return message
+
+
+def _tool_call(told: object, whose: str) -> Message:
+    function = told.get("function") if isinstance(told, dict) else None
+    if not isinstance(told, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MalformedMessage(
+            f"{whose}.tool_calls: expected {{id, type, function: {{name, arguments}}}}, got {_shown(told)}"
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise MalformedMessage(f"{whose}.tool_calls: expected arguments as JSON, got {_shown(arguments)}") from None
+    return {
+        "id": str(told.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _text(content: object, whose: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise MalformedMessage(f"{whose}.content: expected text, or parts of type text, got {_shown(content)}")
+    return "".join(cast(list[str], texts))
+
+
+def _stops(told: object) -> tuple[str, ...]:
+    stops = [told] if isinstance(told, str) else told or []
+    if not isinstance(stops, list) or len(stops) > STOP_STRINGS_MAX or not all(
+        isinstance(text, str) and 1 <= len(text.encode()) <= STOP_STRING_BYTES_MAX for text in stops
+    ):  # fmt: skip
+        raise MalformedMessage(
+            f"stop: expected at most {STOP_STRINGS_MAX} texts of 1 to {STOP_STRING_BYTES_MAX} bytes, got {_shown(told)}"
+        )
+    return tuple(stops)
+
+
+def _whole(told: object, name: str, high: int) -> int:
+    if type(told) is not int or not 1 <= told <= high:
+        raise MalformedMessage(f"{name}: expected a whole number from 1 to {high}, got {_shown(told)}")
+    return told
+
+
+def _shown(told: object) -> str:
+    return repr(told)[:80]

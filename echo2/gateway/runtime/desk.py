@@ -1,0 +1,114 @@
+"""Carries out what the sessions decide: calls answered, completions asked for, agents run.
+
+Waits for nothing itself; who calls waits for its answer, as long as it likes. Leaves to others: decisions (sessions), HTTP (app),
+leases and rewards (`Fleet`, which the learner is).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from echo2.gateway import events as e
+from echo2.gateway.requests import CallRequest
+from echo2.gateway.runtime.harness import Harnesses
+from echo2.gateway.sessions import Sessions
+
+TICK_S = 1.0
+Reply = e.CallAnswer | e.Refuse | e.Seated
+_log = logging.getLogger("echo2.gateway")
+
+
+class Fleet(Protocol):
+    """Who samples and trains."""
+
+    def ask(self, asked: e.Ask) -> tuple[str, int] | None:
+        """Has a completion leased; the group it is leased as, and its chain. None: the problem is gone."""
+        ...
+
+    def ended(self, ended: e.EndEpisode) -> None: ...
+
+    async def score(self, root: str, token_ids: tuple[int, ...]) -> e.EpisodeRewarded | str:
+        """By the task: with an empty session id; or why there is none."""
+        ...
+
+
+class GatewayDesk:
+    """One per gateway, on its event loop."""
+
+    def __init__(self, sessions: Sessions, fleet: Fleet, clock: Callable[[], float]) -> None:
+        self.sessions, self._fleet, self._clock = sessions, fleet, clock
+        self.harnesses: Harnesses | None = None
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._scoring: set[asyncio.Task[None]] = set()
+
+    def tell(self, event: e.Event) -> None:
+        if isinstance(event, e.EpisodeFailed):
+            _log.warning("episode %s is lost: %s", event.session_id, event.reason)
+        for action in self.sessions.handle(event, self._clock()):
+            match action:
+                case e.Ask():
+                    leased = self._fleet.ask(action) or ("", -1)
+                    self.tell(e.Leased(action.call_id, action.choice, *leased))
+                case e.CallAnswer(call_id) | e.Refuse(call_id) | e.Seated(call_id):
+                    waiting = self._waiting.pop(call_id, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(action)
+                case e.RunHarness():
+                    assert self.harnesses is not None, "there is a harness"
+                    self.harnesses.run(action)
+                case e.StopHarness(session_id):
+                    if self.harnesses is not None:
+                        self.harnesses.stop(session_id)
+                case e.AskScore():
+                    task = asyncio.get_running_loop().create_task(self._score(action))
+                    self._scoring.add(task)
+                    task.add_done_callback(self._scoring.discard)
+                case e.EndEpisode():
+                    self._fleet.ended(action)
+
+    def call(self, session_id: str, request: CallRequest) -> tuple[int, asyncio.Future[Reply]]:
+        call_id = next(self._ids)
+        return call_id, self._told(call_id, e.Called(call_id, session_id, request))
+
+    def seat(self, label: str) -> asyncio.Future[Reply]:
+        call_id = next(self._ids)
+        return self._told(call_id, e.SeatAsked(call_id, label))
+
+    def _told(self, call_id: int, event: e.Event) -> asyncio.Future[Reply]:
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        self.tell(event)
+        return future
+
+    def left(self, call_id: int) -> None:
+        """Nobody waits for the call any more."""
+        if self._waiting.pop(call_id, None) is not None:
+            self.tell(e.ClientLeft(call_id))
+
+    async def run(self) -> None:
+        """Ticks until it is cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tell(e.GatewayTick())
+
+    async def close(self) -> None:
+        for task in list(self._scoring):
+            task.cancel()
+        if self.harnesses is not None:
+            await self.harnesses.close()
+        for call_id, waiting in self._waiting.items():
+            if not waiting.done():
+                waiting.set_result(e.Refuse(call_id, 503, "run_ended", "the run has ended"))
+
+    async def _score(self, action: e.AskScore) -> None:
+        found = await self._fleet.score(action.root, action.token_ids)
+        if isinstance(found, str):
+            _log.warning("no reward for episode %s: %s", action.session_id, found)
+            self.tell(e.EpisodeFailed(action.session_id, found))
+        else:
+            self.tell(e.EpisodeRewarded(action.session_id, found.value, found.parts))

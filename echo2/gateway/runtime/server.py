@@ -1,0 +1,66 @@
+"""The gateway's port: none unless agents are configured, loopback unless an address is given, which then needs TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+
+from echo2.base.errors import ConfigError, PortBusy
+
+CONNECTIONS_MAX = 8192
+STOP_GRACE_S = 1
+
+
+class _GatewayServer(uvicorn.Server):  # type: ignore[misc]
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's business."""
+        yield
+
+
+class GatewayPort:
+    """Listens at once, on `host:port` (port 0: any free one), so that its address is known; `run` serves."""
+
+    def __init__(self, listen: str, certificate: str = "", key: str = "") -> None:
+        host, _, port = (listen or "127.0.0.1:0").rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit():
+            raise ConfigError(f"agent.listen: expected HOST:PORT, got {listen!r}")
+        if host not in ("127.0.0.1", "::1", "localhost") and not (certificate and key):
+            raise ConfigError(
+                f"agent.listen: expected agent.tls_certificate and agent.tls_key for {host}, as keys of episodes would "
+                "travel in clear text"
+            )
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((host, int(port)))
+        except OSError as error:
+            self._listener.close()
+            raise PortBusy(f"agent.listen: expected to listen on {host}:{port}: {error.strerror}") from None
+        self._listener.listen(1024)  # who comes before it serves waits
+        self._tls = {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if certificate else 'http'}://{shown}:{self._listener.getsockname()[1]}"
+        self._server: _GatewayServer | None = None
+
+    async def run(self, app: Starlette) -> None:
+        """Serves until `stop`, or until it is cancelled."""
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", limit_concurrency=CONNECTIONS_MAX, ws="none",
+            timeout_graceful_shutdown=STOP_GRACE_S, timeout_keep_alive=75, server_header=False, backlog=1024, **self._tls,
+        )  # fmt: skip
+        self._server = _GatewayServer(config)
+        await self._server.serve(sockets=[self._listener])
+
+    async def stop(self, serving: asyncio.Task[None] | None) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+        if serving is not None:
+            await asyncio.gather(serving, return_exceptions=True)
+        self._listener.close()

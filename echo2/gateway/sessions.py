@@ -1,0 +1,399 @@
+"""Episodes of agents behind one door: `handle` takes an event and returns all that follows from it.
+
+    seat free --harness begun, or an outside one asked--> session --reward--> ended
+       ^                                                    |
+       '------ lost: broken off, idle, failed (restarts) ---'--> after `restarts_max`: dropped, counted, never worth 0
+
+Guarantees: the client's words for what was sampled become the sampled ids again, or begin a chain (tree); a call behind which
+nobody waits is answered to its second try; what nobody was told does not count; every list has a limit, and who meets one is told
+when to come again. Leaves to others: HTTP and processes (runtime), leases and training (the learner).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from echo2.base.errors import EchoError
+from echo2.gateway import events as e
+from echo2.gateway.limits import CHAINS_MAX, GatewayLimits
+from echo2.gateway.requests import CallRequest, Message
+from echo2.gateway.tree import Node, Speech, TokenTree, TreePlace
+
+
+class ModelReading(Speech, Protocol):
+    """Also tells what sampled tokens say."""
+
+    def said(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Message]]:
+        """The text without stop strings, and calls of tools as OpenAI's API has them."""
+        ...
+
+
+@dataclass(slots=True)
+class Problem:
+    """`seats`: by number, the session that has it; None: free. `restarts`: of each seat."""
+
+    root: str
+    told: dict[str, object]
+    seats: list[str | None]
+    restarts: list[int]
+    label: str = ""
+
+    @property
+    def is_untouched(self) -> bool:
+        return not self.label and not any(self.seats) and not any(self.restarts)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request under way. `groups`: by choice, as what it is leased; `sampled`: what came."""
+
+    call_id: int
+    request: CallRequest
+    place: TreePlace
+    digest: bytes
+    depths: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sampled: dict[int, e.CallTokens] = field(default_factory=dict)
+    is_waited_for: bool = True
+    answer: e.CallAnswer | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """One episode of one seat. `told_calls`: by chain, so many calls were answered and count."""
+
+    session_id: str
+    key: str
+    root: str
+    seat: int
+    is_own: bool
+    began_at: float
+    heard_at: float
+    tree: TokenTree = field(default_factory=TokenTree)
+    calls: dict[int, Call] = field(default_factory=dict)
+    told_calls: dict[int, int] = field(default_factory=dict)
+    last: Node | None = None
+    call_count: int = 0
+    is_scored: bool = False
+
+
+@dataclass(slots=True)
+class GatewayCounts:
+    """Since the start."""
+
+    sessions: int = 0
+    calls: int = 0
+    branches: int = 0
+    retried: int = 0
+    refused: int = 0
+    restarted: int = 0
+    dropped: int = 0
+    rewarded: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0  # of prompts, those that stood in the tree already
+
+
+@dataclass(slots=True)
+class Sessions:
+    """`new_key`: an unguessable text each time. `has_harness`: echo2 runs the agents; else outside harnesses ask for seats."""
+
+    limits: GatewayLimits
+    reading: ModelReading
+    new_key: Callable[[], str]
+    has_harness: bool
+    problems: dict[str, Problem] = field(default_factory=dict)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    counts: GatewayCounts = field(default_factory=GatewayCounts)
+    _of_call: dict[int, str] = field(default_factory=dict)
+    _of_group: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+
+    def handle(self, event: e.Event, now: float) -> list[e.Action]:
+        """All that follows, in the order in which it is to be done."""
+        return [*self._on(event, now), *(self._begun(now) if self.has_harness else ())]
+
+    def key_fits(self, session_id: str, key: str) -> bool:
+        session = self.sessions.get(session_id)
+        return session is not None and hmac.compare_digest(session.key.encode(), key.encode())
+
+    def _on(self, event: e.Event, now: float) -> Iterator[e.Action]:
+        match event:
+            case e.ProblemOpened(root, seats, told):
+                self.problems[root] = Problem(root, dict(told), [None] * seats, [0] * seats)
+            case e.ProblemClosed(root, reason):
+                yield from self._closed(root, reason)
+            case e.SeatAsked():
+                yield from self._seated(event, now)
+            case e.Called():
+                yield from self._called(event, now)
+            case e.Leased():
+                yield from self._leased(event)
+            case e.CallTokens():
+                yield from self._sampled(event, now)
+            case e.ClientLeft(call_id):
+                self._left(call_id)
+            case e.EpisodeRewarded(session_id, value, parts):
+                yield from self._ended(session_id, value, parts)
+            case e.EpisodeFailed(session_id, reason):
+                yield from self._failed(session_id, reason)
+            case e.HarnessDone(session_id):
+                yield from self._done(session_id)
+            case e.GatewayTick():
+                yield from self._ticked(now)
+
+    # ---- seats
+
+    def _begun(self, now: float) -> Iterator[e.Action]:
+        running = sum(session.is_own for session in self.sessions.values())
+        for problem in self.problems.values():
+            for seat, taken in enumerate(problem.seats):
+                if running >= self.limits.harnesses_max:
+                    return
+                if taken is None:
+                    session = self._sit(problem, seat, now, is_own=True)
+                    running += 1
+                    yield e.RunHarness(session.session_id, session.key, problem.told)
+
+    def _seated(self, event: e.SeatAsked, now: float) -> Iterator[e.Action]:
+        found = None if self.has_harness or len(self.sessions) >= self.limits.sessions_max else self._free(event.label)
+        if found is None:
+            self.counts.refused += 1
+            yield e.Refuse(
+                event.call_id, 429, "no_seat", "no episode is wanted now; come again", self.limits.retry_after_s
+            )
+            return
+        problem, seat = found
+        problem.label = event.label or problem.label
+        session = self._sit(problem, seat, now, is_own=False)
+        yield e.Seated(event.call_id, session.session_id, session.key, problem.root, seat, problem.told)
+
+    def _free(self, label: str) -> tuple[Problem, int] | None:
+        """A free seat: of the problem that has the label, of one that nobody has begun for a new label, of any for none."""
+        labelled = [problem for problem in self.problems.values() if label and problem.label == label]
+        fresh = [problem for problem in self.problems.values() if problem.is_untouched]
+        unnamed = [problem for problem in self.problems.values() if not problem.label]
+        for problem in labelled or (fresh if label else unnamed):
+            for seat, taken in enumerate(problem.seats):
+                if taken is None:
+                    return problem, seat
+        return None
+
+    def _sit(self, problem: Problem, seat: int, now: float, *, is_own: bool) -> Session:
+        self.counts.sessions += 1
+        session_id = f"{problem.root}-{seat}-{problem.restarts[seat]}"
+        session = Session(session_id, f"{session_id}.{self.new_key()}", problem.root, seat, is_own, now, now)
+        problem.seats[seat] = session_id
+        self.sessions[session_id] = session
+        return session
+
+    # ---- calls
+
+    def _called(self, event: e.Called, now: float) -> Iterator[e.Action]:
+        session = self.sessions.get(event.session_id)
+        if session is None or session.is_scored:
+            yield e.Refuse(event.call_id, 410, "session_ended", "this episode has ended")
+            return
+        session.heard_at = now
+        request, digest = event.request, event.request.digest
+        again = next((c for c in session.calls.values() if c.digest == digest and not c.is_waited_for), None)
+        if again is not None:
+            yield from self._taken_up(session, again, event.call_id)
+            return
+        if (problem := self._over_limit(session, request)) is not None:
+            self.counts.refused += 1
+            yield problem(event.call_id)
+            return
+        try:
+            place = session.tree.place_of(request, self.reading)
+        except EchoError as error:
+            yield e.Refuse(event.call_id, 400, "invalid_request_error", str(error))
+            return
+        room = self.limits.context_tokens - len(place.prompt_token_ids)
+        if room < 1 or not place.prompt_token_ids:
+            text = (
+                f"expected a prompt of 1 to {self.limits.context_tokens - 1} tokens, got {len(place.prompt_token_ids)}"
+            )
+            yield e.Refuse(event.call_id, 400, "context_length_exceeded", text)
+            return
+        yield from self._asked(session, Call(event.call_id, request, place, digest), room)
+
+    def _over_limit(self, session: Session, request: CallRequest) -> Callable[[int], e.Refuse] | None:
+        limits = self.limits
+        if session.call_count >= limits.calls_max or len(session.tree.lengths) + request.choices > CHAINS_MAX:
+            text = f"an episode has at most {limits.calls_max} calls and {CHAINS_MAX} chains of them"
+            return lambda call_id: e.Refuse(call_id, 400, "too_many_calls", text)
+        busy = sum(call.answer is None for call in session.calls.values())
+        if busy >= limits.calls_at_once_max or len(self._of_group) + request.choices > limits.calls_in_flight_max:
+            return lambda call_id: e.Refuse(call_id, 429, "busy", "too many calls are under way", limits.retry_after_s)
+        return None
+
+    def _asked(self, session: Session, call: Call, room: int) -> Iterator[e.Action]:
+        request, place = call.request, call.place
+        session.call_count += 1
+        session.calls[call.call_id] = call
+        self._of_call[call.call_id] = session.session_id
+        self.counts.calls += 1
+        self.counts.prompt_tokens += len(place.prompt_token_ids)
+        self.counts.kept_tokens += 0 if place.parent is None else len(place.parent.all_token_ids)
+        tokens = min(request.max_tokens or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
+        chain = session.tree.chain_for(place)
+        for choice in range(request.choices):
+            goes_on = chain if choice == 0 else None
+            yield e.Ask(call.call_id, choice, session.root, goes_on, place.prompt_token_ids, tokens, request.stops)
+
+    def _leased(self, event: e.Leased) -> Iterator[e.Action]:
+        found = self._call(event.call_id)
+        if found is None:
+            return
+        session, call = found
+        if not event.group_id:
+            yield from self._refused(session, call, "the group of this episode is gone")
+            return
+        before = session.tree.branches
+        call.depths[event.choice] = (event.chain, session.tree.began(event.chain))
+        self.counts.branches += session.tree.branches - before
+        self._of_group[event.group_id] = (session.session_id, call.call_id, event.choice)
+
+    def _sampled(self, event: e.CallTokens, now: float) -> Iterator[e.Action]:
+        session_id, call_id, choice = self._of_group.pop(event.group_id, ("", 0, 0))
+        session = self.sessions.get(session_id)
+        call = session.calls.get(call_id) if session is not None else None
+        if session is None or call is None:
+            return
+        session.heard_at = now
+        call.sampled[choice] = event
+        if len(call.sampled) < call.request.choices:
+            return
+        call.answer = self._answer(call)
+        if call.is_waited_for:
+            yield from self._told(session, call)
+
+    def _answer(self, call: Call) -> e.CallAnswer:
+        choices = []
+        for number in range(call.request.choices):
+            sampled = call.sampled[number]
+            text, tool_calls = self.reading.said(
+                sampled.token_ids, call.request.stops, has_tools=bool(call.request.tools)
+            )
+            named = tuple(
+                {**tool_call, "id": f"call_{call.call_id}_{number}_{place}"}
+                for place, tool_call in enumerate(tool_calls)
+            )
+            reason = "length" if sampled.is_cut else "tool_calls" if named else "stop"
+            choices.append(e.Choice(text, named, sampled.token_ids, sampled.logprobs, sampled.versions, reason))
+        return e.CallAnswer(call.call_id, call.place.prompt_token_ids, tuple(choices))
+
+    def _told(self, session: Session, call: Call) -> Iterator[e.Action]:
+        """The client learns the answer: from now on its calls count, and others may continue them."""
+        assert call.answer is not None, "it has its answer"
+        prompt = call.request.prompt
+        for number, choice in enumerate(call.answer.choices):
+            chain, depth = call.depths[number]
+            session.told_calls[chain] = max(session.told_calls.get(chain, 0), depth)
+            text = prompt + choice.text if isinstance(prompt, str) else ""
+            node = Node(chain, depth, call.place.prompt_token_ids, choice.token_ids, text)
+            answer: Message | None = None
+            if prompt is None:
+                answer = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
+            session.tree.ended(node, call.place.key, answer)
+            session.last = node if number == 0 else session.last
+        self._forget(session, call)
+        yield call.answer
+
+    def _taken_up(self, session: Session, call: Call, call_id: int) -> Iterator[e.Action]:
+        """The same call again, behind which nobody waits."""
+        self.counts.retried += 1
+        self._forget(session, call)
+        for group_id, (session_id, old, choice) in list(self._of_group.items()):
+            if session_id == session.session_id and old == call.call_id:
+                self._of_group[group_id] = (session_id, call_id, choice)
+        call.call_id, call.is_waited_for = call_id, True
+        if call.answer is not None:
+            call.answer = self._answer(call)
+        session.calls[call_id] = call
+        self._of_call[call_id] = session.session_id
+        if call.answer is not None:
+            yield from self._told(session, call)
+
+    def _left(self, call_id: int) -> None:
+        found = self._call(call_id)
+        if found is not None:
+            found[1].is_waited_for = False
+
+    def _call(self, call_id: int) -> tuple[Session, Call] | None:
+        session = self.sessions.get(self._of_call.get(call_id, ""))
+        call = session.calls.get(call_id) if session is not None else None
+        return None if session is None or call is None else (session, call)
+
+    def _forget(self, session: Session, call: Call) -> None:
+        session.calls.pop(call.call_id, None)
+        self._of_call.pop(call.call_id, None)
+
+    def _refused(self, session: Session, call: Call, text: str) -> Iterator[e.Action]:
+        self._forget(session, call)
+        if call.is_waited_for:
+            yield e.Refuse(call.call_id, 410, "session_ended", text)
+
+    # ---- ends
+
+    def _done(self, session_id: str) -> Iterator[e.Action]:
+        session = self.sessions.get(session_id)
+        if session is None or session.is_scored:
+            return
+        if session.last is None:
+            yield from self._failed(session_id, "it made no call")
+            return
+        session.is_scored = True
+        yield e.AskScore(session_id, session.root, session.last.token_ids)
+
+    def _ended(self, session_id: str, value: float, parts: object) -> Iterator[e.Action]:
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        if not session.told_calls:
+            yield from self._failed(session_id, "it made no call")
+            return
+        self.counts.rewarded += 1
+        told = dict(parts) if isinstance(parts, dict) else {}
+        chains = {chain: session.told_calls.get(chain, 0) for chain in session.tree.lengths}
+        yield from self._over(session, "the episode has its reward")
+        yield e.EndEpisode(session.root, chains, value, told, is_final=True)
+
+    def _failed(self, session_id: str, reason: str) -> Iterator[e.Action]:
+        """Begun anew as often as may be, then dropped: no fault of the machinery becomes a reward."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        problem = self.problems[session.root]
+        is_final = problem.restarts[session.seat] >= self.limits.restarts_max
+        chains = dict.fromkeys(session.tree.lengths, 0)
+        yield from self._over(session, f"the episode is lost: {reason}")
+        self.counts.dropped += is_final
+        self.counts.restarted += not is_final
+        if not is_final:
+            problem.restarts[session.seat] += 1
+            problem.seats[session.seat] = None
+        yield e.EndEpisode(session.root, chains, None, {}, is_final)
+
+    def _over(self, session: Session, text: str) -> Iterator[e.Action]:
+        for call in list(session.calls.values()):
+            yield from self._refused(session, call, text)
+        del self.sessions[session.session_id]
+        for group_id in [g for g, (owner, _, _) in self._of_group.items() if owner == session.session_id]:
+            del self._of_group[group_id]
+        if session.is_own:
+            yield e.StopHarness(session.session_id)
+
+    def _closed(self, root: str, reason: str) -> Iterator[e.Action]:
+        problem = self.problems.pop(root, None)
+        for session in [s for s in self.sessions.values() if problem is not None and s.root == root]:
+            yield from self._over(session, f"its group is closed: {reason}")
+
+    def _ticked(self, now: float) -> Iterator[e.Action]:
+        for session in list(self.sessions.values()):
+            waits = any(call.answer is None for call in session.calls.values())
+            if now - session.began_at > self.limits.episode_s:
+                yield from self._failed(session.session_id, f"it took over {self.limits.episode_s:.0f} s")
+            elif not session.is_scored and not waits and now - session.heard_at > self.limits.idle_s:
+                yield from self._failed(session.session_id, f"it asked nothing for {self.limits.idle_s:.0f} s")

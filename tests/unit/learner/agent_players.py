@@ -1,0 +1,107 @@
+"""Agents for tests: ordinary loops with the stock OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from echo2.gateway.runtime.harness import Episode
+
+TURNS = 3
+SEEN: dict[str, list[dict[str, Any]]] = {}
+"""What the clients read, by episode: each answer with the ids and numbers that it carried."""
+FAILURES: Counter[str] = Counter()
+CLIENTS: dict[str, Any] = {}
+CHECKED: list[str] = []
+PROBLEMS: list[str] = []
+
+
+def client_of(episode: Episode) -> Any:
+    """The stock client; its connections are shared, for a client of its own takes 0.2 s to make."""
+    from openai import AsyncOpenAI
+
+    if episode.base_url not in CLIENTS:
+        CLIENTS[episode.base_url] = AsyncOpenAI(base_url=episode.base_url, api_key="none", timeout=60)
+    return CLIENTS[episode.base_url].with_options(api_key=episode.api_key)
+
+
+async def three_turns(episode: Episode) -> float:
+    """Asks three times, going on with the chat; paid for digits."""
+    said = ""
+    client = client_of(episode)
+    messages: list[Any] = list(episode.problem["messages"])
+    for turn in range(TURNS):
+        reply = await client.chat.completions.create(
+            model="policy", messages=messages, logprobs=True, extra_body={"return_token_ids": True}
+        )
+        choice = reply.choices[0]
+        SEEN.setdefault(episode.api_key, []).append(reply.model_dump())
+        said += choice.message.content or ""
+        messages += [{"role": "assistant", "content": choice.message.content}]
+        messages += [{"role": "user", "content": f"go on {turn}"}]
+    letters = "".join(said.split())
+    return sum(letter.isdigit() for letter in letters) / max(1, len(letters))
+
+
+async def breaks_once(episode: Episode) -> float:
+    """Each problem's first episode breaks in the middle, as machines do."""
+    problem = str(episode.problem["index"])
+    FAILURES[problem] += 1
+    if FAILURES[problem] == 1:
+        raise OSError("the tool's machine is gone")
+    await asyncio.sleep(0)
+    return await three_turns(episode)
+
+
+async def leaves_it_to_the_task(episode: Episode) -> None:
+    await three_turns(episode)
+
+
+async def asks_everything(episode: Episode) -> float:
+    """Streams, texts, choices, models, refusals: what differs from the API is noted in `PROBLEMS`."""
+    try:
+        await _asked_everything(episode)
+    except AssertionError as error:
+        PROBLEMS.append(repr(error))
+    return 1.0
+
+
+async def _asked_everything(episode: Episode) -> None:
+    import openai
+
+    client = client_of(episode)
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    said, reasons = "", []
+    stream = await client.chat.completions.create(
+        model="policy", messages=messages, stream=True, n=2, stream_options={"include_usage": True}
+    )
+    async for piece in stream:
+        for choice in piece.choices:
+            said += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert len(reasons) == 2 and piece.usage.completion_tokens > 0, "a stream ends with what it cost"
+    text = await client.completions.create(model="policy", prompt="abc", logprobs=0, max_tokens=5)
+    assert text.choices[0].logprobs.token_logprobs and text.usage.completion_tokens <= 5
+    assert [model.id for model in (await client.models.list()).data] == ["policy"]
+    raw = await client.chat.completions.with_raw_response.create(
+        model="policy", messages=messages, temperature=0.3, seed=1
+    )
+    assert raw.headers["x-echo2-ignored"] == "seed, temperature", "what is not obeyed is named"
+    for wrong, kind in (
+        (client.with_options(api_key="guessed").models.list(), openai.AuthenticationError),
+        (
+            client.chat.completions.create(model="policy", messages=[{"role": "king", "content": ""}]),
+            openai.BadRequestError,
+        ),
+        (
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 999}]),
+            openai.BadRequestError,
+        ),
+    ):
+        try:
+            await wrong
+        except kind:
+            continue
+        raise AssertionError(f"expected {kind.__name__}")
+    CHECKED.append(episode.api_key)

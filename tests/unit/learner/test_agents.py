@@ -1,0 +1,176 @@
+"""Agents with the stock OpenAI client train through the daemon, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echo2.learner.batch import Batch
+from echo2.learner.runtime.options import AgentOptions, EvaluationOptions, TaskOptions
+from tests.unit.learner import agent_players as players
+from tests.unit.learner.fleet import RandomWorker, options_for
+from tests.unit.learner.test_daemon import Run, go, rows_of
+from tests.unit.learner.tiny import make_tiny_model
+
+pytest.importorskip("openai")
+ROOT = Path(__file__).resolve().parents[3]
+PLAYER = "tests.unit.learner.agent_players:"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def agents(folder: Path, model: Path, player: str, **changes: Any) -> Run:
+    players.SEEN.clear()
+    players.FAILURES.clear()
+    players.CLIENTS.clear()
+    given: dict[str, Any] = {
+        "steps": 2, "evaluation": EvaluationOptions(prompts=0), "turns_max": 4,
+        "task": TaskOptions("tests.unit.learner.worlds:DigitShare"), "agent": AgentOptions(PLAYER + player),
+    }  # fmt: skip
+    return Run(options_for(folder, model, **{**given, **changes}))
+
+
+def trained_by(run: Run) -> list[Batch]:
+    """Every batch of the run, as the trainer takes it."""
+    batches: list[Batch] = []
+
+    def watch() -> None:
+        team = run.shift.loop.p.team
+        original = team.step
+        team.step = lambda batch, due: (batches.append(batch), original(batch, due))[1]  # type: ignore[method-assign]
+
+    run.began = watch  # type: ignore[attr-defined]
+    return batches
+
+
+async def finished(run: Run, batches: list[Batch], **kwargs: Any) -> Any:
+    async def watching() -> None:
+        while run.daemon.shift is None:
+            await asyncio.sleep(0.001)
+        run.began()  # type: ignore[attr-defined]
+
+    watcher = asyncio.get_running_loop().create_task(watching())
+    try:
+        return await run.finish(**kwargs)
+    finally:
+        watcher.cancel()
+        for client in players.CLIENTS.values():
+            await client.close()
+
+
+def example(name: str) -> Any:
+    """A file of examples/, as it is run."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sampled_by_clients() -> dict[tuple[int, ...], tuple[float, ...]]:
+    """What clients read: prompt and completion of each call, with the numbers of the completion."""
+    found = {}
+    for answers in players.SEEN.values():
+        for answer in answers:
+            choice = answer["choices"][0]
+            numbers = tuple(one["logprob"] for one in choice["logprobs"]["content"])
+            found[tuple(answer["prompt_token_ids"]) + tuple(choice["token_ids"])] = numbers
+    return found
+
+
+def test_every_trained_id_and_number_is_what_the_stock_client_was_told(model_path: Path, tmp_path: Path) -> None:
+    run = agents(tmp_path / "run", model_path, "three_turns")
+    batches = trained_by(run)
+    summary = go(finished(run, batches, worker_count=3))
+    assert summary.is_finished and summary.trained_rollouts == 2 * 8 and summary.over_stale_tokens == 0
+    known = sampled_by_clients()
+    for group in (group for batch in batches for group in batch.groups):
+        for place, rollout in enumerate(group.rollouts):
+            text, sampled_at = group.text_of(place)
+            whole, turns = (*group.spec.prompt_token_ids, *text), group.insertions[place]
+            assert len(turns) == players.TURNS, "one chain of three calls"
+            ends = [*(turn.position for turn in turns[1:]), len(rollout.token_ids)]
+            begin = 0
+            for end in ends:
+                stop = sampled_at[end - 1] + len(group.spec.prompt_token_ids) + 1
+                assert known[whole[:stop]] == pytest.approx(rollout.logprobs[begin:end], abs=1e-6)
+                begin = end
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/calls"] >= 2 * 8 * players.TURNS and last["agents/branches"] == 0
+    assert last["agents/kept_share"] > 0.3 and last["agents/dropped"] == 0
+
+
+def test_a_broken_episode_is_begun_anew_and_never_worth_nothing(model_path: Path, tmp_path: Path) -> None:
+    run = agents(tmp_path / "run", model_path, "breaks_once", steps=1)
+    batches = trained_by(run)
+    summary = go(finished(run, batches))
+    assert summary.is_finished and summary.trained_rollouts == 8
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/restarted"] >= 2 and last["agents/dropped"] == 0 and last["rewards/failed"] == 0
+    assert all(rollout.token_ids for group in batches[0].groups for rollout in group.rollouts)
+
+
+def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: Path) -> None:
+    run = agents(tmp_path / "run", model_path, "leaves_it_to_the_task", steps=1)
+    batches = trained_by(run)
+    assert go(finished(run, batches)).is_finished
+    rewards = [reward for group in batches[0].groups for reward in group.rewards]
+    last = [answers[-1]["choices"][0]["message"]["content"] for answers in players.SEEN.values() if len(answers) == 3]
+    shares = {sum(c.isdigit() for c in text) / max(1, len(text)) for text in ("".join(one.split()) for one in last)}
+    assert len(rewards) == 8 and {round(reward, 6) for reward in rewards} <= {round(share, 6) for share in shares}
+
+
+def test_a_worker_that_dies_in_the_middle_is_not_seen_by_the_client(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, died = RandomWorker.segments, []
+
+    def torn(self: RandomWorker, spec: Any, version: Any) -> Any:
+        """Every fifth lease of the first worker ends with what it reported first; its group waits for another."""
+        made = whole(self, spec, version)
+        if self is run.workers[0] and len(made) > 1 and len(self.verdicts) % 5 == 4:
+            died.append(spec.group_id)
+            self.coordinator.waiting.put_nowait(spec)
+            return made[:1]
+        return made
+
+    monkeypatch.setattr(RandomWorker, "segments", torn)
+    run = agents(tmp_path / "run", model_path, "three_turns", steps=2)
+    summary = go(finished(run, trained_by(run), worker_count=2))
+    assert summary.is_finished and died and summary.trained_rollouts == 16
+    assert rows_of(tmp_path / "run")[-1]["agents/restarted"] == 0
+
+
+def test_a_harness_of_ones_own_in_another_place_brings_rollouts(model_path: Path, tmp_path: Path) -> None:
+    outside_harness = example("outside_harness")
+    task = TaskOptions("sort_digits", {"digit_count": 3})
+    run = agents(tmp_path / "run", model_path, "", agent=AgentOptions(listen="127.0.0.1:0"), task=task)
+
+    async def both() -> Any:
+        async def outside() -> int:
+            while run.daemon.shift is None or run.daemon.shift.agents is None:
+                await asyncio.sleep(0.01)
+            found = run.daemon.shift.agents
+            address, key = found.url.removesuffix("/v1"), found.key_file.read_text().strip()
+            plays = (asyncio.to_thread(outside_harness.play_until_the_run_ends, address, key) for _ in range(3))
+            return sum(await asyncio.gather(*plays))
+
+        return await asyncio.gather(run.finish(), outside())
+
+    summary, played = go(both())
+    assert summary.is_finished and summary.trained_rollouts == 16 and played >= 16
+
+
+def test_the_api_answers_as_openais_does_and_refuses_by_name(model_path: Path, tmp_path: Path) -> None:
+    run = agents(tmp_path / "run", model_path, "asks_everything", steps=1)
+    assert go(finished(run, trained_by(run))).is_finished
+    assert players.CHECKED and not players.PROBLEMS, players.PROBLEMS
