@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.batcher import Held
+from echo2.learner.runtime.carrying import for_reading, to_leader
 from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
 from echo2.learner.runtime.sums import SUMS_FILE, CheckedFile, damaged, gather_sums, read_sums, written_with_sums
@@ -174,9 +175,13 @@ def put_back_shelf(state: Mapping[str, Any], step: Step, shelf: Shelf) -> None:
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs. A collective."""
+    """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs, and its `folder` holds them. A
+    collective."""
+    if not ranks.is_leader:  # it may not see rank 0's disk
+        folder.mkdir(parents=True, exist_ok=True)
     writer = SummingWriter(folder)
     save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.count == 1)
+    to_leader(folder, ranks)
 
 
 class CheckpointStore:
@@ -247,6 +252,11 @@ class CheckpointStore:
 
     @staticmethod
     def load_shards(folder: Path, trainer: LaidOut | None, step: Step) -> Checkpoint:
+        with for_reading(folder, trainer.ranks if trainer is not None else Ranks()) as found:
+            return CheckpointStore._load_shards(found, trainer, step)
+
+    @staticmethod
+    def _load_shards(folder: Path, trainer: LaidOut | None, step: Step) -> Checkpoint:
         ranks = trainer.ranks if trainer is not None else Ranks()
         try:
             sums = read_sums(folder)

@@ -86,7 +86,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
         replays_routing=given.replays_routing,
     )  # fmt: skip
     choose_attention(model.policy, given.attention, device, ranks)
-    return Team(Trainer(model, given, options.steps))
+    return Team(Trainer(model, given, options.steps), options.folder)
 
 
 def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:

@@ -49,8 +49,9 @@ class Team:
 
     starts_from_base = True
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, folder: Path | None = None) -> None:
+        """`folder`: this rank's own run folder, which need not be on the disk of rank 0's; None: it is."""
+        self.trainer, self._folder = trainer, folder
         self.model = trainer.model
         self.ranks = trainer.ranks
         self._shards = ShardLeader(self.ranks.encoders) if self.ranks.encoders and self.ranks.is_leader else None
@@ -176,9 +177,9 @@ class Team:
                 case "hold":
                     self._take_rows(Version(head["version"]), head["name"], payload)
                 case "save":
-                    self._begin_writing(Path(head["folder"]), Version(head["version"]))
+                    self._begin_writing(self._own(head["folder"]), Version(head["version"]))
                 case "load":
-                    folder = Path(head["folder"])
+                    folder = self._own(head["folder"])
                     checkpoint = CheckpointStore.load_shards(folder, self.trainer, Step(_step_of(folder)))
                     put_back(checkpoint, self.trainer)
                     self._held.keep(checkpoint.published_version, checkpoint.published)
@@ -189,6 +190,10 @@ class Team:
                     return
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
+
+    def _own(self, folder: str) -> Path:
+        """Where this rank has rank 0's checkpoint, or a part of it."""
+        return Path(folder) if self._folder is None else self._folder / "checkpoints" / Path(folder).name
 
     def _keep_for_audits(self, version: Version) -> None:
         """In a thread: comparing all rows with those before takes seconds."""

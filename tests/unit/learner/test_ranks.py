@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,6 +53,36 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str, *, end
     assert (done.returncode == 0) == ends_well, done.stderr[-4000:]
 
 
+def two_nodes(model: Path, folder: Path, weights_dtype: str) -> None:
+    """The ranks as of two machines that share no disk: each has a model and a run folder of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for node, (path, own) in enumerate(
+        [(model, folder), (folder / "elsewhere" / "model", folder / "elsewhere" / "run")]
+    ):
+        own.mkdir(parents=True, exist_ok=True)
+        if node:
+            shutil.copytree(model, path)
+        where = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        arguments = [*where, "--nproc-per-node", "1", "-m", "tests.unit.learner.two_ranks", "steps"]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *arguments, str(path), str(own), weights_dtype],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    try:
+        for node in started:
+            said, _ = node.communicate(timeout=TIMEOUT_S)
+            assert node.returncode == 0, said[-4000:]
+    finally:
+        for node in started:
+            node.kill()
+
+
 @pytest.fixture(scope="module")
 def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Three steps of a dtype on two ranks, made when first asked for: folders that are only read from then on."""
@@ -58,7 +90,7 @@ def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
     def of(weights_dtype: str) -> Path:
         if not (folder / weights_dtype).exists():
-            torchrun("steps", model_path, folder / weights_dtype, weights_dtype)
+            two_nodes(model_path, folder / weights_dtype, weights_dtype)
         return folder / weights_dtype
 
     return of
@@ -104,6 +136,8 @@ def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: 
     store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
     files = list(store.folder_of(Step(two_ranks.STEPS)).glob("*.safetensors"))
     assert len(files) == 2, "each rank writes its own shards"
+    left = [path for path in (folder / "elsewhere" / "run").rglob("*") if path.is_file()]
+    assert not left, "what the second machine wrote went to the first"
     one = new_team(two_ranks.options_of(model_path, folder, "float32"), Ranks())
     loaded = one.load_newest(store)
     assert loaded is not None and loaded.published_version == Version(two_ranks.STEPS)
