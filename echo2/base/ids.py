@@ -21,3 +21,13 @@ GroupId = NewType("GroupId", str)
 
 LeaseId = NewType("LeaseId", str)
 """One attempt by one worker at one group."""
+
+
+def warm_groups(group_id: GroupId) -> tuple[GroupId, ...]:
+    """The groups with whose tokens the prompt of a later turn, `GROUP.INDEX.TURN`, begins, the nearest first; none of others."""
+    root, *rest = group_id.split(".")
+    if len(rest) != 2 or not rest[1].isdigit():
+        return ()
+    turn = int(rest[1])
+    before = [GroupId(f"{root}.{rest[0]}.{turn - 1}")] if turn > 1 else []
+    return (*before, GroupId(root))

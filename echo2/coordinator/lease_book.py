@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded
-from echo2.base.ids import GroupId, LeaseId, PeerId, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.expected_length import ExpectedLength
 from echo2.coordinator.given_up import GivenUp, GivenUpWay
@@ -68,6 +68,10 @@ from echo2.coordinator.lease_queue import LeaseQueue
 from echo2.coordinator.lease_seekers import LeaseRules, Seekers
 from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
+
+WARM_WAIT_S = 1.0
+"""How long a later turn waits for the worker that has the one before it in its cache: about what computing a long prompt again
+costs elsewhere, and less than an agent notices."""
 
 
 @dataclass(slots=True)
@@ -178,10 +182,19 @@ class LeaseBook:
             if len(self.groups) >= self.rules.groups_max:
                 raise LimitExceeded(f"open groups: expected {self.rules.groups_max} at most, the learner offers more")
             opened = OpenGroup(spec, GroupPhase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
+            self._prefer_warm(opened, now)
             self.groups[spec.group_id] = opened
             self.offered_at = now
             self._queue.add(opened)
             yield SaveGroup(spec.group_id)
+
+    def _prefer_warm(self, opened: OpenGroup, now: float) -> None:
+        """A later turn goes to whoever sampled the one before it, and has it in its cache; after a while to anybody."""
+        for group_id in warm_groups(opened.spec.group_id):
+            before = self.groups.get(group_id)
+            if before is not None and before.last_worker is not None:
+                opened.preferred, opened.waits_until = before.last_worker, now + WARM_WAIT_S
+                return
 
     def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
         """The learner lacks the group and holds `tokens` of it. A lease past its deadline is no matter of hearsay."""

@@ -75,7 +75,9 @@ class Lease:
 @dataclass(slots=True)
 class OpenGroup:
     """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when. `preferred`: for
-    whom it was recalled, `moves`: how often; `made_by`: who says that it has made it; `last_worker`: who had its newest
+    whom it was recalled, or who has the turn before it in its cache;
+    `waits_until`: so long nobody else is given it;
+    `moves`: how often; `made_by`: who says that it has made it; `last_worker`: who had its newest
     lease; `confirmed`: under which lease, how many tokens of it the learner had, and when it first said so. These do not
     outlive the process."""
 
@@ -89,6 +91,7 @@ class OpenGroup:
     expected_tokens: float = 0.0
     avoid: dict[PeerId, float] = field(default_factory=dict)
     preferred: PeerId | None = None
+    waits_until: float = 0.0
     moves: int = 0
     made_by: PeerId | None = None
     last_worker: PeerId | None = None

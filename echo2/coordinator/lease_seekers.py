@@ -92,6 +92,9 @@ class Seekers:
     def best(self, group: OpenGroup, seekers: Mapping[PeerId, Seeker]) -> PeerId | None:
         """Who of `seekers` is to have the group; None: nobody may."""
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > self.now}
+        warm = group.preferred
+        if self.now < group.waits_until and warm in self.allowed and warm not in group.avoid:
+            seekers = {warm: seekers[warm]} if warm in seekers else {}
         exact = group.spec.exact_version
         fit = (
             w for w, s in seekers.items()

@@ -54,6 +54,34 @@ def test_most_urgent_group_goes_first_and_a_worker_that_is_too_old_gets_none() -
     assert [grant.group.group_id for grant in granted] == ["next", "late"]
 
 
+def test_a_later_turn_goes_to_the_worker_that_has_the_one_before_it_and_after_a_while_to_any() -> None:
+    warm, other = WORKERS[0], WORKERS[1]
+    one = book()
+    one.handle(le.GroupsOffered((spec("g.0.1", rollouts=1),)), 0.0)
+    (first,) = ready(one, warm, free=1)
+    ready(one, other, free=8)
+    one.handle(le.LeaseEnded(warm, first.lease_id, EndReason.FINISHED, ""), 1.0)
+    assert grants(one.handle(le.GroupsOffered((spec("g.0.2", rollouts=1),)), 1.0)) == [], "it waits for the warm one"
+    (second,) = grants(one.handle(le.RolloutsWanted(warm, 1, Version(0)), 1.2))
+    assert (second.worker_id, second.group.group_id) == (warm, "g.0.2")
+    one.handle(le.LeaseEnded(warm, second.lease_id, EndReason.FINISHED, ""), 2.0)
+    assert (
+        grants(
+            one.handle(
+                le.GroupsOffered(
+                    (spec("g.0.3", rollouts=1), spec("h")),
+                ),
+                2.0,
+            )
+        )[0].group.group_id
+        == "h"
+    )
+    (third,) = grants(one.handle(le.Tick(), 3.1))
+    assert (third.worker_id, third.group.group_id) == (other, "g.0.3"), "the warm one wants nothing now"
+    one.handle(le.WorkerLost(other, "gone"), 3.2)
+    assert [g.worker_id for g in ready(one, WORKERS[2], free=8, now=3.3)] != [], "whoever is lost is not waited for"
+
+
 def test_a_group_offered_again_for_an_earlier_step_takes_its_new_turn() -> None:
     one = book()
     one.handle(le.GroupsOffered((spec("g", 9), spec("h", 9))), 0.0)
