@@ -39,7 +39,9 @@ from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
 RESULTS = Path(__file__).parent / "results" / "market.json"
 FIRST_LOOK_STEPS, STEPS = 45, 90
-NOISE = 0.02
+JUDGES = (1, 2, 3)
+"""Seeds of the simulations whose mean counts."""
+NOISE, TARGET = 0.02, PlanConfig(1).target_utilisation
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Case:
     def simulated(self, steps: int = STEPS, seed: int = 1) -> float:
         """The utilisation that the plan reaches."""
         return simulate(self.world, self.pool, self.made.kappa, self.made.in_flight_cap_rollouts, steps, seed)
+
+    def judged(self) -> float:
+        """The same over `JUDGES`."""
+        return statistics.fmean(self.simulated(seed=seed) for seed in JUDGES)
 
 
 # ---- best effort
@@ -80,7 +86,8 @@ def infeasible_case(seed: int) -> Case:
 
 
 def best_simulated(case: Case) -> float:
-    """The most that any affordable pool reaches under any period: brute force."""
+    """What the best affordable pool under the best period reaches: brute force. It is the best of one simulation, and judged by
+    the mean of `JUDGES`, as plans are: the best of two hundred simulations is also the luckiest of them."""
     world, cap = case.world, case.config.usd_per_hour_cap
     pools = []
     for flags in itertools.product((False, True), repeat=len(case.machines)):
@@ -88,22 +95,26 @@ def best_simulated(case: Case) -> float:
         if pool and (not cap or sum(one.usd_per_hour for one in pool) <= cap):
             rate = sum(one.slots / one.mean_s for one in pool)
             pools.append((min(1.0, rate * world.train_s / world.batch), pool))
-    best = 0.0
+    best, judged = 0.0, 0.0
     for most, pool in sorted(pools, key=lambda one: -one[0]):
         if most < best:  # no pool is busier than its rate allows
             break
         for kappa in range(1, world.bound + 1):
             limit = usual_cap(world, pool)
-            if simulate(world, pool, kappa, limit, FIRST_LOOK_STEPS) > best:
-                best = max(best, simulate(world, pool, kappa, limit, STEPS))
-    return best
+            if simulate(world, pool, kappa, limit, FIRST_LOOK_STEPS) <= best:
+                continue
+            reached = simulate(world, pool, kappa, limit, STEPS)
+            if reached > best:
+                best = reached
+                judged = statistics.fmean(simulate(world, pool, kappa, limit, STEPS, seed) for seed in JUDGES)
+    return judged
 
 
 def effort(fleets: int) -> list[Row]:
     ratios, reached, possible = [], [], []
     for seed in range(fleets):
         case = infeasible_case(seed)
-        found = case.simulated()
+        found = case.judged()
         best = max(found, best_simulated(case))
         ratios.append(found / best if best else 1.0)
         reached.append(found)
@@ -165,13 +176,15 @@ def adding_trial(seed: int) -> tuple[Plan, Plan, float]:
 
 
 def is_worse(before: Plan, after: Plan, train_s: float) -> bool:
-    """By the planner's one objective: first what is short of the target, by more than 2 %; then USD/h, by 1 in 1,000."""
+    """By the planner's one objective: first what is short of the target, by more than 2 %; then USD/h, by 1 in 1,000. What is
+    beyond the target counts for nothing there: of pools that reach it and break another term the cheaper is the better."""
     if before.is_feasible or after.is_feasible:
         if before.is_feasible and after.is_feasible:
             return after.usd_per_hour > before.usd_per_hour * 1.001 + 1e-9
         return before.is_feasible
     had, has = (
-        one.predicted_utilisation * (1.0 if one.transfer_s <= one.kappa * train_s * (1 + 1e-6) else QUEUE_SHARE)
+        min(TARGET, one.predicted_utilisation)
+        * (1.0 if one.transfer_s <= one.kappa * train_s * (1 + 1e-6) else QUEUE_SHARE)
         for one in (before, after)
     )
     return has < (1 - NOISE) * had - UTILISATION_LEAST

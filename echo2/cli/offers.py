@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from echo2.cli.plan import load_catalogue, question_of
 from echo2.cli.run_shape import lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.runtime import experience_file
-from echo2.coordinator.runtime.market import Catalogue, kept_file, newest
+from echo2.coordinator.runtime.market import Catalogue, keep, kept_file, newest, recorded
+from echo2.cost_model.catalogue import GpuType
 from echo2.cost_model.experience import Experience
 from echo2.cost_model.offers import SORTS, OfferFilter, Ranked, Ranker
 from echo2.outside import unix_now
@@ -64,6 +65,8 @@ def add_offers_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--max-age", default=AGE_MAX, metavar="AGE", help=f"fetch where kept prices are older (default: {AGE_MAX})"
     )
+    fetching.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded catalogue instead of the market")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep what was found in a file, for --recorded")
     parser.add_argument("--json", action="store_true", help="print them as JSON")
 
 
@@ -73,9 +76,9 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(own.files, own.preset, parse_overrides(rest))
     gpus = load_catalogue(own.catalogue)
     size, origin = model_of(config.model.path)
-    found = newest(
-        kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=parse_duration_s(own.max_age)
-    )
+    found = _found(own, gpus)
+    if own.record is not None:
+        keep(found, own.record)
     spot = True if own.spot else False if own.on_demand else None
     wish = OfferFilter(
         tuple(one.lower() for one in own.provider), tuple(one.lower() for one in own.gpu), own.region, spot,
@@ -98,6 +101,13 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
     Console(highlight=False).print(_table(shown))
     return 0
+
+
+def _found(own: argparse.Namespace, gpus: Mapping[str, GpuType]) -> Catalogue:
+    if own.recorded is not None:
+        return recorded(own.recorded)
+    age_max_s = parse_duration_s(own.max_age)
+    return newest(kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=age_max_s)
 
 
 def _source_line(found: Catalogue, count: int) -> str:

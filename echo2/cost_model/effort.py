@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from echo2.cost_model.columns import Flags, Floats, PeriodColumns
 from echo2.cost_model.exhaustive import EveryPool, is_small
-from echo2.cost_model.forecast import refined
+from echo2.cost_model.forecast import confirmed, refined
 from echo2.cost_model.pool import TOLERANCE, within_provider_limits
 from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, DownloadMode
@@ -31,6 +31,7 @@ QUEUE_SHARE = 0.97
 UTILISATION_LEAST = 1e-4
 REHEARSALS_MAX = 200
 STARTS = 6
+FINALISTS = 6
 REHEARSALS_LARGE_MAX = 6
 LARGE_FLEET, HUGE_FLEET = 64, 500
 PICKS_PER_KAPPA = 4
@@ -64,7 +65,8 @@ class Efforts:
             self._rehearsed(found)
         for begin in sorted(self.tried.values(), key=self._rank)[: 0 if is_large else STARTS]:
             self._climb(begin, most)
-        return min(self.tried.values(), key=self._rank)
+        finalists = sorted(self.tried.values(), key=self._rank)[: 1 if is_large else FINALISTS]
+        return min((confirmed(self.search, one) for one in finalists), key=self._rank) if not is_large else finalists[0]
 
     def _climb(self, best: Evaluation, most: int) -> None:
         """From neighbour to better neighbour."""

@@ -15,6 +15,8 @@ from echo2.cost_model.rehearsal import ROLLOUTS_MAX, Rehearsal, longest_of, rehe
 from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import DownloadMode
 
+TAKES, LONGER_STEPS = 3, 80
+
 
 def refined(search: Search, found: Evaluation) -> Evaluation:
     """`found` with its utilisation by rehearsal, which knows groups, slots, the lengths' distribution and the cap.
@@ -31,6 +33,16 @@ def refined(search: Search, found: Evaluation) -> Evaluation:
     if is_calm and point.rollouts_per_step > ROLLOUTS_MAX:
         return replace(found, is_refined=True)
     return replace(found, utilisation=rehearse(rehearsal_of(search, found)).utilisation, is_refined=True)
+
+
+def confirmed(search: Search, found: Evaluation) -> Evaluation:
+    """`found`, rehearsed already, with the mean of that and `TAKES` longer rehearsals: a choice among many takes whichever was
+    lucky, and is disappointed."""
+    if not found.chosen.any():
+        return found
+    told = rehearsal_of(search, found)
+    again = [rehearse(replace(told, take=take), LONGER_STEPS).utilisation for take in range(1, TAKES + 1)]
+    return replace(found, utilisation=(found.utilisation + sum(again)) / (1 + TAKES))
 
 
 def rehearsal_of(search: Search, found: Evaluation) -> Rehearsal:

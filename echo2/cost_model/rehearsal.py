@@ -43,7 +43,8 @@ class Rehearsal:
     """What is rehearsed. Per worker: `slots`, `rollout_s` (mean), `latency_s` (last byte to live), `swap_s`.
 
     lengths: quantiles of a rollout's length at equal shares, rising, of mean 1. transfer_s: seconds on the links of a
-    version that spans so many steps. is_stalled: workers stand still while a version is on the links.
+    version that spans so many steps. is_stalled: workers stand still while a version is on the links. take: another one
+    has lengths in another order.
     """
 
     staleness_bound: int
@@ -60,6 +61,7 @@ class Rehearsal:
     lengths: Floats
     transfer_s: Callable[[int], float]
     is_stalled: bool = False
+    take: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +110,16 @@ def _unit_lengths(tail: float, longest: float, points: int) -> Floats:
     return np.asarray(found / found.mean())
 
 
-@lru_cache(maxsize=4)
-def _order(points: int, blocks: int) -> np.ndarray:
-    """Indices of quantiles: each block of `points` has every one once, in an order of its own."""
-    rng = np.random.default_rng(SEED)
+@lru_cache(maxsize=16)
+def _order(points: int, blocks: int, take: int) -> np.ndarray:
+    """Indices of quantiles: each block of `points` has every one once, in an order of its own; another with another `take`."""
+    rng = np.random.default_rng(SEED + take)
     return np.concatenate([rng.permutation(points) for _ in range(blocks)])
 
 
-def _drawn(lengths: Floats, count: int) -> list[float]:
+def _drawn(lengths: Floats, count: int, take: int) -> list[float]:
     blocks = 1 << max(0, math.ceil(count / len(lengths)) - 1).bit_length()
-    found: list[float] = lengths[_order(len(lengths), blocks)[:count]].tolist()
+    found: list[float] = lengths[_order(len(lengths), blocks, take)[:count]].tolist()
     return found
 
 
@@ -213,7 +215,7 @@ class _Stage:
     def played(self) -> RehearsalOutcome:
         told = self.told
         batch = told.groups_per_step * told.rollouts_per_group
-        self.lengths = _drawn(told.lengths, QUANTILES * math.ceil((self.steps + 2) * batch / QUANTILES))
+        self.lengths = _drawn(told.lengths, QUANTILES * math.ceil((self.steps + 2) * batch / QUANTILES), told.take)
         for slots, rollout_s in zip(told.slots.tolist(), told.rollout_s.tolist(), strict=True):
             self.workers.append(_Worker([0.0] * slots, rollout_s, slots / rollout_s))
         self.latency_s, self.swap_s = told.latency_s.tolist(), told.swap_s.tolist()

@@ -24,6 +24,7 @@ from echo2.outside import unix_now
 FILE = "offers.json"
 VENDOR = "nvidia"
 TYPICAL = "typical"
+TYPICAL_COUNTS = (1, 2, 4, 8)
 SKYPILOT_FOLDER = Path("~/.sky/catalogs")
 """Where the package skypilot keeps one CSV file a cloud, in folders v1, v2, ...; it fetches them when it is used."""
 _log = logging.getLogger("echo2.market")
@@ -82,7 +83,7 @@ def fetch() -> Catalogue:
 
 def keep(catalogue: Catalogue, path: Path) -> None:
     """Writes it for later; ConfigError where that is not possible."""
-    told = {
+    told: dict[str, object] = {
         "fetched_at": catalogue.fetched_at,
         "source": catalogue.source,
         "offers": [asdict(one) for one in catalogue.offers],
@@ -106,19 +107,33 @@ def kept(path: Path) -> Catalogue | None:
         raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error}") from None
     rows = told.get("offers") if isinstance(told, Mapping) else None
     fetched_at = told.get("fetched_at") if isinstance(told, Mapping) else None
-    if not isinstance(rows, list) or not isinstance(fetched_at, int | float):
+    is_time = fetched_at is None or (isinstance(fetched_at, int | float) and not isinstance(fetched_at, bool))
+    if not isinstance(rows, list) or not is_time or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError(f"offers: {path}: expected a kept catalogue, got something else")
-    return Catalogue(tuple(offer_from_row(row) for row in rows), float(fetched_at), str(told.get("source", "")))
+    at = None if fetched_at is None else float(fetched_at)
+    return Catalogue(tuple(offer_from_row(row) for row in rows), at, str(told.get("source", "")))
 
 
 def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
-    """One machine of each kind at the price that comes with the package."""
+    """Machines of one to eight GPUs of each kind at the price that comes with the package, so much for each GPU."""
     offers = tuple(
-        MarketOffer(TYPICAL, gpu.name, "", gpu.name.partition("-")[0], 1, gpu.memory_gib, gpu.usd_per_hour, False)
+        MarketOffer(
+            TYPICAL, gpu.name if count == 1 else f"{count}x{gpu.name}", "", gpu.name.partition("-")[0], count, gpu.memory_gib,
+            round(count * gpu.usd_per_hour, 6), False,
+        )
         for gpu in catalogue.values()
         if gpu.name != CPU
-    )
+        for count in TYPICAL_COUNTS
+    )  # fmt: skip
     return Catalogue(offers, None, "typical prices of mid 2026 that come with echo2: assumptions, nobody offers them")
+
+
+def recorded(path: Path) -> Catalogue:
+    """A catalogue that somebody has kept in a file (`keep`); ConfigError where there is none."""
+    found = kept(path)
+    if found is None:
+        raise ConfigError(f"offers: expected a recorded catalogue at {path}, found no file")
+    return found
 
 
 def of_skypilot(folder: Path, gpus: Mapping[str, GpuType]) -> Catalogue | None:

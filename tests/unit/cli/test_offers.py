@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from echo2.cli.main import main
-from echo2.coordinator.runtime.market import kept_file
+from echo2.coordinator.runtime.catalogue import built_in_catalogue
+from echo2.coordinator.runtime.market import keep, kept_file, typical
 
 HEAD = (
     "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,"
@@ -87,6 +88,26 @@ def test_without_a_catalogue_the_typical_prices_are_named_as_what_they_are(
     assert main(["offers", *MODEL, "--offline"]) == 0
     shown = capsys.readouterr().out
     assert "nobody offers them" in shown and "RTX4090" in shown and not kept_file().exists()
+
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "offers" / "typical-mid-2026.json"
+
+
+def test_what_is_recorded_can_be_ranked_elsewhere_and_the_shipped_file_is_the_typical_prices(
+    market: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recorded.json"
+    fresh = told(capsys, "--record", str(file))
+    kept_file().unlink()
+    assert told(capsys, "--recorded", str(file)) == fresh and not kept_file().exists()
+    assert main(["offers", *MODEL, "--recorded", str(tmp_path / "none.json")]) != 0
+    assert "expected a recorded catalogue at" in capsys.readouterr().err
+    again = tmp_path / SHIPPED.name
+    keep(typical(built_in_catalogue()), again)
+    assert SHIPPED.read_text() == again.read_text(), f"write it anew: cp {again} {SHIPPED}"
+    assert main(["offers", *MODEL, "--recorded", str(SHIPPED), "--gpu", "H100"]) == 0
+    shown = capsys.readouterr().out
+    assert "assumptions, nobody offers them" in shown and "8 x H100" in shown and "fetched" not in shown
 
 
 def test_a_spoilt_file_is_named(market: Path, capsys: pytest.CaptureFixture[str]) -> None:

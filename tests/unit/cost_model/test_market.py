@@ -28,11 +28,11 @@ def world(**others: object) -> World:
     return World(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 31, 33, 34, 63])
+@pytest.mark.parametrize("seed", [1, 2, 31, 33, 34, 63, 350])
 def test_best_effort_is_within_a_twentieth_of_the_best_pool_simulated(seed: int) -> None:
-    """Of these, 31, 33 and 63 stand still while they download; 2 and 63 have a cap."""
+    """Of these, 31, 33 and 63 stand still while they download; 2 and 63 have a cap; of 350 one rehearsal alone is too hopeful."""
     case = infeasible_case(seed)
-    assert case.simulated() >= 0.95 * best_simulated(case)
+    assert case.judged() >= 0.95 * best_simulated(case)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -41,7 +41,7 @@ def test_prediction_is_near_what_is_simulated(seed: int) -> None:
     assert case.made.predicted_utilisation == pytest.approx(case.simulated(150), abs=0.08)
 
 
-@pytest.mark.parametrize("seed", [39, 376, 507, 540, *range(12)])
+@pytest.mark.parametrize("seed", [39, 376, 507, 540, 780, *range(12)])
 def test_one_more_machine_never_makes_a_plan_worse(seed: int) -> None:
     before, after, train_s = adding_trial(seed)
     assert not is_worse(before, after, train_s), f"{before.reason} -> {after.reason}"
