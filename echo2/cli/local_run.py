@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from echo2.base.errors import ConfigError, EchoError, StateError
+from echo2.base.hosts import joined
 from echo2.cli.demo.launch import Children
 from echo2.cli.demo.live import LiveRun, results_of
 from echo2.cli.demo.ports import choose_ports
@@ -86,7 +87,7 @@ async def _run(config: RunConfig, folder: Path, own: argparse.Namespace, console
         return not children.is_running("learner")
 
     live = LiveRun(children, console, own.plain or not console.is_terminal, is_over)
-    page = f"http://{config.coordinator.host}:{config.coordinator.dashboard_port}"
+    page = f"http://{joined(config.coordinator.host, config.coordinator.dashboard_port)}"
     console.print(f"run folder {folder}, logs in {folder / 'logs'}, dashboard {page}", highlight=False, soft_wrap=True)
     task = asyncio.current_task()
     assert task is not None

@@ -105,4 +105,5 @@ class CoordinatorOptions:
     @property
     def link_host(self) -> str:
         """The host that join links and certificates' replies name."""
-        return self.advertise_host or ("127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host)
+        host = (self.advertise_host or self.host).strip("[]")
+        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)

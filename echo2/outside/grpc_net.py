@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import PortBusy, TrustError, Unreachable
+from echo2.base.hosts import joined
 from echo2.outside.guard import HandlerGuard
 from echo2.outside.net import Dialled, NetOptions, Shown
 
@@ -19,7 +20,7 @@ class GrpcNet:
         return grpc.aio.server(interceptors=[HandlerGuard()], options=list(options))
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
-        address = f"{host}:{port}"
+        address = joined(host, port)
         check_free(host.strip("[]"), port, address)
         try:
             bound = server.add_secure_port(address, _server_credentials(shown))

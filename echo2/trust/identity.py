@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from echo2.base.errors import BadSignature, ConfigError, NotAllowed, TrustError
+from echo2.base.hosts import joined
 from echo2.base.ids import PeerId, RunId
 from echo2.trust.peer_id import (
     dns_name_of,
@@ -144,7 +145,7 @@ class JoinLink:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return joined(self.host, self.port)
 
     def __str__(self) -> str:
         return f"echo2://{self.address}/{self.peer_id}?token={urllib.parse.quote(self.token, safe='')}"

@@ -6,10 +6,6 @@ import ipaddress
 import socket
 
 
-def joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def outward_host(listen_host: str, towards: str) -> str:
     """Where it listens; for 'any address' the one from which it reaches `towards` (host:port). Empty: no way there."""
     host = listen_host.strip("[]")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echo2.base.errors import Unreachable
+from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import relay_of
 from echo2.broadcast.relay_book import RelayBook
-from echo2.broadcast.runtime.addresses import joined
 from echo2.broadcast.runtime.p2p.host_facts import HostFacts, HostOptions
 from echo2.broadcast.runtime.transport import Accept, Connection, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport

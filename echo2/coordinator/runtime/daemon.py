@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError
+from echo2.base.hosts import joined
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.runtime.addresses import is_loopback, joined
+from echo2.broadcast.runtime.addresses import is_loopback
 from echo2.coordinator.membership import OperatorSetting
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.runtime.clock import SteadyUnixClock
@@ -152,17 +153,18 @@ class CoordinatorDaemon:
         ports = saved.meta
         services, enrolment = tls.new_server(SERVICES), tls.new_enrolment_server()
         port = _port(options.port, ports.get("port"))
-        own = tls.coordinator_credentials(authority, f"{options.link_host}:{port}")
-        port = tls.bind_server(services, f"{options.host}:{port}", tls.server_credentials(own))
+        own = tls.coordinator_credentials(authority, joined(options.link_host, port))
+        port = tls.bind_server(services, joined(options.host, port), tls.server_credentials(own))
         enrol_port = _port(options.enrol_port, ports.get("enrol_port"))
         enrol_credentials = tls.enrolment_server_credentials(authority)
-        enrol_port = tls.bind_server(enrolment, f"{options.host}:{enrol_port}", enrol_credentials)
+        enrol_port = tls.bind_server(enrolment, joined(options.host, enrol_port), enrol_credentials)
         web_host = options.dashboard_host or options.host
         page_port = self._open_page(web_host, _port(options.dashboard_port, ports.get("dashboard_port")))
         files.callback(page_port.close)
         bound = {"port": port, "enrol_port": enrol_port, "dashboard_port": page_port.port}
         store.write(StoreChanges(meta={name: str(number) for name, number in bound.items()}))
-        self.services_address, self.enrol_address = f"{options.link_host}:{port}", f"{options.link_host}:{enrol_port}"
+        self.services_address = joined(options.link_host, port)
+        self.enrol_address = joined(options.link_host, enrol_port)
         commands = Commands(hub, options.link_host, enrol_port, offers, providers)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub, commands.rollouts), services)
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands, OutlookDesk(commands)), services)

@@ -18,8 +18,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
+from echo2.base.hosts import joined
 from echo2.base.ids import GroupId, PeerId, RunId, Version
-from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
+from echo2.broadcast.runtime.addresses import is_loopback, outward_host
 from echo2.broadcast.runtime.node_options import NodeCalls
 from echo2.control.backoff import Backoff
 from echo2.control.runtime.session import ControlSession
@@ -113,7 +114,7 @@ class LearnerShift:
         calls = NodeCalls(self.intake.deliveries.is_proven, self._lost)
         self._broadcaster = make_broadcaster(self._server, credentials, options, calls)
         self.publisher = self._made_publisher()
-        port = bind_server(self._server, f"{options.host}:{options.port}", server_credentials(credentials))
+        port = bind_server(self._server, joined(options.host, options.port), server_credentials(credentials))
         self.address = options.advertise or joined(outward_host(options.host, credentials.coordinator_address), port)
         self.relay_address = ""
         exams = Exams(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.broadcast.runtime.addresses import is_loopback, joined, outward_host
+from echo2.broadcast.runtime.addresses import is_loopback, outward_host
 from echo2.broadcast.runtime.p2p.host_facts import HostFacts
 from echo2.trust.identity import JoinLink
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
@@ -20,7 +21,8 @@ def advertised_addresses(options: WorkerOptions, link: JoinLink, port: int) -> l
 
 def listen_host(options: WorkerOptions, link: JoinLink) -> str:
     """As told; else loopback for a run of this machine's own, and every address for any other."""
-    return options.listen_host or ("127.0.0.1" if is_loopback(link.host) else "0.0.0.0")
+    own = link.host if ":" in link.host else "127.0.0.1"  # ::1 and 127.0.0.1 are two hosts to whoever sees us come
+    return options.listen_host or (own if is_loopback(link.host) else "0.0.0.0")
 
 
 def reach_of(facts: HostFacts, advertised: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:

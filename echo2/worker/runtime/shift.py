@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echo2.base.errors import Dismissed, EchoError, VersionMismatch
+from echo2.base.hosts import joined
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.runtime.node import BroadcastNode
@@ -108,7 +109,7 @@ class Shift:
         self.keeper: WeightKeeper | None = None  # None until the engine is here
         self._server = new_server()
         port = bind_server(
-            self._server, f"{options.listen_host}:{options.listen_port}", server_credentials(credentials)
+            self._server, joined(options.listen_host, options.listen_port), server_credentials(credentials)
         )
         settings = P2pSettings(options.listen_host, grpc_port=port)
         is_told = bool(options.advertised_addresses)  # told addresses are not doubted

@@ -24,8 +24,8 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from echo2.base.errors import TrustError
+from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.broadcast.runtime.addresses import joined
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.relay import peer_of_stream, reset
 from echo2.trust.identity import NodeCertificate

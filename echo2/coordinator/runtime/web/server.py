@@ -16,6 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from echo2.base.errors import PortBusy
+from echo2.base.hosts import joined
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.web.acceptor import Acceptor, PageConnection
 from echo2.coordinator.runtime.web.app import Web
@@ -65,7 +66,7 @@ def listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortBusy(
-            f"expected the dashboard to listen on {host}:{port}: {error.strerror}; choose another with "
+            f"expected the dashboard to listen on {joined(host, port)}: {error.strerror}; choose another with "
             "--coordinator.dashboard_port"
         ) from None
     return listener

@@ -1,0 +1,64 @@
+"""A coordinator on IPv6 addresses: it listens, its links say where in brackets, and workers join by them. Over real gRPC."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import PortBusy
+from echo2.base.hosts import joined
+from echo2.base.ids import PeerId
+from echo2.trust.identity import JoinLink, Role
+from echo2.worker.options import WorkerOptions
+from echo2.worker.runtime.addresses import listen_host
+from tests.unit.coordinator.test_daemon import Node, options, play, running
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
+def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path / "first", host=host)) as daemon:
+            link = JoinLink.parse(daemon.links[Role.WORKER.value])
+            assert link.host == "::1" and f"echo2://[::1]:{link.port}/" in str(link)
+            node = await Node.join(daemon, Role.WORKER)
+            await node.hello()
+            await node.close()
+            with pytest.raises(PortBusy, match=r"\[::1?\]:"):
+                async with running(options(tmp_path / "second", host=host, enrol_port=link.port)):
+                    pass
+
+    play(scene)
+
+
+def test_a_host_and_a_port_are_joined_with_brackets_once() -> None:
+    assert joined("::1", 7) == joined("[::1]", 7) == "[::1]:7"
+    assert joined("10.0.0.1", 7) == "10.0.0.1:7" and joined("host.example", 7) == "host.example:7"
+
+
+def test_a_worker_of_a_run_on_this_machine_listens_where_the_coordinator_does(tmp_path: Path) -> None:
+    for host, own in (
+        ("::1", "::1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("2001:db8::1", "0.0.0.0"),
+    ):
+        assert listen_host(_Unset(), JoinLink(host, 8418, PeerId("p"), "t")) == own
+
+
+class _Unset(WorkerOptions):
+    """Nothing told of where to listen."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "listen_host", "")
