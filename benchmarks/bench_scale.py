@@ -10,6 +10,7 @@ Writes benchmarks/results/scale.json after each part; each runs in processes of 
     keyframe   what the engine takes beside the weights while a keyframe goes in
     pull       what fetching 165,000 chunks costs the session core (the figures of bench_pull)
     newcomer   bytes from peers for a worker that has the base, at version 200 (scale_newcomer)
+    merged     the same by the share of weights that differ, and what no lossless delta is below (scale_codec)
     processes  a learner and workers, two steps on random weights (scale_processes); reduced where memory is short, and said
     evaluation rollouts and tokens that evaluations add to those that are trained on, of the shipped examples
     audit      the audit's seconds and tokens, of the shipped examples and as bench_audit last measured them
@@ -173,6 +174,16 @@ def newcomer_rows(found: dict[str, Any]) -> list[Row]:
     return [_row("newcomer", name, round(100 * fetched / whole, 2), "%", 3.0)]
 
 
+def merged() -> list[Row]:
+    """What bounds a newcomer's bytes."""
+    rows = []
+    for one in told_by("scale_codec", NEWCOMER_WITHIN_S):
+        where = f"a delta from the base of which {one['changed']:.1%} differ, of a keyframe"
+        rows.append(_row("merged", where, round(100 * one["coded"], 2), "%"))
+        rows.append(_row("merged", f"{where}: at least, by entropy", round(100 * one["bound"], 2), "%"))
+    return rows
+
+
 def processes() -> list[Row]:
     return [
         row
@@ -282,7 +293,7 @@ def examples() -> list[tuple[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
-    "sizing": sizing, "engine": engine, "keyframe": keyframe, "pull": pull, "newcomer": newcomer,
+    "sizing": sizing, "engine": engine, "keyframe": keyframe, "pull": pull, "newcomer": newcomer, "merged": merged,
     "processes": processes, "evaluation": evaluation, "audit": audit, "spread": spread,
 }  # fmt: skip
 
