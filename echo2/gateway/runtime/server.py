@@ -36,7 +36,9 @@ class GatewayPort:
                 f"agent.listen: expected agent.tls_certificate and agent.tls_key for {host}, as keys of episodes would "
                 "travel in clear text"
             )
-        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # Named TCP, for asyncio sends at once only on such sockets: else each answer waits 40 ms for an acknowledgement.
+        self._listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind((host, int(port)))

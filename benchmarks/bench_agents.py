@@ -1,0 +1,153 @@
+"""What the gateway adds to an agent's call, with a fleet that answers at once: make bench-agents.
+
+Sessions, HTTP and chat template are the product's; the fleet is replaced by one that samples nothing, so that what is timed is
+the gateway and a client on a plain socket. 2,000 sessions are open; six turns each of 64 sessions, one call at a time, then
+64 at a time. The share of tokens that stood in the tree is the gateway's own; what workers keep of it is not measured here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.priority import lift
+from echo2.gateway import events as e
+from echo2.gateway.limits import GatewayLimits
+from echo2.gateway.runtime.app import GatewayApp
+from echo2.gateway.runtime.desk import GatewayDesk
+from echo2.gateway.runtime.reading import ChatReading
+from echo2.gateway.runtime.server import GatewayPort
+from echo2.gateway.sessions import Sessions
+from echo2.tasks.runtime.chat_format import ChatFormat
+from tests.unit.tasks.families import tokenizer_of
+
+RESULTS = Path(__file__).parent / "results" / "agents.json"
+SESSIONS, PLAYING, TURNS, TOKENS = 2_000, 64, 6, 64
+
+
+@dataclass(frozen=True)
+class AgentRow:
+    name: str
+    value: float
+    unit: str
+    target: float | None
+    better: str
+
+
+@dataclass
+class InstantFleet:
+    """Answers each call in the loop's next turn, with the same 64 tokens."""
+
+    tokens: tuple[int, ...]
+    desk: GatewayDesk | None = None
+    depths: dict[tuple[str, int], int] = field(default_factory=dict)
+    chains: dict[str, int] = field(default_factory=dict)
+
+    def ask(self, asked: e.Ask) -> tuple[str, int] | None:
+        chain = self.chains.get(asked.root, 0) if asked.chain is None else asked.chain
+        if asked.chain is None:
+            self.chains[asked.root] = chain + 1
+        depth = self.depths[asked.root, chain] = self.depths.get((asked.root, chain), 0) + 1
+        group_id = f"{asked.root}.{chain}.{depth}"
+        count = len(self.tokens)
+        told = e.CallTokens(group_id, self.tokens, (-0.5,) * count, (0,) * count, is_cut=False)
+        assert self.desk is not None, "it is made before any call"
+        asyncio.get_running_loop().call_soon(self.desk.tell, told)
+        return group_id, chain
+
+    def ended(self, ended: e.EndEpisode) -> None: ...
+
+    async def score(self, root: str, token_ids: tuple[int, ...]) -> e.EpisodeRewarded | str:
+        return "nothing scores here"
+
+
+class PlainClient:
+    """HTTP on one kept connection."""
+
+    def __init__(self, url: str) -> None:
+        self._host, _, self._port = url.removeprefix("http://").partition(":")
+
+    async def open(self) -> PlainClient:
+        self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port))
+        return self
+
+    async def post(self, path: str, key: str, body: Any) -> Any:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n"
+        self._writer.write(head.encode() + data)
+        answer = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(answer.partition("content-length: ")[2].partition("\r\n")[0])
+        return json.loads(await self._reader.readexactly(length))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def play(client: PlainClient, key: str) -> list[float]:
+    """Six turns of one session; seconds of each."""
+    messages: list[Any] = [{"role": "user", "content": "the abc " * 40}]
+    times = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        reply = await client.post("/v1/chat/completions", key, {"model": "m", "messages": messages})
+        times.append(time.perf_counter() - began)
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    return times
+
+
+async def measured() -> list[AgentRow]:
+    tokenizer = tokenizer_of("qwen3")
+    reading = ChatReading(ChatFormat(tokenizer))
+    fleet = InstantFleet(tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS]))
+    keys = iter(range(1 << 30))
+    sessions = Sessions(GatewayLimits(8192, 128), reading, lambda: f"{next(keys):032x}", has_harness=False)
+    fleet.desk = desk = GatewayDesk(sessions, fleet, time.monotonic)
+    port = GatewayPort("")
+    serving = asyncio.create_task(port.run(GatewayApp(desk, "m", "master", reading.token_text).application()))
+    for number in range(SESSIONS // 8):
+        desk.tell(e.ProblemOpened(f"a{number:08d}", 8, {}))
+    client = await PlainClient(port.url).open()
+    episodes = [(await client.post("/v1/sessions", "master", {}))["key"] for _ in range(SESSIONS)]
+    held = len(sessions.sessions)
+    alone = [took for key in episodes[:PLAYING] for took in await play(client, key)]
+    clients = [await PlainClient(port.url).open() for _ in range(PLAYING)]
+    began = time.perf_counter()
+    await asyncio.gather(*(play(one, key) for one, key in zip(clients, episodes[PLAYING:], strict=False)))
+    together_s = time.perf_counter() - began
+    counts = sessions.counts
+    for one in (client, *clients):
+        one.close()
+    await desk.close()
+    await port.stop(serving)
+    centiles = statistics.quantiles(alone, n=100)
+    return [
+        AgentRow("gateway, a turn p50", round(1e3 * centiles[49], 2), "ms", 5.0, "lower"),
+        AgentRow("gateway, a turn p99", round(1e3 * centiles[98], 2), "ms", 25.0, "lower"),
+        AgentRow("gateway, 64 sessions at once", round(PLAYING * TURNS / together_s), "calls/s", None, "higher"),
+        AgentRow("sessions held open", held, "sessions", 2_000, "higher"),
+        AgentRow("branches of histories that repeat", counts.branches, "chains", 0, "lower"),
+        AgentRow(
+            "prompt tokens that stood in the tree",
+            round(counts.kept_tokens / counts.prompt_tokens, 3),
+            "share",
+            None,
+            "higher",
+        ),
+    ]
+
+
+def main() -> None:
+    lift()
+    rows = asyncio.run(measured())
+    RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    for row in rows:
+        print(f"{row.name:40} {row.value:>10} {row.unit} (asked: {row.target})")
+
+
+if __name__ == "__main__":
+    main()
