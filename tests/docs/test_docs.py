@@ -152,7 +152,11 @@ def test_captions_hold_the_figures_of_the_recorded_run() -> None:
         assert record.CAPTION.findall(page.read_text()) == [caption], f"{page.name}: run `make recording`"
 
 
-OF_OTHERS = {"linear_cross_entropy", "save_to_disk", "tcp_allowed_congestion_control"}  # of other projects, of the kernel
+OF_OTHERS = {
+    "linear_cross_entropy",
+    "save_to_disk",
+    "tcp_allowed_congestion_control",
+}  # of other projects, of the kernel
 NAME = re.compile(r"\b[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]{2,}\b")
 
 
