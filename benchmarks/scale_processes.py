@@ -145,6 +145,8 @@ def measured(model: str) -> dict[str, object]:
             "max_new_tokens = 7", f"max_new_tokens = {TOKENS - PROMPT}\nmax_prompt_tokens = {PROMPT}"
         )
         config = config.replace('correction = "behaviour"\n', "") + way.options
+        if way.is_rounded:
+            config = config.replace("[coordinator]\n", "[coordinator]\nquantised_workers = true\n")
         if way.rank:
             config = config.replace("[model]\n", f"[model]\nlora_rank = {way.rank}\n")
         with Cluster(folder, config, way.workers) as cluster:
