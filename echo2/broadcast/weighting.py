@@ -1,7 +1,6 @@
 """Whose version matters first: the plan by the time until the part of the pool that is needed holds it.
 
-`weighted_plan(nodes, needs, epoch)` is `trees.plan` where all matter alike, or where that has the needed part first anyway, because
-nobody waits for slow downlinks (paces). Else it makes some workers late, those without
+`weighted_plan(nodes, needs, epoch)` is `trees.plan` where all matter alike. Else it makes some workers late, those without
 which the pool still has the rate that it needs and the others are done sooner: the trees are built for the others, and a
 late worker hangs below some of them only to have peers to pull from, which serve it when nothing else waits. Guarantees:
 pure, deterministic; late workers hold at most the rate that can be spared; nobody is late where that does not bring the
@@ -124,10 +123,8 @@ def weighted_plan(
     trees = _with_late(nodes, late, first)
     assert is_sound(nodes, trees), "late workers hang where they can connect"
     times = _times(nodes, late, first)
-    is_idle = not any(
-        needs.weights[number - 1] for number in late
-    )  # who gives nothing need not have a pace kept for it, either
-    rival = plan(nodes, epoch, artifact_bytes, chunk_bytes, is_paced=False) if is_idle else for_all
+    # Who can be spared need not have a pace kept for it: a version counts as spread when all others have it.
+    rival = plan(nodes, epoch, artifact_bytes, chunk_bytes, is_paced=False)
     needed_s, alike_s = needs.needed_s(times), needs.needed_s(rival.predicted_s)
     if needed_s * GAIN_MIN > alike_s:
         return for_all  # all are done sooner
