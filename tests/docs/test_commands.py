@@ -64,7 +64,11 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
         "tests/e2e/test_run.py",
         "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
     ),
-    (r"python -m echo2\.cli\.demo\.model .*", "tests/e2e/conftest.py", "base_model"),
+    (
+        r"python -m echo2\.cli\.demo\.model .*",
+        "tests/unit/learner/test_agents.py",
+        "test_the_examples_model_is_made_by_its_command",
+    ),
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py", "test_own_trainer_learns_and_goes_on_after_a_kill"),
     (
         r"python -m echo2\.sim\.world_run --seed .*",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +177,10 @@ def test_the_api_answers_as_openais_does_and_refuses_by_name(model_path: Path, t
     run = agents(tmp_path / "run", model_path, "asks_everything", steps=1)
     assert go(finished(run, trained_by(run))).is_finished
     assert players.CHECKED and not players.PROBLEMS, players.PROBLEMS
+
+
+def test_the_examples_model_is_made_by_its_command(tmp_path: Path) -> None:
+    recipe = json.dumps({"warmup_steps": 1, "batch": 2})
+    command = [sys.executable, "-m", "echo2.cli.demo.model", str(tmp_path / "model"), "--recipe", recipe]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=60)
+    assert (tmp_path / "model" / "tokenizer.json").exists()
