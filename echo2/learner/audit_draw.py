@@ -1,9 +1,11 @@
 """Which rollouts an audit looks at: drawn by dice of the learner's own, after the reports are in.
 
 Guarantees: every rollout that is trained on is drawn with the same chance, whatever its versions, turns, length and end;
-what is drawn and waits is bounded in rollouts and tokens, and what then is given up, or looked at first, is chosen so that
-the share looked at is even over workers, and over the kinds of rollout of each worker: being slow to look at, or coming
-when the queue is full, hides nothing. What could not be looked at counts against nobody and is counted (`unaudited`).
+what is drawn and waits is bounded in rollouts and tokens, and what then is given up is chosen so that the share looked at
+is even over workers, and over the kinds of rollout of each worker: being slow to look at, or coming when the queue is
+full, hides nothing. Which of a worker's rollouts is looked at next is for dice to say and for nothing that can be seen of it:
+bets on how rollouts end would otherwise be bets on the order. What could not be looked at counts against nobody and is
+counted (`unaudited`).
 Leaves to others: scoring (audit), the verdict (suspicion).
 """
 
@@ -22,6 +24,8 @@ OWN_NOISE_FACTOR = 3.0
 WAITING_MAX = 256
 WAITING_TOKENS_MAX = 1 << 20
 WORKERS_MAX = 16_384
+KIND_SEEN = 16.0
+"""Rollouts of a kind from which on its own share counts more than that of all its worker's."""
 SEEN_MIN = 64
 """The share of a worker that is not looked at is told from so many rollouts on."""
 
@@ -44,10 +48,19 @@ class _Account:
     looked: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
 
-    def share(self, kind: str = "") -> float:
-        """Looked at of the seen, of one kind or of all; a little above 0 so that larger accounts come first."""
-        seen = self.seen[kind] if kind else self.seen.total()
-        return ((self.looked[kind] if kind else self.looked.total()) + 1.0) / (seen + 1.0)
+    def share(self) -> float:
+        """Looked at of the seen; a little above 0 so that larger accounts come first."""
+        return (self.looked.total() + 1.0) / (self.seen.total() + 1.0)
+
+    def share_of(self, kind: str) -> float:
+        """The same of one kind, which is as any other until enough of it were seen."""
+        return (self.looked[kind] + KIND_SEEN * self.share()) / (self.seen[kind] + KIND_SEEN)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    drawn: DrawnPassage
+    dice: float
 
 
 @dataclass(slots=True)
@@ -58,7 +71,7 @@ class AuditDraw:
     share: float
     rng: random.Random
     given_up: int = 0
-    waiting: list[DrawnPassage] = field(default_factory=list)
+    _waiting: list[_Waiting] = field(default_factory=list)
     _accounts: dict[PeerId, _Account] = field(default_factory=dict)
 
     def consider(self, drawn: DrawnPassage, draws_by_seed: bool) -> None:
@@ -69,21 +82,21 @@ class AuditDraw:
         if account.tokens >= NEWCOMER_TOKENS and self.rng.random() >= chance:
             return
         account.tokens += len(drawn.passage.places)
-        self.waiting.append(drawn)
-        while len(self.waiting) > WAITING_MAX or self._waiting_tokens() > WAITING_TOKENS_MAX:
-            self.waiting.remove(max(self.waiting, key=self._order))
+        self._waiting.append(_Waiting(drawn, self.rng.random()))
+        while len(self._waiting) > WAITING_MAX or self._waiting_tokens() > WAITING_TOKENS_MAX:
+            self._waiting.remove(max(self._waiting, key=self._seen_enough))
             self.given_up += 1
 
     def take(self, tokens_max: int) -> list[DrawnPassage]:
-        """What to look at now: the least looked at first, up to so many tokens and one rollout at least."""
-        taken: list[DrawnPassage] = []
-        for one in sorted(self.waiting, key=self._order):
-            tokens_max -= len(one.passage.token_ids)
+        """What to look at now: of the worker least looked at first, up to so many tokens and one rollout at least."""
+        taken: list[_Waiting] = []
+        for one in sorted(self._waiting, key=self._turn):
+            tokens_max -= len(one.drawn.passage.token_ids)
             if taken and tokens_max < 0:
                 break
             taken.append(one)
-        self.waiting = [one for one in self.waiting if one not in taken]
-        return taken
+        self._waiting = [one for one in self._waiting if one not in taken]
+        return [one.drawn for one in taken]
 
     def looked_at(self, drawn: DrawnPassage, tokens: int) -> None:
         """Of `tokens` of it; none where its versions are not kept any longer."""
@@ -95,7 +108,11 @@ class AuditDraw:
     def forget(self, worker: PeerId) -> None:
         """Its account begins anew, as a newcomer's."""
         self._accounts.pop(worker, None)
-        self.waiting = [one for one in self.waiting if one.worker != worker]
+        self._waiting = [one for one in self._waiting if one.drawn.worker != worker]
+
+    @property
+    def waiting(self) -> list[DrawnPassage]:
+        return [one.drawn for one in self._waiting]
 
     @property
     def unaudited(self) -> dict[PeerId, float]:
@@ -103,12 +120,15 @@ class AuditDraw:
         known = {worker: account for worker, account in self._accounts.items() if account.seen.total() >= SEEN_MIN}
         return {worker: 1.0 - account.looked.total() / account.seen.total() for worker, account in known.items()}
 
-    def _order(self, one: DrawnPassage) -> tuple[float, float, float]:
-        account = self._account(one.worker)
-        return account.share(), account.share(one.kind), one.at_s
+    def _turn(self, one: _Waiting) -> tuple[float, float]:
+        return self._account(one.drawn.worker).share(), one.dice
+
+    def _seen_enough(self, one: _Waiting) -> tuple[float, float, float]:
+        account = self._account(one.drawn.worker)
+        return account.share(), account.share_of(one.drawn.kind), one.dice
 
     def _waiting_tokens(self) -> int:
-        return sum(len(one.passage.token_ids) for one in self.waiting)
+        return sum(len(one.drawn.passage.token_ids) for one in self._waiting)
 
     def _account(self, worker: PeerId) -> _Account:
         if worker not in self._accounts and len(self._accounts) >= WORKERS_MAX:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -137,6 +138,21 @@ def test_every_kind_of_a_workers_rollouts_is_looked_at_also_when_the_audit_is_fa
     shares = {kind: looked[kind] / seen[kind] for kind in seen}
     assert len(shares) >= 3 and min(shares.values()) >= 0.1, shares
     assert max(draw.unaudited.values()) <= 0.9
+
+
+def test_what_is_looked_at_first_says_nothing_of_how_a_workers_rollouts_end() -> None:
+    """A learner that scores one rollout at a time is behind a newcomer at first: a bet on ends must not be one on the order."""
+    ended = 0
+    for seed in range(40):
+        draw = AuditDraw(1.0, random.Random(seed))
+        for number in range(96):  # five in eight go on to the limit, the others end in a dozen ways
+            kind = "length" if number % 8 < 5 else f"stop/{number // 8}"
+            draw.consider(dataclasses.replace(trained(A, number, is_long=False), kind=kind), draws_by_seed=True)
+        for _ in range(16):
+            (one,) = draw.take(0)
+            draw.looked_at(one, len(one.passage.places))
+            ended += one.kind != "length"
+    assert abs(ended / (40 * 16) - 3 / 8) < 0.08
 
 
 def test_who_says_that_it_cannot_draw_by_its_seeds_is_looked_at_more_often() -> None:
