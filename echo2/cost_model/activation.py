@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from echo2.cost_model.columns import Flags, PeriodColumns
-from echo2.cost_model.forecast import refined
+from echo2.cost_model.effort import LARGE_FLEET
+from echo2.cost_model.forecast import confirmed, refined
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
@@ -89,6 +90,8 @@ def _settled_effort(
 ) -> StandingPlan:
     """Without a feasible plan: keep the pool unless the best effort is clearly better or clearly cheaper."""
     stayed = refined(search, search.evaluate(period(previous.kappa), _pool_rows(previous, search.snapshot)))
+    if len(search.columns) <= LARGE_FLEET:  # by the measure that the fresh one was chosen by
+        stayed = confirmed(search, stayed)
     margins = search.config.hysteresis
     is_better = fresh.utilisation > stayed.utilisation * (1 + margins.add_margin) + 1e-9
     is_cheaper = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9

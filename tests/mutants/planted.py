@@ -111,7 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a step is reported to nobody", "learner/runtime/loop.py", "        self._stepped()\n", "", _WF),
     Mutant("offers reach nobody", _LEARNER, "            offer=self.session.offer,\n", "",
            (_UNIT + "learner/test_daemon.py::test_the_coordinator_hears_offers_closures_versions_and_reports",)),
-    Mutant("closed groups stay open at the coordinator", _LEARNER, "            close=self.session.close,\n", "", _WF),
+    Mutant("closed groups stay open at the coordinator", _LEARNER, "        self.session.close(group_ids, reason)\n", "", _WF),
     Mutant("versions are published in silence", _LEARNER, "        self.session.published(published_message(artifact))\n", "        pass\n", _WF),
     Mutant("a restart does not score what it holds", _DOOR,
            "                    actions.append(Score(last))\n", "                    pass\n"),
@@ -234,7 +234,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "coordinator/test_relaying.py",)),
     # records, and messages that are not made by keywords
     Mutant("GetPartialsReply loses rollouts", "learner/runtime/ingest.py",
-           "                reply.rollouts.append(rollout_to_message(rollout))\n", "                pass\n", (_UNIT + "learner/test_ingest.py",)),
+           "                reply.rollouts.append(rollout_to_message(told))\n", "                pass\n", (_UNIT + "learner/test_ingest.py",)),
     Mutant("StretchScores loses its last column", "wire/scoring.py", "zip(_COLUMNS, map(np.ndarray.tolist, one.columns), strict=True)",
            "zip(_COLUMNS[:-1], map(np.ndarray.tolist, one.columns))", (_UNIT + "wire/test_scoring.py",)),
     Mutant("ChunkFrame loses signature", "wire/broadcast.py", "    if chunk.signature:\n", "    if False:\n", (_UNIT + "wire/test_broadcast.py",)),
