@@ -58,7 +58,7 @@ class _Account:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _InLine:
     drawn: DrawnPassage
     dice: float
 
@@ -71,7 +71,7 @@ class AuditDraw:
     share: float
     rng: random.Random
     given_up: int = 0
-    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting: list[_InLine] = field(default_factory=list)
     _accounts: dict[PeerId, _Account] = field(default_factory=dict)
 
     def consider(self, drawn: DrawnPassage, draws_by_seed: bool) -> None:
@@ -82,14 +82,14 @@ class AuditDraw:
         if account.tokens >= NEWCOMER_TOKENS and self.rng.random() >= chance:
             return
         account.tokens += len(drawn.passage.places)
-        self._waiting.append(_Waiting(drawn, self.rng.random()))
+        self._waiting.append(_InLine(drawn, self.rng.random()))
         while len(self._waiting) > WAITING_MAX or self._waiting_tokens() > WAITING_TOKENS_MAX:
             self._waiting.remove(max(self._waiting, key=self._seen_enough))
             self.given_up += 1
 
     def take(self, tokens_max: int) -> list[DrawnPassage]:
         """What to look at now: of the worker least looked at first, up to so many tokens and one rollout at least."""
-        taken: list[_Waiting] = []
+        taken: list[_InLine] = []
         for one in sorted(self._waiting, key=self._turn):
             tokens_max -= len(one.drawn.passage.token_ids)
             if taken and tokens_max < 0:
@@ -120,10 +120,10 @@ class AuditDraw:
         known = {worker: account for worker, account in self._accounts.items() if account.seen.total() >= SEEN_MIN}
         return {worker: 1.0 - account.looked.total() / account.seen.total() for worker, account in known.items()}
 
-    def _turn(self, one: _Waiting) -> tuple[float, float]:
+    def _turn(self, one: _InLine) -> tuple[float, float]:
         return self._account(one.drawn.worker).share(), one.dice
 
-    def _seen_enough(self, one: _Waiting) -> tuple[float, float, float]:
+    def _seen_enough(self, one: _InLine) -> tuple[float, float, float]:
         account = self._account(one.drawn.worker)
         return account.share(), account.share_of(one.drawn.kind), one.dice
 
