@@ -64,11 +64,11 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_engine_scoring.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py
 
-# What runs in one process is shared out among the cores by file (pytest-xdist); what starts daemons uses them all by itself.
+# Shared out by file (pytest-xdist, tests/conftest.py); of what starts whole runs two stand side by side.
 QUICK := not soak and not gpu and not vllm
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "$(QUICK)" -n auto --maxprocesses 4 --dist loadfile --ignore tests/e2e --ignore tests/packaging
-	$(BIN)/python -m pytest -m "$(QUICK)" tests/e2e tests/packaging
+	$(BIN)/python -m pytest -m "$(QUICK)" -n auto --dist loadfile --no-loadscope-reorder --ignore tests/e2e --ignore tests/packaging
+	$(BIN)/python -m pytest -m "$(QUICK)" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e tests/packaging
 
 check: $(STAMP) proto-check
 	$(BIN)/ruff check echo2 tests benchmarks docs

@@ -19,6 +19,19 @@ settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("echo2")
 
 
+LONG_FIRST = ("tests/redteam", "tests/contract", "tests/unit/sim")
+"""Files of few long tests, most of which wait for deadlines: begun last, one of them would keep all others waiting at the end."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores, four at most: a third of what the tests take is waiting."""
+    return min((os.cpu_count() or 1) + 1, 4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FIRST))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in each process of pytest-xdist
         warm_once()
