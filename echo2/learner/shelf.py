@@ -357,7 +357,8 @@ class Shelf:
 
     @property
     def is_batch_ready(self) -> bool:
-        return len(self._ready()) >= self.config.groups_per_step
+        """Asked after every event, so it counts and does not sort."""
+        return sum(group.is_ready for group in self.groups.values()) >= self.config.groups_per_step
 
     def draw_batch(self) -> Batch | None:
         """The next batch, or None while complete groups are short. Its groups leave the batcher for the ledger."""

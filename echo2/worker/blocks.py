@@ -26,12 +26,13 @@ def blocks_for(tokens: int) -> int:
 class BlockPool:
     """`tables[slot, n]` is the block of positions n * BLOCK_TOKENS on; only the first `count(slot)` of a row mean anything.
 
-    `cache_tokens` bounds all slots together; 0: every slot at its full length.
+    `cache_tokens` bounds all slots together; 0: every slot at its full length. Behind the slots' rows stand `kept_rows` more, which
+    hold what ended sequences leave, of the same blocks.
     """
 
     __slots__ = ("_counts", "_free", "_holders", "_unused", "block_count", "slot_count", "tables")
 
-    def __init__(self, slot_count: int, context_tokens: int, cache_tokens: int = 0) -> None:
+    def __init__(self, slot_count: int, context_tokens: int, cache_tokens: int = 0, kept_rows: int = 0) -> None:
         each = blocks_for(context_tokens)
         self.slot_count = slot_count
         self.block_count = min(slot_count * each, blocks_for(cache_tokens)) if cache_tokens else slot_count * each
@@ -39,8 +40,8 @@ class BlockPool:
             raise EngineError(
                 f"cache: expected room for one sequence of {context_tokens} tokens, got {cache_tokens} tokens in all"
             )
-        self.tables = np.zeros((slot_count, each), np.int32)
-        self._counts = [0] * slot_count
+        self.tables = np.zeros((slot_count + kept_rows, each), np.int32)
+        self._counts = [0] * (slot_count + kept_rows)
         self._holders = [0] * self.block_count
         self._free: list[int] = []
         self._unused = 0  # blocks from here on were never handed out
@@ -78,6 +79,13 @@ class BlockPool:
         for number in range(whole):
             self._hold(target, int(self.tables[source, number]))
         return whole * BLOCK_TOKENS
+
+    def hand_over(self, source: int, target: int) -> None:
+        """What `source` holds is held by `target`, which held nothing, from now on."""
+        assert self._counts[target] == 0, "blocks are handed to a row that holds none"
+        count = self._counts[source]
+        self.tables[target, :count] = self.tables[source, :count]
+        self._counts[target], self._counts[source] = count, 0
 
     def keep(self, slot: int, tokens: int) -> None:
         """Gives back what the slot holds beyond so many positions."""

@@ -84,7 +84,8 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine's start; seconds, tokens and sequences."""
+    """Counters since the engine's start; seconds, tokens and sequences. Of prompts: `prompt_tokens` that came, how many of them
+    stood in the cache (`shared_prompt_tokens`), and `prefilled_tokens` of all kinds; 0 where an engine does not tell."""
 
     running_sequences: int
     waiting_sequences: int
@@ -93,6 +94,9 @@ class EngineStats:
     prefill_s: float
     swap_s: float
     swap_count: int
+    prompt_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    prefilled_tokens: int = 0
 
 
 class Engine(Protocol):

@@ -1,39 +1,42 @@
 """Which sequence sits in which KV slot, what of its cache is valid, and what to compute next.
 
 Guarantees: a slot holds at most one sequence; a sequence is decoded only when the cache holds all of its tokens but
-the last (the decode step feeds the last one and samples the next, so prefill never samples); a prompt that another
-slot already holds under the same weights is shared, not computed; admission is first come, first served. Where blocks of
-the cache run out, prompts whose sequences have left go first, then the youngest sequence waits and is computed again
-later; the oldest always gets on. Leaves to others: the cache itself and all arithmetic (worker/runtime/engines).
+the last (the decode step feeds the last one and samples the next, so prefill never samples); the beginning of a prompt that
+another sequence, running or ended, has in the cache under the same weights is shared, not computed; admission is first come,
+first served. Where blocks of the cache run out, what ended sequences left goes first, then the youngest sequence waits and is
+computed again later; the oldest always gets on. Leaves to others: the cache itself and all arithmetic (worker/runtime/engines).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import EngineError, LimitExceeded
 from echo2.base.rollout import FinishReason
-from echo2.worker.blocks import BlockPool, blocks_for
+from echo2.worker.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from echo2.worker.engine import GenerateRequest
+from echo2.worker.kept import KeptSequences, common_count, kept_rows_for
 
 WAITING_MAX = 65_536
 
 
 @dataclass(slots=True)
 class SlotSequence:
-    """A sequence in a slot. `cached` positions of its `tokens` (prompt + completion) have valid keys and values."""
+    """A sequence in a slot. `cached` positions of its `tokens` (prompt + completion) have valid keys and values, the first of them
+    computed by the weights of `epoch`."""
 
     request: GenerateRequest
     slot: int
     tokens: list[int]
     cached: int = 0
     sampled: int = 0
+    epoch: int = 0
 
     @property
     def shareable(self) -> int:
-        """Positions that siblings can copy: the prompt without its last token, which every one feeds itself."""
+        """Positions of the prompt that can be shared: all but its last token, which every one feeds itself."""
         return len(self.request.prompt_token_ids) - 1
 
     @property
@@ -64,12 +67,12 @@ class Fill:
 
 
 @dataclass(slots=True)
-class _Resident:
-    """A prompt whose keys and values a slot holds, also after its sequence has left; None: nothing to share."""
+class PrefixCounts:
+    """Since the start, in tokens: prompts of sequences that were seated, what of them was shared, what was computed."""
 
-    prefix_key: str
-    prompt_token_ids: tuple[int, ...]
-    epoch: int
+    asked: int = 0
+    shared: int = 0
+    filled: int = 0
 
 
 @dataclass(slots=True)
@@ -85,10 +88,11 @@ class SlotTable:
     """Admit nothing (a swap waits for running sequences to end)."""
     waiting: deque[GenerateRequest] = field(default_factory=deque)
     running: dict[int, SlotSequence] = field(default_factory=dict)
+    counts: PrefixCounts = field(default_factory=PrefixCounts)
     _slot_of: dict[str, int] = field(default_factory=dict)
     _waiting_ids: set[str] = field(default_factory=set)
-    _free: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    _residents: dict[int, _Resident] = field(default_factory=dict)
+    _free: deque[int] = field(default_factory=deque)
+    _kept: KeptSequences = field(init=False)
     blocks: BlockPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,8 +100,10 @@ class SlotTable:
             raise EngineError(
                 f"slots: expected at least 1 slot of at least 2 tokens, got {self.slot_count} of {self.context_tokens}"
             )
-        self._free.update((slot, None) for slot in range(self.slot_count))
-        self.blocks = BlockPool(self.slot_count, self.context_tokens, self.cache_tokens)
+        self._free.extend(range(self.slot_count))
+        kept_rows = kept_rows_for(self.slot_count)
+        self._kept = KeptSequences(range(self.slot_count, self.slot_count + kept_rows))
+        self.blocks = BlockPool(self.slot_count, self.context_tokens, self.cache_tokens, kept_rows)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queues a request; it must already have been checked against the model."""
@@ -109,31 +115,35 @@ class SlotTable:
         self._waiting_ids.add(request.request_id)
 
     def admit(self) -> list[SlotSequence]:
-        """Seats waiting requests, in the longest free slot first, so that recent prompts stay to be shared."""
+        """Seats waiting requests."""
         seated = []
         while self.waiting and self._free and not self.is_holding and self._has_room_for(self.waiting[0]):
             request = self.waiting.popleft()
             self._waiting_ids.discard(request.request_id)
-            slot, _ = self._free.popitem(last=False)
-            self._forget_resident(slot)
+            slot = self._free.popleft()
             sequence = SlotSequence(request, slot, [*request.prompt_token_ids, *request.token_ids])
             self.running[slot] = sequence
             self._slot_of[request.request_id] = slot
+            self.counts.asked += sequence.shareable
             seated.append(sequence)
         return seated
 
     def next_copies(self) -> list[Copy]:
-        """Prompts to copy from slots that hold them. The caller must carry them out before it asks for fills."""
-        copies = []
+        """Beginnings of prompts to copy from where they are held. The caller must carry them out before it asks for fills."""
+        copies: list[Copy] = []
+        just_shared: set[int] = set()  # they hold their part only once the copies are made
         for sequence in self.running.values():
-            source = None if sequence.cached or not sequence.shareable else self._holder(sequence)
-            if source is not None:
-                copies += self._share(source, sequence)
+            if sequence.cached >= sequence.shareable:
+                continue
+            source, count = self._holder(sequence, just_shared)
+            if count > sequence.cached:
+                copies += self._share(source, sequence, count)
+                just_shared.add(sequence.slot)
         return copies
 
-    def _share(self, source: int, sequence: SlotSequence) -> list[Copy]:
-        """Whole blocks are held by both; what is left of the prompt is copied, if a block for it is free."""
-        slot, count, blocks = sequence.slot, sequence.shareable, self.blocks
+    def _share(self, source: int, sequence: SlotSequence, count: int) -> list[Copy]:
+        """Whole blocks are held by both; the rest of the `count` positions is copied, if a block for it is free."""
+        slot, blocks, before = sequence.slot, self.blocks, sequence.cached
         blocks.keep(slot, 0)
         shared = blocks.share(source, slot, count)
         copies = []
@@ -141,7 +151,8 @@ class SlotTable:
             last = blocks.count(slot) - 1
             copies.append(Copy(int(blocks.tables[source, last]), int(blocks.tables[slot, last]), count - shared))
             shared = count
-        self._cache(sequence, shared)
+        sequence.epoch, sequence.cached = self.epoch, shared
+        self.counts.shared += max(0, shared - before)
         return copies
 
     def next_fills(self, budget_tokens: int) -> list[Fill]:
@@ -170,7 +181,10 @@ class SlotTable:
         for fill in fills:
             sequence = self.running[fill.slot]
             assert sequence.cached == fill.start, "a fill continues the valid part of the cache"
-            self._cache(sequence, fill.start + len(fill.token_ids))
+            if not fill.start:
+                sequence.epoch = self.epoch
+            sequence.cached = fill.start + len(fill.token_ids)
+            self.counts.filled += len(fill.token_ids)
 
     def decodable(self) -> list[SlotSequence]:
         """The sequences that the next decode step can extend, with a place for what it caches."""
@@ -180,7 +194,9 @@ class SlotTable:
 
     def extend(self, sequence: SlotSequence, token_id: int) -> FinishReason:
         """A decode step fed the last token and sampled `token_id`. Says whether the sequence ends with it."""
-        self._cache(sequence, len(sequence.tokens))
+        if not sequence.cached:
+            sequence.epoch = self.epoch
+        sequence.cached = len(sequence.tokens)
         sequence.tokens.append(token_id)
         sequence.sampled += 1
         sampling = sequence.request.sampling
@@ -193,12 +209,22 @@ class SlotTable:
         return any(self._left(sequence) <= step_count for sequence in self.running.values())
 
     def release(self, sequence: SlotSequence) -> None:
-        """Frees the slot of a sequence that has ended. Its prompt stays to be shared, as long as there is room."""
+        """Frees the slot of a sequence that has ended. What is cached of it stays to be shared, as long as there is room."""
+        slot, cached = sequence.slot, tuple(sequence.tokens[: sequence.cached])
+        self._leave(sequence)
+        if cached and sequence.epoch == self.epoch:
+            for row in self._kept.beginnings_of(cached):
+                self._drop_kept(row)
+            if not self._kept.has_row:
+                self._drop_oldest_kept()
+            self.blocks.keep(slot, len(cached))
+            self.blocks.hand_over(slot, self._kept.add(cached))
+        self.blocks.keep(slot, 0)
+
+    def _leave(self, sequence: SlotSequence) -> None:
         del self.running[sequence.slot]
         del self._slot_of[sequence.request.request_id]
-        self._free[sequence.slot] = None
-        is_resident = sequence.slot in self._residents
-        self.blocks.keep(sequence.slot, sequence.shareable if is_resident else 0)
+        self._free.append(sequence.slot)
 
     def find(self, request_id: str) -> SlotSequence | GenerateRequest | None:
         """Where a request is: in a slot, in the queue, or nowhere."""
@@ -214,11 +240,11 @@ class SlotTable:
         self._waiting_ids.discard(request.request_id)
 
     def weights_changed(self, *, keep_kv: bool) -> None:
-        """New weights are live. Kept caches belong to older weights: they serve their own sequences only."""
+        """New weights are live. Caches of older weights serve at most their own sequences, so that a token's version says by which
+        weights all before it was read: what ended sequences left is dropped."""
         self.epoch += 1
-        self._residents.clear()
-        for slot in self._free:
-            self.blocks.keep(slot, 0)
+        while self._drop_oldest_kept():
+            pass
         for sequence in self.running.values():
             if not (keep_kv and sequence.sampled and sequence.is_decodable):
                 sequence.cached = 0
@@ -230,11 +256,18 @@ class SlotTable:
         return min(budget, self.context_tokens - len(sequence.tokens))
 
     def _has_room_for(self, request: GenerateRequest) -> bool:
-        """Room for all that the request has and that those seated still lack, counting prompts that may be forgotten."""
-        needed = blocks_for(min(len(request.prompt_token_ids) + len(request.token_ids) + 1, self.context_tokens))
+        """Room for all that the request has and that those seated still lack, counting what ended sequences left; the row that
+        the request would share goes last."""
+        prompt = request.prompt_token_ids
+        row, shared = self._kept.longest(prompt, len(prompt) - 1)
+        if row >= 0:
+            self._kept.used(row)
+        needed = blocks_for(min(len(prompt) + len(request.token_ids) + 1, self.context_tokens)) - shared // BLOCK_TOKENS
         needed += sum(self.blocks.missing(slot, len(other.tokens)) for slot, other in self.running.items())
         while self.blocks.free_count < needed:
-            if not self._forget_oldest_resident():
+            if self._kept.oldest == row:
+                needed += shared // BLOCK_TOKENS
+            if not self._drop_oldest_kept():
                 return False
         return True
 
@@ -243,7 +276,7 @@ class SlotTable:
         if self.running.get(sequence.slot) is not sequence:
             return False
         while not self.blocks.reserve(sequence.slot, tokens):
-            if not self._forget_oldest_resident():
+            if not self._drop_oldest_kept():
                 youngest = next(reversed(self.running.values()))
                 self._put_back(youngest)
                 if youngest is sequence:
@@ -252,40 +285,35 @@ class SlotTable:
 
     def _put_back(self, sequence: SlotSequence) -> None:
         """To the head of the queue, with what it has sampled."""
-        self._residents.pop(sequence.slot, None)
-        self.release(sequence)
+        self._leave(sequence)
+        self.blocks.keep(sequence.slot, 0)
         done = tuple(sequence.tokens[len(sequence.request.prompt_token_ids) :])
         request = replace(sequence.request, token_ids=done)
         self.waiting.appendleft(request)
         self._waiting_ids.add(request.request_id)
 
-    def _forget_oldest_resident(self) -> bool:
-        """Frees the blocks of the prompt that has waited longest without a sequence; False where there is none."""
-        slot = next((slot for slot in self._free if self.blocks.count(slot)), None)
-        if slot is None:
+    def _drop_oldest_kept(self) -> bool:
+        """Frees what the ended sequence left that was not used for longest; False where there is none."""
+        row = self._kept.oldest
+        if row is None:
             return False
-        self._forget_resident(slot)
+        self._drop_kept(row)
         return True
 
-    def _forget_resident(self, slot: int) -> None:
-        self._residents.pop(slot, None)
-        self.blocks.keep(slot, 0)
+    def _drop_kept(self, row: int) -> None:
+        self._kept.drop(row)
+        self.blocks.keep(row, 0)
 
-    def _cache(self, sequence: SlotSequence, count: int) -> None:
-        becomes_shareable = sequence.cached < sequence.shareable <= count
-        sequence.cached = count
-        if becomes_shareable:
-            request = sequence.request
-            self._residents[sequence.slot] = _Resident(request.prefix_key, request.prompt_token_ids, self.epoch)
-
-    def _holder(self, sequence: SlotSequence) -> int | None:
-        request = sequence.request
-        for slot, resident in self._residents.items():
-            if (
-                resident.prefix_key == request.prefix_key
-                and resident.prompt_token_ids == request.prompt_token_ids
-                and resident.epoch == self.epoch
-                and slot != sequence.slot
-            ):
-                return slot
-        return None
+    def _holder(self, sequence: SlotSequence, just_shared: set[int]) -> tuple[int, int]:
+        """Who has the longest beginning of the prompt in the cache, and how long it is: a slot or a kept row."""
+        limit, prompt = sequence.shareable, sequence.tokens[: sequence.shareable]
+        best, most = self._kept.longest(sequence.request.prompt_token_ids, limit)
+        for slot, other in self.running.items():
+            if most >= limit:
+                break
+            if other.epoch == self.epoch and other.cached >= other.shareable and slot not in just_shared:
+                count = common_count(other.tokens, prompt, min(limit, other.cached))
+                best, most = (slot, count) if count > most else (best, most)
+        if best >= self.slot_count:
+            self._kept.used(best)
+        return best, most

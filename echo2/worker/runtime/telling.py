@@ -194,6 +194,7 @@ class Telling:
         """For `echo-worker status`."""
         told, beats, lines = self._told_links, self._beats, self._told_lines
         beat = self.heartbeat(engine, keeper)
+        counted = engine.stats() if engine else None
         self._told_links, self._beats, self._told_lines = told, beats, lines  # the owner was told, not the coordinator
         facts = self.where.transport.facts
         return {
@@ -208,6 +209,9 @@ class Telling:
             "waiting": beat.waiting_sequences,
             "sampled_tokens": beat.sampled_tokens,
             "finished_rollouts": beat.finished_rollouts,
+            "prompt_tokens": counted.prompt_tokens if counted else 0,
+            "shared_prompt_tokens": counted.shared_prompt_tokens if counted else 0,
+            "prefilled_tokens": counted.prefilled_tokens if counted else 0,
             "tokens_per_s": round(beat.tokens_per_s, 1),
             "rollouts_per_s": round(beat.rollouts_per_s, 3),
             "tokens_not_reported": self._desk.machine.unheld_tokens,

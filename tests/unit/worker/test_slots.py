@@ -30,7 +30,7 @@ class SlotTraffic(RuleBasedStateMachine):
         self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.kept: set[str] = set()
         self.count = 0
-        self.ended: list[str] = []
+        self.said: list[tuple[int, ...]] = []
 
     def place(self, slot: int, at: int, *, is_written: bool = False) -> tuple[int, int]:
         assert at // BLOCK_TOKENS < self.table.blocks.count(slot), "what is cached has a place"
@@ -43,6 +43,17 @@ class SlotTraffic(RuleBasedStateMachine):
         for _ in range(siblings):
             self.count += 1
             self.table.submit(request(f"r{self.count}", prefix, tuple(range(10, 10 + done))))
+
+    @rule(data=st.data(), inserted=st.integers(1, 9), siblings=st.integers(1, 2))
+    def go_on(self, data: st.DataObject, inserted: int, siblings: int) -> None:
+        """The next turn of a chat: all that was said, and what came behind it."""
+        known = [tokens for tokens in self.said if len(tokens) + inserted + 8 <= CONTEXT]
+        if not known:
+            return
+        prompt = (*data.draw(st.sampled_from(known)), *range(200, 200 + inserted))
+        for _ in range(siblings):
+            self.count += 1
+            self.table.submit(GenerateRequest(f"r{self.count}", prompt, (), SamplingParams(max_new_tokens=8), "turn"))
 
     @rule(budget=st.integers(1, 120))
     def step(self, budget: int) -> None:
@@ -63,7 +74,7 @@ class SlotTraffic(RuleBasedStateMachine):
             self.cache[self.place(sequence.slot, at, is_written=True)] = (self.table.epoch, tuple(sequence.tokens))
             if self.table.extend(sequence, 20 + at) is not FinishReason.UNFINISHED:
                 self.table.release(sequence)
-                self.ended.append(sequence.request.request_id)
+                self.said.append(tuple(sequence.tokens))
 
     def _copy(self) -> None:
         for copy in self.table.next_copies():
@@ -98,10 +109,16 @@ class SlotTraffic(RuleBasedStateMachine):
                 assert epoch == self.table.epoch or sequence.request.request_id in self.kept
 
     @invariant()
+    def what_is_kept_holds_the_right_tokens_of_the_live_weights(self) -> None:
+        for row, tokens in self.table._kept._tokens.items():
+            for at in range(len(tokens)):
+                assert self.cache[self.place(row, at)] == (self.table.epoch, tokens[: at + 1])
+
+    @invariant()
     def blocks_are_not_lost(self) -> None:
         blocks = self.table.blocks
         held = [
-            int(block) for slot in range(self.table.slot_count) for block in blocks.tables[slot, : blocks.count(slot)]
+            int(block) for row in range(len(blocks.tables)) for block in blocks.tables[row, : blocks.count(row)]
         ]
         assert {block: held.count(block) for block in held} == {block: blocks.holders(block) for block in held}
         assert len(set(held)) + blocks.free_count == blocks.block_count
@@ -153,6 +170,41 @@ def test_a_prompt_is_shared_after_its_sequence_has_left() -> None:
     table.admit()
     assert [copy.count for copy in table.next_copies()] == [69 - 2 * BLOCK_TOKENS]
     assert table.next_fills(100) == []
+
+
+def said_by(table: SlotTable, request: GenerateRequest, tokens: list[int]) -> tuple[int, ...]:
+    """Runs the request to its end; all its tokens."""
+    table.submit(request)
+    table.admit()
+    table.next_copies()
+    table.filled(table.next_fills(1000))
+    (sequence,) = table.decodable()
+    while table.extend(sequence, tokens[sequence.completion_count]) is FinishReason.UNFINISHED:
+        table.decodable()
+    table.release(sequence)
+    return tuple(sequence.tokens)
+
+
+def test_the_next_turn_computes_only_what_is_new_and_nothing_of_other_weights() -> None:
+    table = SlotTable(1, CONTEXT)
+    said = said_by(table, request("first", max_new_tokens=4), [5, 6, 7, 8])
+    before = table.counts.filled
+    second = GenerateRequest("second", (*said, 50, 51), (), SamplingParams(max_new_tokens=2), "other")
+    said = said_by(table, second, [1, 2])
+    assert table.counts.filled - before == 2, "the last sampled token, which was never fed, and the first of what came behind"
+    assert table.counts.shared == 73
+    table.weights_changed(keep_kv=True)
+    said_by(table, GenerateRequest("third", (*said, 52), (), SamplingParams(max_new_tokens=2), "other"), [1, 2])
+    assert table.counts.filled - before == 2 + len(said), "what other weights computed is computed anew"
+
+
+def test_the_chat_that_goes_on_keeps_its_cache_where_others_must_go() -> None:
+    table = SlotTable(1, CONTEXT, CONTEXT)  # four blocks in all
+    said = said_by(table, request("old", "d", max_new_tokens=1), [5])
+    said_by(table, GenerateRequest("newer", tuple(range(60, 100)), (), SamplingParams(max_new_tokens=1), "n"), [5])
+    shared = table.counts.shared
+    said_by(table, GenerateRequest("more", (*said, *range(30)), (), SamplingParams(max_new_tokens=1), "m"), [5])
+    assert table.counts.shared - shared == 40
 
 
 def test_nothing_is_admitted_while_holding() -> None:

@@ -228,6 +228,9 @@ class StepLoop:
             prefill_s=counters.prefill_s,
             swap_s=counters.swap_s,
             swap_count=counters.swap_count,
+            prompt_tokens=self._table.counts.asked,
+            shared_prompt_tokens=self._table.counts.shared,
+            prefilled_tokens=self._table.counts.filled,
         )
 
     def _post(self, command: _Command) -> None:

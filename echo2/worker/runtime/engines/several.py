@@ -120,6 +120,9 @@ class SeveralEngines:
             prefill_s=sum(stats.prefill_s for stats in each),
             swap_s=max(stats.swap_s for stats in each),
             swap_count=max(stats.swap_count for stats in each),
+            prompt_tokens=sum(stats.prompt_tokens for stats in each),
+            shared_prompt_tokens=sum(stats.shared_prompt_tokens for stats in each),
+            prefilled_tokens=sum(stats.prefilled_tokens for stats in each),
         )
 
     def _idlest(self) -> int:

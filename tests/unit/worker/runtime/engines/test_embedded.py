@@ -52,6 +52,32 @@ async def collect(engine: EmbeddedEngine, *names: str) -> dict[str, list[int]]:
     return tokens
 
 
+async def said(engine: EmbeddedEngine, name: str, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The whole of one turn."""
+    engine.submit(replace(request(name, 12), prompt_token_ids=tuple(prompt)))
+    return (*prompt, *(await collect(engine, name))[name])
+
+
+def test_six_turns_are_those_of_an_engine_that_computes_each_anew() -> None:
+    async def played(*, keeps: bool) -> tuple[tuple[int, ...], int]:
+        engine = EmbeddedEngine(CONFIG, slot_count=2)
+        await engine.start()
+        await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
+        tokens: tuple[int, ...] = PROMPT
+        for turn in range(5):
+            tokens = (*await said(engine, f"turn{turn}", tokens), 3, 4)
+            if not keeps:
+                engine._loop._table.weights_changed(keep_kv=False)  # the same weights, with nothing left in the cache
+        counts = engine.stats()
+        await engine.stop()
+        assert counts.prompt_tokens == counts.prefilled_tokens + counts.shared_prompt_tokens
+        return tokens, counts.prefilled_tokens
+
+    (with_cache, prefilled), (without, all_prefilled) = run(played(keeps=True)), run(played(keeps=False))
+    assert with_cache == without
+    assert prefilled < all_prefilled / 5
+
+
 async def generated(*requests: GenerateRequest, slot_count: int = 4) -> dict[str, list[int]]:
     engine = EmbeddedEngine(CONFIG, slot_count=slot_count)
     await engine.start()
