@@ -1,20 +1,25 @@
-"""What the gateway adds to an agent's call, with a fleet that answers at once: make bench-agents.
+"""Agents: make bench-agents, or `python -m benchmarks.bench_agents --only PART`, which keeps the other parts' rows.
+
+`learning` and `cache` are real runs (agent_runs.py). `gateway`: what it adds to an agent's call, with a fleet that answers at once.
 
 Sessions, HTTP and chat template are the product's; the fleet is replaced by one that samples nothing, so that what is timed is
-the gateway and a client on a plain socket. 2,000 sessions are open; six turns each of 64 sessions, one call at a time, then
-64 at a time. The share of tokens that stood in the tree is the gateway's own; what workers keep of it is not measured here.
+the the gateway and a client on a plain socket. 2,000 sessions are open; six turns each of 64 sessions, one call at a time, then
+64 at a time. The share of tokens that stood in the tree is the gateway's own; what workers keep of it is `cache`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agent_runs import Row, cache, learning
 from benchmarks.priority import lift
 from echo2.gateway import events as e
 from echo2.gateway.limits import GatewayLimits
@@ -141,12 +146,26 @@ async def measured() -> list[AgentRow]:
     ]
 
 
-def main() -> None:
+def gateway() -> list[Row]:
     lift()
-    rows = asyncio.run(measured())
-    RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    rows = [asdict(row) for row in asyncio.run(measured())]
     for row in rows:
-        print(f"{row.name:40} {row.value:>10} {row.unit} (asked: {row.target})")
+        print(f"{row['name']:75} {row['value']} {row['unit']} (asked: {row['target']})")
+    return rows
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {"gateway": gateway, "learning": learning, "cache": cache}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_agents", description=__doc__)
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be repeated")
+    for part in parser.parse_args().only or PARTS:
+        made = [{**row, "part": part} for row in PARTS[part]()]
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        rows = [*(row for row in kept if row["part"] != part), *made]
+        rows.sort(key=lambda row: list(PARTS).index(row["part"]))
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,9 +117,7 @@ class SlotTraffic(RuleBasedStateMachine):
     @invariant()
     def blocks_are_not_lost(self) -> None:
         blocks = self.table.blocks
-        held = [
-            int(block) for row in range(len(blocks.tables)) for block in blocks.tables[row, : blocks.count(row)]
-        ]
+        held = [int(block) for row in range(len(blocks.tables)) for block in blocks.tables[row, : blocks.count(row)]]
         assert {block: held.count(block) for block in held} == {block: blocks.holders(block) for block in held}
         assert len(set(held)) + blocks.free_count == blocks.block_count
         for slot, sequence in self.table.running.items():
@@ -191,7 +189,9 @@ def test_the_next_turn_computes_only_what_is_new_and_nothing_of_other_weights() 
     before = table.counts.filled
     second = GenerateRequest("second", (*said, 50, 51), (), SamplingParams(max_new_tokens=2), "other")
     said = said_by(table, second, [1, 2])
-    assert table.counts.filled - before == 2, "the last sampled token, which was never fed, and the first of what came behind"
+    assert table.counts.filled - before == 2, (
+        "the last sampled token, which was never fed, and the first of what came behind"
+    )
     assert table.counts.shared == 73
     table.weights_changed(keep_kv=True)
     said_by(table, GenerateRequest("third", (*said, 52), (), SamplingParams(max_new_tokens=2), "other"), [1, 2])
