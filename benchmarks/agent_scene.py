@@ -6,6 +6,7 @@ import json
 import os
 import time
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -44,5 +45,5 @@ async def play(episode: Any) -> float:
 
 
 def _note(line: dict[str, object]) -> None:
-    with open(os.environ[NOTES], "a") as file:
+    with Path(os.environ[NOTES]).open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -3,7 +3,7 @@
 `learning` and `cache` are real runs (agent_runs.py). `gateway`: what it adds to an agent's call, with a fleet that answers at once.
 
 Sessions, HTTP and chat template are the product's; the fleet is replaced by one that samples nothing, so that what is timed is
-the the gateway and a client on a plain socket. 2,000 sessions are open; six turns each of 64 sessions, one call at a time, then
+the gateway and a client on a plain socket. 2,000 sessions are open; six turns each of 64 sessions, one call at a time, then
 64 at a time. The share of tokens that stood in the tree is the gateway's own; what workers keep of it is `cache`.
 """
 

@@ -90,3 +90,28 @@ def test_the_commands_are_those_that_a_person_would_type(tmp_path: Path, workers
     found = commands_of(tmp_path, workers)
     assert list(found) == ["coordinator", "learner", *(f"w{n + 1}" for n in range(workers))]
     assert all(words[0] in ("echo-coordinator", "echo-learner", "echo-worker") for words in found.values())
+
+
+def test_the_agent_example_trains_without_losing_an_episode(tmp_path: Path) -> None:
+    model = [
+        sys.executable,
+        "-m",
+        "echo2.cli.demo.model",
+        str(tmp_path / "digits-model"),
+        "--recipe",
+        '{"warmup_steps": 20}',
+    ]
+    subprocess.run(model, cwd=ROOT, check=True, timeout=WITHIN_S)
+    command = [
+        sys.executable, "-m", "echo2.cli.main", "run", "examples/agent.toml", "--workers", "1", "--plain", "--learner.steps=2",
+        "--learner.rollouts_per_prompt=2", f"--model.path={tmp_path / 'digits-model'}", f"--run.folder={tmp_path / 'runs'}",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    lines = (tmp_path / "runs" / "agent" / "learner" / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert last["step"] == 2 and last["agents/calls"] >= 2 * 8 * 2, "each episode asks at least once"
+    assert last["agents/restarted"] == last["agents/dropped"] == last["agents/branches"] == 0
