@@ -196,6 +196,8 @@ class Membership:
     rule: LivenessRule
     workers_max: int
     members: dict[PeerId, Member] = field(default_factory=dict)
+    banned: dict[PeerId, None] = field(default_factory=dict)
+    """In order; kept, since each that comes is told of them: a fleet that comes back would look through itself for each."""
 
     def restore(self, members: list[Member], now: float) -> None:
         """Takes what an earlier process saved: all are heard now, none has a stream."""
@@ -209,6 +211,7 @@ class Membership:
             if member.setting is OperatorSetting.ACTIVE:
                 member.price_approved = member.hello.price_usd_per_hour
             self.members[member.peer_id] = member
+            self._bar(member)
 
     def came(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
         """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
@@ -264,9 +267,16 @@ class Membership:
         if member is None:
             raise NotAllowed(f"expected a worker of this run, got {peer_id[:80]!r}")
         member.setting, member.setting_reason = setting, reason
+        self._bar(member)
         if setting is OperatorSetting.ACTIVE:
             member.price_approved = member.hello.price_usd_per_hour
         return member
+
+    def _bar(self, member: Member) -> None:
+        if member.setting is OperatorSetting.BANNED:
+            self.banned[member.peer_id] = None
+        else:
+            self.banned.pop(member.peer_id, None)
 
     def change_of(self, member: Member, now: float) -> Change | None:
         """What has changed with one worker since it was last asked."""

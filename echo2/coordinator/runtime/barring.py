@@ -30,11 +30,6 @@ def barrings_of(members: Iterable[Member]) -> list[pb.LearnerOrder]:
     return [barring_of(member) for member in members if member.activation.is_barred]
 
 
-def banned_ids(members: Iterable[Member]) -> list[str]:
-    """For a worker that has just come."""
-    return [member.peer_id for member in members if member.activation is Activation.BANNED]
-
-
 def tell_ban(change: Change, workers: Iterable[StreamSession[pb.WorkerOrder]]) -> None:
     """To all workers, when one is banned or a ban is lifted."""
     if Activation.BANNED in (change.activation, change.worked):

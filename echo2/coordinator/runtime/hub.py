@@ -41,7 +41,7 @@ from echo2.coordinator.membership import (
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
-from echo2.coordinator.runtime.barring import banned_ids, barring_of, tell_ban
+from echo2.coordinator.runtime.barring import barring_of, tell_ban
 from echo2.coordinator.runtime.ending import RunEnding
 from echo2.coordinator.runtime.granting import order_of, whereabouts_of
 from echo2.coordinator.runtime.keeper import Keeper
@@ -225,7 +225,7 @@ class Hub:
             learner=whereabouts_of(self.board),
             relay_address=self.relay_address,
             unix_s=self.clock.now(),
-            banned_peer_ids=banned_ids(self.membership.members.values()),
+            banned_peer_ids=self.membership.banned,
         )
 
     def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:

@@ -85,6 +85,17 @@ def test_operators_word_goes_before_the_plan_and_a_ban_holds_until_it_is_lifted(
         fleet.set(PeerId("nobody"), OperatorSetting.ACTIVE, "", 1.0)
 
 
+def test_who_is_banned_is_known_without_looking_through_the_fleet_also_after_a_restart() -> None:
+    old = joined()
+    old.set(A, OperatorSetting.BANNED, "bad rollouts", 1.0)
+    assert list(old.banned) == [A]
+    fleet = Membership(RULE, 2)
+    fleet.restore(list(old.members.values()), 2.0)
+    assert list(fleet.banned) == [A]
+    fleet.set(A, OperatorSetting.AUTOMATIC, "", 3.0)
+    assert not fleet.banned
+
+
 def test_fleet_has_a_limit() -> None:
     fleet = joined()
     fleet.came(PeerId("b"), HELLO, 0.0)
