@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bench_scale import PROMPT, SEQUENCES, TOKENS, config_of
-from echo2.cost_model.memory import PROCESS_BYTES, learner_memory
+from echo2.cost_model.memory import PROCESS_BYTES, checkpointing_of, learner_memory
 from echo2.cost_model.sizing import CPU_BYTES, CPU_PROCESS_BYTES, model_size
 from tests.e2e.cluster import Cluster, small_run
 
@@ -54,7 +54,7 @@ quantisation = "{"int8" if self.is_rounded else "none"}"
 
 
 WAYS = {
-    "smollm2-135m": [Way("all weights, 64 rollouts a step", 2, 8, 8, 2048)],
+    "smollm2-135m": [Way("all weights, 64 rollouts a step", 2, 8, 8, 1024)],
     "qwen3-0.6b": [
         Way("all weights, 8 rollouts a step", 2, 2, 4, 1024),
         Way("all weights, checkpointed, one worker of int8, 8 rollouts a step", 1, 2, 4, 512, True, 0, True),
@@ -91,7 +91,8 @@ class Found:
 
 def needed_by(model: str, way: Way) -> Needed:
     size = model_size(config_of(model))
-    found = learner_memory(size, way.budget, is_checkpointed=way.is_checkpointed, gpu_count=0, checkpoints_kept=1)
+    keeps = checkpointing_of(way.is_checkpointed, size, way.budget, 4)
+    found = learner_memory(size, way.budget, keeps, gpu_count=0, checkpoints_kept=1)
     # Of a base beneath an adapter: its weights in float32 and, while they are read, in bf16.
     state = 6 * size.parameters if way.rank else found.state_bytes
     learner = state + found.activation_bytes + PROCESS_BYTES

@@ -17,7 +17,9 @@ from echo2.config.run import RunConfig
 from echo2.cost_model.memory import (
     CHECKPOINTING_FROM_BYTES,
     TOKEN_BUDGET_MAX_CPU,
+    Checkpointing,
     activation_bytes,
+    checkpointing_of,
     learner_memory,
     token_budget_for,
     wants_checkpointing,
@@ -136,8 +138,8 @@ def token_budget(config: RunConfig) -> Resolved[int]:
     longest = lengths_of(config).of(size)
     budget = token_budget_for(size, longest, memory_bytes, gpu_count)
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
-    does = wants_checkpointing(size, budget, 2 if gpu_count else 4)
-    needed = learner_memory(size, budget, is_checkpointed=does, gpu_count=gpu_count, checkpoints_kept=0).device_bytes
+    keeps = checkpointing_of(config.learner.gradient_checkpointing, size, budget, 2 if gpu_count else 4)
+    needed = learner_memory(size, budget, keeps, gpu_count=gpu_count, checkpoints_kept=0).device_bytes
     why = (
         f"the learner then takes {format_bytes(needed)} of {format_bytes(memory_bytes)} on {where}, sequences of up to "
         f"{longest} tokens"
@@ -152,7 +154,7 @@ def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
     size, _ = guessed_model_of(config.model.path)
     value_bytes = 4 if config.learner.device == "cpu" else 2
     budget = token_budget(config).value
-    kept = activation_bytes(size, budget, is_checkpointed=False, value_bytes=value_bytes)
+    kept = activation_bytes(size, budget, Checkpointing.OFF, value_bytes)
     does = wants_checkpointing(size, budget, value_bytes)
     than = "more" if does else "less"
     return Resolved(

@@ -19,12 +19,15 @@ from echo2.base.units import format_bytes, format_seconds
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
-from echo2.cost_model.memory import learner_memory, token_budget_for, wants_checkpointing
+from echo2.cost_model.memory import Checkpointing, checkpointing_of, learner_memory, token_budget_for
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
 
 DEFAULT_BILLIONS = 8.0
 SCORED_VERSIONS = 2  # each rollout, under its version and an older one
+CHECKPOINTING_WORDS = {
+    Checkpointing.OFF: "", Checkpointing.FULL: ", checkpointed", Checkpointing.SELECTIVE: ", selectively checkpointed",
+}  # fmt: skip
 FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "tokens of cache", "what would fit")
 
 
@@ -111,10 +114,9 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_byt
     given = config.learner
     budget = given.token_budget or token_budget_for(model, lengths_of(config).of(model), memory_bytes, gpu_count)
     value_bytes = 2 if gpu_count else 4
-    does = given.gradient_checkpointing
-    is_checkpointed = wants_checkpointing(model, budget, value_bytes) if does == "auto" else bool(does)
+    keeps = checkpointing_of(given.gradient_checkpointing, model, budget, value_bytes)
     found = learner_memory(
-        model, budget, is_checkpointed=is_checkpointed, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept
+        model, budget, keeps, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept
     )  # fmt: skip
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
     parts = (
@@ -122,7 +124,7 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_byt
     )
     return (
         f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {budget} tokens"
-        f"{', checkpointed' if is_checkpointed else ''}), {format_bytes(found.host_bytes)} of host memory beside it, "
+        f"{CHECKPOINTING_WORDS[keeps]}), {format_bytes(found.host_bytes)} of host memory beside it, "
         f"{format_bytes(found.disk_bytes)} of disk for checkpoints"
     )
 

@@ -103,7 +103,7 @@ def _default_folder(config: RunConfig, name: str) -> Path:
 
 
 def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
-    from echo2.worker.runtime.allocator import limit_arenas
+    from echo2.outside.allocator import limit_arenas
 
     limit_arenas()  # before the first thread
     from echo2.worker.runtime.daemon import WorkerDaemon  # pays for gRPC after bad arguments were refused

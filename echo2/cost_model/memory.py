@@ -8,22 +8,33 @@ real process. Leaves to others: measuring the machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
 
 from echo2.cost_model.sizing import GPU_MEMORY_SHARE, ModelSize
 
-PROCESS_BYTES = 1 << 30
-"""Code, tokenizer, tasks, sockets."""
+PROCESS_BYTES = 448 << 20
+"""Code, tokenizer, tasks, sockets; of torch and transformers alone 0.3 GB."""
 STATE_BYTES_CPU = 4 + 4 + 8 + 4 + 2 + 2
-"""Of a parameter: weights, master, AdamW, gradient in float32; the published bits and the ones that are being coded."""
+"""Of a parameter: weights, master, AdamW, gradient in float32; the published bits and the ones that are being coded. A checkpoint
+is written from where its tensors lie."""
 STATE_BYTES_GPU = 2 + 4 + 8 + 2 + 4
 """Weights and their gradient in bf16, master, AdamW and the summed gradient in float32; published copies are the host's."""
-HOST_BYTES_GPU = 2 + 2
-VALUES_KEPT = 17
-"""Of a token's hidden width and layer, without checkpointing; with it one value is kept, and one layer at a time is whole."""
-LOGIT_COPIES = 4
-"""Logits, their float32 copy, softmax and gradient, of one slice of the head."""
-LOGIT_BYTES = 256 << 20
-CHECKPOINTING_FROM_BYTES = 4 << 30
+HOST_BYTES_GPU = 2 + 2 + 12
+"""The published bits, the ones that are being coded, and the copies of masters and moments that a checkpoint is written from."""
+AUDIT_CHANGED_SHARE, AUDIT_VERSIONS = 0.02, 6
+"""Of the weights, that a version changes at learning rates of 1e-6 to 1e-5, and the versions that audits keep at a bound of two."""
+AUDIT_BYTES_OF_CHANGE = 6
+LOGIT_COPIES = 3
+"""Logits, softmax and gradient, of one slice of the head."""
+HEAD_GRADIENTS = 3
+"""Of the whole head: of one slice, the sum of those before, and the sum of both."""
+LOGIT_BYTES_CPU, LOGIT_BYTES_GPU = 64 << 20, 256 << 20
+ROW_WIDTHS = 4
+"""Rows of packed sequences are this many times the model's width, so that attention costs about what the linear layers do."""
+MASK_BYTES = 8
+"""Of a pair of positions of a row, while the mask is made and then used by all layers."""
+CHECKPOINTING_FROM_BYTES = 8 << 30
 """Activations beyond this are worth a third more time."""
 TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
 """Of a micro-batch: more tokens make a device no faster, fewer leave it idle between kernels."""
@@ -33,9 +44,17 @@ CHECKPOINT_BYTES = 12
 """Of a parameter, on disk: masters and both moments."""
 
 
+class Checkpointing(Enum):
+    """What a layer keeps for its backward pass."""
+
+    OFF = "off"
+    SELECTIVE = "selective"  # its input, what attention gave and every second matrix product
+    FULL = "full"  # its input
+
+
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
-    """`device_bytes`: of each GPU, or of the host on a CPU; `host_bytes`: of the first rank's host, beside GPUs."""
+    """`device_bytes`: of each GPU, or of the host on a CPU; `host_bytes`: of the host beside that, of all ranks together."""
 
     state_bytes: int
     activation_bytes: int
@@ -47,19 +66,46 @@ class LearnerMemory:
         return self.state_bytes + self.activation_bytes
 
 
-def activation_bytes(size: ModelSize, token_budget: int, *, is_checkpointed: bool, value_bytes: int) -> int:
-    """Of one micro-batch."""
-    layer = token_budget * size.hidden * value_bytes
-    kept = layer * (size.layer_count + VALUES_KEPT if is_checkpointed else VALUES_KEPT * size.layer_count)
-    logits = LOGIT_COPIES * min(LOGIT_BYTES, 4 * token_budget * size.vocabulary)
-    return kept + logits
+def layer_values(size: ModelSize, checkpointing: Checkpointing, value_bytes: int) -> int:
+    """That a layer keeps of a token, as transformers' modules compute it."""
+    if checkpointing is Checkpointing.FULL:
+        return size.hidden
+    mlp = size.mlp_width or 3 * size.hidden
+    if checkpointing is Checkpointing.SELECTIVE:  # products: queries, KEYS, values, OUTPUT, gate, UP, down
+        return 2 * size.hidden + size.query_width + size.kv_width + mlp
+    # Both norms: what came in (in float32), what was normalised, what goes out. Attention: queries, keys and values by head, what
+    # it gave. The MLP: both products, one through its activation, both multiplied.
+    norms = (3 if value_bytes == 4 else 4) * 2 * size.hidden
+    head_norms = (2 if value_bytes == 4 else 3) * (size.query_width + size.kv_width) if size.has_head_norms else 0
+    return norms + head_norms + 4 * size.query_width + 4 * mlp
+
+
+def activation_bytes(size: ModelSize, token_budget: int, checkpointing: Checkpointing, value_bytes: int) -> int:
+    """Of one micro-batch. With checkpointing one layer at a time is whole."""
+    values = size.layer_count * layer_values(size, checkpointing, value_bytes)
+    if checkpointing is not Checkpointing.OFF:
+        values += layer_values(size, Checkpointing.OFF, value_bytes)
+    piece = LOGIT_BYTES_CPU if value_bytes == 4 else LOGIT_BYTES_GPU
+    logits = LOGIT_COPIES * min(piece, 4 * token_budget * size.vocabulary)
+    head = HEAD_GRADIENTS * value_bytes * size.vocabulary * size.hidden
+    row = min(token_budget, ROW_WIDTHS * size.hidden)
+    mask = MASK_BYTES * token_budget * row if value_bytes == 4 else 0  # on a GPU: blocks
+    return token_budget * values * value_bytes + logits + head + mask
 
 
 def wants_checkpointing(size: ModelSize, token_budget: int, value_bytes: int) -> bool:
     """Whether layers are better computed again in the backward pass."""
-    return (
-        activation_bytes(size, token_budget, is_checkpointed=False, value_bytes=value_bytes) > CHECKPOINTING_FROM_BYTES
-    )
+    return activation_bytes(size, token_budget, Checkpointing.OFF, value_bytes) > CHECKPOINTING_FROM_BYTES
+
+
+def checkpointing_of(
+    asked: bool | Literal["auto", "selective"], size: ModelSize, token_budget: int, value_bytes: int
+) -> Checkpointing:
+    """By the option `learner.gradient_checkpointing`."""
+    if asked == "selective":
+        return Checkpointing.SELECTIVE
+    does = wants_checkpointing(size, token_budget, value_bytes) if asked == "auto" else asked
+    return Checkpointing.FULL if does else Checkpointing.OFF
 
 
 def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int) -> int:
@@ -72,34 +118,35 @@ def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count
 
 
 def _is_good_budget(size: ModelSize, budget: int, memory_bytes: int, gpu_count: int) -> bool:
-    is_checkpointed = wants_checkpointing(size, budget, 2 if gpu_count else 4)
-    if is_checkpointed and not gpu_count:
+    checkpointing = checkpointing_of("auto", size, budget, 2 if gpu_count else 4)
+    if checkpointing is not Checkpointing.OFF and not gpu_count:
         return False
-    found = learner_memory(size, budget, is_checkpointed=is_checkpointed, gpu_count=gpu_count, checkpoints_kept=0)
+    found = learner_memory(size, budget, checkpointing, gpu_count=gpu_count, checkpoints_kept=0)
     return found.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
 
 
 def fewest_gpus(size: ModelSize, token_budget: int, gpu_memory_bytes: int) -> int:
     """The least power of two of GPUs among which a learner of this model fits; `GPUS_MAX` where that is not enough."""
-    is_checkpointed = wants_checkpointing(size, token_budget, 2)
+    checkpointing = checkpointing_of("auto", size, token_budget, 2)
     for power in range(GPUS_MAX.bit_length()):
-        found = learner_memory(
-            size, token_budget, is_checkpointed=is_checkpointed, gpu_count=1 << power, checkpoints_kept=0
-        )
+        found = learner_memory(size, token_budget, checkpointing, gpu_count=1 << power, checkpoints_kept=0)
         if found.device_bytes <= GPU_MEMORY_SHARE * gpu_memory_bytes:
             return 1 << power
     return GPUS_MAX
 
 
 def learner_memory(
-    size: ModelSize, token_budget: int, *, is_checkpointed: bool, gpu_count: int, checkpoints_kept: int
+    size: ModelSize, token_budget: int, checkpointing: Checkpointing, *, gpu_count: int, checkpoints_kept: int
 ) -> LearnerMemory:
-    """On `gpu_count` GPUs that share the state evenly, or on the CPU for 0."""
-    value_bytes = 2 if gpu_count else 4
-    state = (STATE_BYTES_GPU if gpu_count else STATE_BYTES_CPU) * size.parameters
+    """On `gpu_count` GPUs that share the state evenly, or on the CPU for 0, where all of it is in the host's memory."""
+    audit = int(AUDIT_CHANGED_SHARE * AUDIT_VERSIONS * AUDIT_BYTES_OF_CHANGE * size.parameters)
+    if gpu_count:
+        state, host = STATE_BYTES_GPU * size.parameters, PROCESS_BYTES + HOST_BYTES_GPU * size.parameters + audit
+    else:
+        state, host = STATE_BYTES_CPU * size.parameters + audit, PROCESS_BYTES
     return LearnerMemory(
         state_bytes=state // max(1, gpu_count),
-        activation_bytes=activation_bytes(size, token_budget, is_checkpointed=is_checkpointed, value_bytes=value_bytes),
-        host_bytes=PROCESS_BYTES + (HOST_BYTES_GPU * size.parameters if gpu_count else 0),
+        activation_bytes=activation_bytes(size, token_budget, checkpointing, 2 if gpu_count else 4),
+        host_bytes=host,
         disk_bytes=(checkpoints_kept + 1) * CHECKPOINT_BYTES * size.parameters,
     )

@@ -59,6 +59,20 @@ class ModelSize:
     vocabulary: int = 1
     idle_parameters: int = 0
     """Of experts that a token is not routed to."""
+    mlp_width: int = 0
+    """Values of a token between an MLP's matrices, of all the experts that it is routed to; 0: not known."""
+    has_head_norms: bool = False
+    """Queries and keys are normalised by head."""
+
+    @property
+    def kv_width(self) -> int:
+        """Of a token's keys in one layer."""
+        return self.kv_values_per_token // (2 * self.layer_count)
+
+    @property
+    def query_width(self) -> int:
+        """Of a token's queries in one layer."""
+        return self.head_count * (self.kv_width // max(1, self.kv_head_count))
 
     @property
     def active_parameters(self) -> int:
@@ -162,6 +176,8 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
         hidden=hidden,
         vocabulary=vocabulary,
         idle_parameters=_sparse_layers(config, layers) * _idle_parameters(config, hidden),
+        mlp_width=_mlp_width(config, layers),
+        has_head_norms=model_type.startswith(("qwen3", "gemma3")),
     )
 
 
@@ -172,7 +188,7 @@ def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSi
     cache = near.kv_values_per_token * (1.0 if 0.8 <= ratio <= 1.25 else ratio**0.5)
     return ModelSize(
         int(billions * 1e9), int(cache), near.context_tokens, near.head_count, near.kv_head_count,
-        near.layer_count, near.hidden, near.vocabulary,
+        near.layer_count, near.hidden, near.vocabulary, mlp_width=near.mlp_width, has_head_norms=near.has_head_norms,
     )  # fmt: skip
 
 
@@ -186,6 +202,13 @@ def _mlp_parameters(config: Mapping[str, object], hidden: int, layers: int) -> i
         rows = _number(config, "intermediate_size")
         found += (layers - sparse) * (3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0))
     return found
+
+
+def _mlp_width(config: Mapping[str, object], layers: int) -> int:
+    """Of the layers that have most of it."""
+    if _sparse_layers(config, layers):
+        return _number(config, "num_experts_per_tok", 1) * _number(config, "moe_intermediate_size")
+    return _number(config, "intermediate_size")
 
 
 def _sparse_layers(config: Mapping[str, object], layers: int) -> int:

@@ -17,7 +17,7 @@ import logging
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.batcher import Held
 from echo2.learner.runtime.carrying import for_reading, to_leader
+from echo2.learner.runtime.lending import LentTensors
 from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
 from echo2.learner.runtime.sums import SUMS_FILE, CheckedFile, damaged, gather_sums, read_sums, written_with_sums
@@ -74,10 +75,10 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything that step `step` needs to go on, apart from the journal. Tensors are copies on the host.
+    """Everything that step `step` needs to go on, apart from the journal. Tensors are copies on the host, but for `lent`.
 
     `shards`: this rank's masters and optimiser state by `masters|NAME` and `optimiser|NAME|FIELD`. `published`: its
-    rows of the published weights.
+    rows of the published weights. `lent`: those of `shards` that are the trainer's own, to be written from there.
     """
 
     step: Step
@@ -86,6 +87,7 @@ class Checkpoint:
     published_version: Version
     state: Mapping[str, Any]
     ranks: Ranks = field(default_factory=Ranks)
+    lent: LentTensors | None = None
 
     @property
     def tensor_bytes(self) -> int:
@@ -99,13 +101,19 @@ class Checkpoint:
 
 
 def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]) -> Checkpoint:
-    """Copies the tensors between two steps. `published`: the weights of `version`; they are never changed in place.
+    """The tensors between two steps: borrowed from a trainer that lends them, else copied. `published`: the weights of
+    `version`; they are never changed in place.
 
     `state`: what else must be kept, taken at the same step boundary on the event loop's thread.
     """
     counts = (trainer.nonfinite_steps, trainer.nonfinite_in_a_row)
-    whole = state_of(state, Step(trainer.step_count), version, *counts)
-    return Checkpoint(Step(trainer.step_count), shards_of(trainer), published, version, whole, trainer.ranks)
+    step = Step(trainer.step_count)
+    whole = state_of(state, step, version, *counts)
+    if not trainer.lends_state:
+        return Checkpoint(step, shards_of(trainer), published, version, whole, trainer.ranks)
+    shards = {key: tensor.detach() for key, tensor in _state_tensors(trainer)}
+    trainer.lent = LentTensors(shards)
+    return Checkpoint(step, shards, published, version, whole, trainer.ranks, trainer.lent)
 
 
 def state_of(
@@ -124,12 +132,14 @@ def state_of(
 
 def shards_of(trainer: Trainer) -> dict[str, Tensor]:
     """This rank's part of masters and optimiser, copied to the host."""
-    shards: dict[str, Tensor] = {}
+    return {key: on_host(tensor, trainer.ranks) for key, tensor in _state_tensors(trainer)}
+
+
+def _state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     for name, master in trainer.model.masters_by_name().items():
-        shards[f"{_MASTERS}{name}"] = on_host(master, trainer.ranks)
+        yield f"{_MASTERS}{name}", master
         for key, value in trainer.optimiser.state.get(master, {}).items():
-            shards[f"{_OPTIMISER}{name}|{key}"] = on_host(torch.as_tensor(value), trainer.ranks)
-    return shards
+            yield f"{_OPTIMISER}{name}|{key}", torch.as_tensor(value)
 
 
 def published_shards(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -137,8 +147,8 @@ def published_shards(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{_PUBLISHED}{name}": tensor for name, tensor in published.items()}
 
 
-def put_back(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """The trainer as it was."""
+def put_back(checkpoint: Checkpoint, trainer: Trainer, *, is_given_away: bool = False) -> None:
+    """The trainer as it was. `is_given_away`: nobody else uses the checkpoint's tensors, so that the trainer may take them."""
     masters = trainer.model.masters_by_name()
     trainer.model.load_masters(checkpoint.masters)
     trainer.step_count = int(checkpoint.step)
@@ -151,6 +161,8 @@ def put_back(checkpoint: Checkpoint, trainer: Trainer) -> None:
         state = trainer.optimiser.state[masters[name]]
         if kept == "step":
             state[kept] = value.clone()
+        elif is_given_away and trainer.model.device.type == "cpu":
+            state[kept] = value
         else:
             state[kept] = torch.zeros_like(masters[name])
             own_part(state[kept]).copy_(own_part(value))
@@ -174,12 +186,12 @@ def put_back_shelf(state: Mapping[str, Any], step: Step, shelf: Shelf) -> None:
     shelf.published = [Version(int(version)) for version in state["published"]]
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
+def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, lent: LentTensors | None = None) -> None:
     """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs, and its `folder` holds them. A
     collective."""
     if not ranks.is_leader:  # it may not see rank 0's disk
         folder.mkdir(parents=True, exist_ok=True)
-    writer = SummingWriter(folder)
+    writer = SummingWriter(folder, lent)
     save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.count == 1)
     to_leader(folder, ranks)
 
@@ -216,7 +228,8 @@ class CheckpointStore:
         target = self.folder_of(checkpoint.step)
         partial = target.with_suffix(".partial")
         try:
-            write_shards({**checkpoint.shards, **published_shards(checkpoint.published)}, partial, checkpoint.ranks)
+            tensors = {**checkpoint.shards, **published_shards(checkpoint.published)}
+            write_shards(tensors, partial, checkpoint.ranks, checkpoint.lent)
             with written_with_sums(partial / STATE_FILE) as file:
                 file.write(json.dumps(checkpoint.state).encode())
             gather_sums(partial)

@@ -130,6 +130,7 @@ class TrainingLoop:
             scorer = await self._in_trainer(lambda: self.p.team.scorer(self.auditor.versions_max, newest))
             self.auditor.begin(scorer, self.executor, lambda: bool(self.waiting[0]))
             self.auditor.keep(newest, self.p.published)
+        self.p.published = {}  # the publisher holds them as long as they are the newest
         await self._make_up()
         while not self.is_finished and not self._is_stopping:
             await self._one_step()

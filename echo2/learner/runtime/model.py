@@ -81,6 +81,8 @@ class Policy(nn.Module):
         mask_B1WW = dense_mask(tree)[:, None]
         if self.uses_float_mask:
             return torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
+        if mask_B1WW.device.type == "cpu":  # else each layer makes such a one, and keeps it for its backward pass
+            return torch.zeros(mask_B1WW.shape, dtype=self.hf_model.dtype).masked_fill(~mask_B1WW, -torch.inf)
         return mask_B1WW
 
     def forward(

@@ -199,7 +199,7 @@ class LearnerShift:
             await self.publisher.take_up(
                 self._prepared.published, self._prepared.schedule.newest, self._prepared.cut_off, self._prepared.base
             )
-            self._prepared.base = None
+            self._prepared.base = self._prepared.cut_off = None
             if self.agents is not None:
                 await self.agents.start()
                 _log.info("agents ask %s; the key of outside harnesses is in %s", self.agents.url, self.agents.key_file)

@@ -151,11 +151,12 @@ class KeptVersions:
 def _change(old: Tensor, new: Tensor) -> _Change | None:
     integers = _INTEGERS[new.element_size()]
     bits = (old.contiguous().view(integers) ^ new.contiguous().view(integers)).view(-1)
-    places = bits.nonzero()[:, 0]
-    if not len(places):
+    count = int(torch.count_nonzero(bits))
+    if not count:
         return None
-    if 3 * len(places) > bits.numel():
+    if 3 * count > bits.numel():  # their places would take four times as much for a moment
         return _Change(None, bits)
+    places = bits.nonzero()[:, 0]
     small = torch.int32 if bits.numel() < 1 << 31 else torch.int64
     return _Change(places.to(small), bits[places])
 

@@ -40,9 +40,12 @@ from echo2.learner.runtime.trainer import Trainer
 from echo2.learner.runtime.training_side import PublishedModel, StepCounter, TrainingSide
 from echo2.learner.selection import PruningRule
 from echo2.learner.shelf import Shelf, ShelfConfig
+from echo2.outside.allocator import map_large
 from echo2.staleness.ledger import Ledger
 from echo2.weights.fingerprint import key_of_run
 
+MAPS_FROM_PARAMETERS = 10_000_000
+"""A smaller model's freed memory is not worth new pages."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -85,6 +88,8 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
         given.model_path, given.weights_dtype, device, options.sampling.temperature, ranks, _adapter_of(given),
         replays_routing=given.replays_routing,
     )  # fmt: skip
+    if device.type == "cpu" and model.parameter_count >= MAPS_FROM_PARAMETERS:
+        map_large()
     choose_attention(model.policy, given.attention, device, ranks)
     return Team(Trainer(model, given, options.steps), options.folder)
 

@@ -48,7 +48,7 @@ class SummingFile:
         self._blocks: list[str] = []
         self._open_block = xxhash.xxh3_128()
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         while view:
             piece = view[: BLOCK_BYTES - self._size % BLOCK_BYTES]

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Team:
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
-        """Copies the state between two steps; the other ranks begin to write theirs, rank 0 must `store.save` it."""
+        """The state between two steps; the other ranks begin to write theirs, rank 0 must `store.save` it."""
         checkpoint = take(self.trainer, published, version, state)
         folder = store.begin(checkpoint)
         self.ranks.tell({"command": "save", "folder": str(folder), "version": version})
@@ -116,8 +117,8 @@ class Team:
             return None
         self.ranks.tell({"command": "load", "folder": str(store.folder_of(steps[-1]))})
         checkpoint = store.load(steps[-1], self.trainer)
-        put_back(checkpoint, self.trainer)
-        return checkpoint
+        put_back(checkpoint, self.trainer, is_given_away=True)
+        return replace(checkpoint, shards={})  # which lie in the trainer now
 
     def scorer(self, versions_max: int, newest: Version) -> OwnScorer:
         self.ranks.tell({"command": "audit", "versions_max": versions_max, "newest": newest})

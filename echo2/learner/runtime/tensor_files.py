@@ -1,44 +1,127 @@
 """torch.distributed.checkpoint's safetensors files, written with checksums and compared while they are read.
 
-Guarantees: each rank sums its own file as it writes it; no tensor is given out before the blocks that it lies in were
-compared. Leaves to others: which tensors, where a checkpoint is whole (checkpoint), the sums themselves (sums).
+Guarantees: each rank sums its own file as it writes it, one tensor after another, so that writing takes no memory beside them;
+no tensor is given out before the blocks that it lies in were compared. Leaves to others: which tensors, where a checkpoint is
+whole (checkpoint), the sums themselves (sums).
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DATA_OFFSETS_KEY,
+    DCP_VERSION_KEY,
+    DEFAULT_EXTRA_METADATA_KEY,
+    DTYPE_KEY,
+    DTYPE_MAP,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+    SAVED_OFFSETS_KEY,
+    SHAPE_KEY,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from echo2.learner.runtime.sums import CheckedFile, FileSums, written_with_sums
+from echo2.learner.runtime.lending import LentTensors
+from echo2.learner.runtime.sums import CheckedFile, FileSums, SummingFile, written_with_sums
+from echo2.outside import here
 
 _HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file: the size of the JSON that follows
-
-
-class _SummingFileSystem(FileSystem):
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        assert mode == "wb", "tensors are written once, from the front"
-        with written_with_sums(Path(path)) as file:
-            yield file
+_ALIGNMENT = 8
+_DTYPES = {dtype: name for name, dtype in DTYPE_MAP.items()}
 
 
 class SummingWriter(HuggingFaceStorageWriter):
-    """Leaves the sums of this rank's files beside them."""
+    """Leaves the sums of this rank's file beside it. `lent`: tensors that may be overwritten once they are written (lending);
+    they are among those that are saved."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lent: LentTensors | None = None) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self.fs = _SummingFileSystem()
+        self._folder = folder
+        self._lent = lent or LentTensors({})
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """torch's own makes one block of bytes of all tensors first, and copies it: twice the checkpoint in memory."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._written(plan, planner) if plan.items else [])
+        return done
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
+        items = sorted(plan.items, key=lambda item: (-_data_of(item).properties.dtype.itemsize, item.index.fqn))
+        results, begin = [], 0
+        with written_with_sums(self._folder / name) as file:
+            file.write(_header_of(items))
+            for item in items:
+                size = _bytes_of(item)
+                with self._lent.taken(item.index.fqn) as lent:
+                    tensor = planner.resolve_data(item) if lent is None else lent
+                    assert isinstance(tensor, Tensor), "a checkpoint's state is of tensors"
+                    _write(file, tensor, size)
+                results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
+                begin += size
+            here().files.sync(file.fileno())
+        return results
+
+
+def _data_of(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, "a checkpoint's state is of tensors"
+    return item.tensor_data
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = _data_of(item)
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _header_of(items: Sequence[WriteItem]) -> bytes:
+    """Of a safetensors file: where each tensor lies, and, as torch's reader wants it, which part of the whole it is."""
+    offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: list(_data_of(item).chunk.offsets)} for item in items}
+    metadata = {
+        CUSTOM_METADATA_KEY: json.dumps(offsets),
+        DCP_VERSION_KEY: str(HF_DCP_VERSION),
+        FORMAT_KEY: FORMAT_VALUE,
+    }
+    header: dict[str, object] = {DEFAULT_EXTRA_METADATA_KEY: metadata}
+    begin = 0
+    for item in items:
+        data, end = _data_of(item), begin + _bytes_of(item)
+        header[item.index.fqn] = {
+            DTYPE_KEY: _DTYPES[data.properties.dtype], SHAPE_KEY: list(data.chunk.sizes), DATA_OFFSETS_KEY: [begin, end],
+        }  # fmt: skip
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return _HEADER_LENGTH.pack(len(text)) + text
+
+
+def _write(file: SummingFile, tensor: Tensor, size: int) -> None:
+    rows = tensor.detach().cpu().contiguous()
+    assert rows.nbytes == size, "a tensor is as large as its plan says"
+    if size:
+        data: memoryview = rows.view(-1).view(torch.uint8).numpy().data
+        file.write(data)
 
 
 class CheckedReader(HuggingFaceStorageReader):

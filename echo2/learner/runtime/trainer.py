@@ -20,6 +20,7 @@ from torch import Tensor
 
 from echo2.base.errors import TrainingError
 from echo2.base.rollout import FinishReason
+from echo2.cost_model.memory import ROW_WIDTHS
 from echo2.learner.advantage import Advantages, Baseline, group_advantages, minimum_variance_weights
 from echo2.learner.batch import Batch, TrainGroup
 from echo2.learner.correction import Segments, believed, learning_rate_scale, score_norm_sq_proxy
@@ -27,6 +28,7 @@ from echo2.learner.loss import SUM_NAMES, BatchTotals, LossMetrics, PackedTokens
 from echo2.learner.packing import MicroBatch, PackingLimits, plan_microbatches
 from echo2.learner.runtime.collate import PackedBatch, PackedInputs, collated, lengths_of
 from echo2.learner.runtime.device_memory import adamw_of
+from echo2.learner.runtime.lending import LentTensors
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.learner.runtime.ranks import Ranks, whole
@@ -102,11 +104,18 @@ class Trainer:
             eps=options.epsilon,
             weight_decay=options.weight_decay,
         )
+        self.lent: LentTensors | None = None
         self.reference = self._reference_model()
         if options.gradient_checkpointing:
             model.enable_gradient_checkpointing(is_selective=options.gradient_checkpointing == "selective")
         else:
             model.hf_model.eval()
+
+    @property
+    def lends_state(self) -> bool:
+        """Whether a checkpoint is written from masters and moments themselves: they lie in host memory, and between two steps
+        nothing changes them, as an audit would change masters that are the parameters."""
+        return self.model.device.type == "cpu" and self.ranks.count == 1 and self.model.is_rounded
 
     def step(self, batch: Batch) -> StepResult:
         """Trains on one batch."""
@@ -153,8 +162,8 @@ class Trainer:
 
     @property
     def packing_limits(self) -> PackingLimits:
-        """Rows of about four times the model's width: attention then costs about what the linear layers do."""
-        row_tokens = self.options.row_tokens or 4 * int(self.model.config.hidden_size)
+        """Rows as wide as the model, some times over."""
+        row_tokens = self.options.row_tokens or ROW_WIDTHS * int(self.model.config.hidden_size)
         return PackingLimits(self.options.token_budget, row_tokens)
 
     def _parts(self, batch: Batch) -> list[_Part]:
@@ -308,6 +317,9 @@ class Trainer:
         if math.isfinite(metrics.loss) and math.isfinite(grad_norm):
             for group in self.optimiser.param_groups:
                 group["lr"] = lr
+            if self.lent is not None:
+                self.lent.keep()
+                self.lent = None
             self.optimiser.step()
             self.model.round_to_policy()
             self.nonfinite_in_a_row = 0

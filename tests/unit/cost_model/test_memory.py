@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from echo2.coordinator.runtime.catalogue import built_in_models
-from echo2.cost_model.memory import activation_bytes, learner_memory, wants_checkpointing
+from echo2.cost_model.memory import (
+    Checkpointing,
+    activation_bytes,
+    learner_memory,
+    wants_checkpointing,
+)
 
 MODELS = built_in_models()
 
 
 def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus() -> None:
     size = MODELS["qwen3-8b"]
-    whole = learner_memory(size, 16384, is_checkpointed=True, gpu_count=1, checkpoints_kept=2)
-    shared = learner_memory(size, 16384, is_checkpointed=True, gpu_count=8, checkpoints_kept=2)
+    whole = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, checkpoints_kept=2)
+    shared = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, checkpoints_kept=2)
     assert whole.state_bytes == 20 * size.parameters == 8 * shared.state_bytes
     assert whole.activation_bytes == shared.activation_bytes, "each rank has a micro-batch of its own"
     assert whole.disk_bytes == 3 * 12 * size.parameters
@@ -19,7 +24,7 @@ def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus() 
 
 def test_checkpointing_keeps_one_value_a_layer_and_is_taken_where_activations_outgrow_memory() -> None:
     size = MODELS["qwen3-8b"]
-    kept, again = (activation_bytes(size, 16384, is_checkpointed=c, value_bytes=2) for c in (False, True))
+    kept, again = (activation_bytes(size, 16384, c, 2) for c in (Checkpointing.OFF, Checkpointing.FULL))
     assert kept > 10 * again - 10 * 4 * (256 << 20)
     assert wants_checkpointing(size, 16384, 2) and not wants_checkpointing(MODELS["smollm2-135m"], 2048, 4)
     assert wants_checkpointing(MODELS["smollm2-135m"], 1 << 16, 4), "a budget may be large for any model"

@@ -11,8 +11,10 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import Step, Version
 from echo2.learner.batch import Batch
 from echo2.learner.runtime import sums
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, take
+from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, take, write_shards
+from echo2.learner.runtime.lending import LentTensors
 from echo2.learner.runtime.options import CheckpointOptions
+from echo2.learner.runtime.ranks import Ranks
 from echo2.learner.runtime.sums import SUMS_FILE
 from echo2.learner.runtime.trainer import Trainer
 from tests.unit.learner.test_trainer import new_trainer, random_groups
@@ -58,6 +60,62 @@ def test_training_on_from_a_checkpoint_gives_the_same_bits(
         assert torch.equal(one, other)
     for one, other in zip(straight.model.parameters, resumed.model.parameters, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_step(
+    model_path: Path, tmp_path: Path, weights_dtype: str
+) -> None:
+    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    trainer = new_trainer(model_path, weights_dtype=weights_dtype)
+    train(trainer, 1)
+    checkpoint = checkpoint_of(trainer)
+    assert (checkpoint.lent is not None) == (weights_dtype == "bfloat16"), (
+        "masters that audits change are copied at once"
+    )
+    expected = {key: tensor.clone() for key, tensor in checkpoint.shards.items()}
+    train(trainer, 2)
+    store.begin(checkpoint)
+    store.save(checkpoint)
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.shards.keys() == expected.keys()
+    assert all(torch.equal(loaded.shards[key], tensor) for key, tensor in expected.items())
+    assert not all(
+        torch.equal(tensor, expected[f"masters|{name}"]) for name, tensor in trainer.model.masters_by_name().items()
+    )
+
+
+def test_what_is_written_already_is_not_copied_when_it_changes() -> None:
+    tensors = {name: torch.zeros(3) for name in ("a", "b")}
+    lent = LentTensors(tensors)
+    with lent.taken("a") as taken:
+        assert taken is tensors["a"], "written from where it lies"
+    lent.keep()
+    tensors["a"] += 1
+    tensors["b"] += 1
+    with lent.taken("a") as again:
+        assert again is None
+    with lent.taken("b") as kept:
+        assert kept is not None and not kept.any(), "as it was when it was lent"
+
+
+def test_writing_a_checkpoint_takes_no_memory_beside_its_tensors(model_path: Path, tmp_path: Path) -> None:
+    size = 64 << 20
+    tensors = {f"masters|{number}": torch.ones(size // 32) for number in range(8)}
+    before = peak_bytes(reset=True)
+    write_shards(tensors, tmp_path, Ranks())
+    assert peak_bytes() - before < size // 2, "torch's own writer takes twice the bytes"
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) >= size
+
+
+def peak_bytes(*, reset: bool = False) -> int:
+    """Of this process since the last reset; skips where the kernel does not reset it."""
+    if reset:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            pytest.skip("no /proc/self/clear_refs")
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
 def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed(model_path: Path, tmp_path: Path) -> None:

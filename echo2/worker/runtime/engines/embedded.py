@@ -23,6 +23,7 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit
+from echo2.outside.allocator import give_back
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.blocks import BlockPool
 from echo2.worker.engine import (
@@ -34,7 +35,6 @@ from echo2.worker.engine import (
     refuse_bad_scoring,
 )
 from echo2.worker.options import Quantisation, WorkerOptions
-from echo2.worker.runtime.allocator import give_back
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.forwarding import Forward
