@@ -34,7 +34,7 @@ ROW_WIDTHS = 4
 """Rows of packed sequences are this many times the model's width, so that attention costs about what the linear layers do."""
 MASK_BYTES = 8
 """Of a pair of positions of a row, while the mask is made and then used by all layers."""
-CHECKPOINTING_FROM_BYTES = 8 << 30
+CHECKPOINTING_FROM_BYTES = 6 << 30
 """Activations beyond this are worth a third more time."""
 TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
 """Of a micro-batch: more tokens make a device no faster, fewer leave it idle between kernels."""

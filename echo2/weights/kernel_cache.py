@@ -12,7 +12,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-CODEC = Path(__file__).parent / "delta"
+CODEC = Path(__file__).parent
 
 
 def kernel_folder() -> Path:

@@ -6,6 +6,8 @@ from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.memory import (
     Checkpointing,
     activation_bytes,
+    checkpointing_of,
+    layer_values,
     learner_memory,
     wants_checkpointing,
 )
@@ -28,3 +30,26 @@ def test_checkpointing_keeps_one_value_a_layer_and_is_taken_where_activations_ou
     assert kept > 10 * again - 10 * 4 * (256 << 20)
     assert wants_checkpointing(size, 16384, 2) and not wants_checkpointing(MODELS["smollm2-135m"], 2048, 4)
     assert wants_checkpointing(MODELS["smollm2-135m"], 1 << 16, 4), "a budget may be large for any model"
+
+
+def test_selective_checkpointing_lies_between_none_and_full() -> None:
+    size = MODELS["qwen3-8b"]
+    off, some, full = (activation_bytes(size, 16384, keeps, 2) for keeps in Checkpointing)
+    assert full < some < off
+    # What attention gave, the input, and the products of keys, output and the MLP's second.
+    values = 16384 * 2 * size.layer_count * (4096 + 1024 + 4096 + 12288)
+    assert some - full == values
+    assert checkpointing_of("selective", size, 16384, 2) is Checkpointing.SELECTIVE
+
+
+def test_what_a_layer_keeps_is_what_its_modules_keep() -> None:
+    """Counted by saved_tensors_hooks over transformers' modules: 20.8 and 32.5 values of the hidden width, buffers aside."""
+    for name, values in (("smollm2-135m", 20.7), ("qwen3-0.6b", 32.0)):
+        size = MODELS[name]
+        assert abs(layer_values(size, Checkpointing.OFF, 4) / size.hidden - values) < 0.1
+
+
+def test_a_learner_on_gpus_needs_host_memory_for_the_copies_of_a_checkpoint() -> None:
+    size = MODELS["qwen3-8b"]
+    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, checkpoints_kept=2)
+    assert found.host_bytes > (12 + 4) * size.parameters
