@@ -72,8 +72,9 @@ def cpu_s_per_gib(size_bytes: int = 256 << 20) -> float:
     return used / (size_bytes / 2**30)
 
 
-def relayed_cpu_s_per_gib(workers: int = 3, mib: float = 64, chunk_kib: int = 256) -> float:
-    """CPU seconds of all nodes per GiB that workers received, checked and stored; each relays a share to the others."""
+def relayed_cpu_s_per_gib(workers: int = 3, mib: float = 192, chunk_kib: int = 0) -> float:
+    """CPU seconds of all nodes per GiB that workers received, checked and stored; each relays a share to the others. Chunks are of
+    the size that the plan gives so fast links, which is the most that the `lan` preset allows."""
     from benchmarks.broadcast_run import run
     from benchmarks.broadcast_scene import make_scene
 

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError, Message
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
+from echo2.broadcast.bulk_frames import FrameCutter, head_of
 from echo2.config.load import load_config
 from echo2.learner.runtime.journal import read_journal
 from echo2.learner.runtime.segment import Framing
@@ -40,6 +41,7 @@ from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
+from echo2.wire.chunk_frames import FRAME_BYTES_MAX, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
 from tests.unit.weights.models import KEY, gaussian_pair
@@ -95,7 +97,12 @@ def _keyframe(data: bytes) -> None:
 
 
 def _peer_message(data: bytes) -> None:
+    by_hand = chunk_in(data, "peer x")
     message = bw.parse(data, "peer x")
+    if by_hand is not None:
+        read = bw.chunk_from(message.chunk), bw.route_of(message), message.is_answer
+        assert (by_hand.chunk, by_hand.route, by_hand.is_answer) == read, "what is read by hand is what protobuf reads"
+        assert bw.chunk_from(bw.parse(bytes(by_hand.record), "the store").chunk) == by_hand.chunk
     match message.WhichOneof("kind"):
         case "header":
             bw.header_from(message.header).verify()
@@ -116,6 +123,18 @@ def _peer_message(data: bytes) -> None:
             bw.width_wish_from(message.width_wish)
         case _:
             pass
+
+
+def _bulk_frames(data: bytes) -> None:
+    """The first byte says in which pieces the others come."""
+    cutter, step, at = FrameCutter(FRAME_BYTES_MAX, "peer x"), 1 + data[:1][0] if data else 1, 1
+    while at < len(data):
+        room = cutter.room()
+        piece = data[at : at + min(step, len(room))]
+        room[: len(piece)] = piece
+        at += len(piece)
+        for frame in cutter.took(len(piece)):
+            _peer_message(frame)
 
 
 def _worker_message(data: bytes) -> None:
@@ -223,6 +242,7 @@ TARGETS = {
         Target("delta_frame", parse_frame),
         Target("delta_resealed", _resealed),
         Target("peer_message", _peer_message),
+        Target("bulk_frames", _bulk_frames),
         Target("worker_message", _worker_message),
         Target("learner_message", _learner_message),
         Target("worker_order", _worker_order),
@@ -352,11 +372,14 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
     chunk = Chunk.make(header.key, 0, True, b"payload" * 9, _COORDINATOR)
     seal = Seal(header.key, 1, 63, root_of([chunk.verify(_COORDINATOR.peer_id)]), "ab" * 8).signed(_COORDINATOR)
     frame = bw.chunk_to_bytes(chunk)
+    messages = bw.header_to_bytes(header), frame, bw.beside(Route(3, 1), False) + frame, bw.seal_to_bytes(seal)
+    stream = b"".join(head_of(len(message)) + message for message in messages)
+    yield "bulk_frames", [bytes([pace]) + stream for pace in (0, 7, 255)]
     yield "peer_message", [
         bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, bw.addressed(frame, Route(3, 1), True),
         bw.seal_to_bytes(seal), bw.have_to_bytes(header.key, 0b1011, True), bw.request_to_bytes(header.key, (0, 3)),
         bw.cancel_to_bytes(header.key, (1,)), bw.relay_ack_to_bytes(header.key, 0, 2),
-        bw.width_wish_to_bytes(4),
+        bw.width_wish_to_bytes(4), bw.beside(Route(3, 1), False) + frame,
     ]  # fmt: skip
     nodes = [
         NodeLink(Identity.from_private_bytes(bytes([i]) * 32).peer_id, f"n{i}", (f"h{i}:1",), 1e6, 2e6, 0.05)

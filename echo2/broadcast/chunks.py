@@ -7,7 +7,6 @@ there. Leaves to others: sending (session).
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
@@ -18,28 +17,24 @@ from echo2.trust.identity import Identity
 BLOCK_BYTES_MAX = 1 << 30
 
 
-def cut(block: bytes, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """(payload, ends_block) of the chunks of one block; an empty block is one empty chunk."""
+def cut(block: bytes, chunk_bytes: int) -> Iterator[tuple[memoryview, bool]]:
+    """(payload, ends_block) of the chunks of one block, as views of it; an empty block is one empty chunk."""
     assert 1 <= chunk_bytes <= CHUNK_BYTES_MAX, f"chunk_bytes {chunk_bytes}"
     if len(block) > BLOCK_BYTES_MAX:
         raise LimitExceeded(f"block: expected at most {BLOCK_BYTES_MAX} bytes, got {len(block)}")
-    if not block:
-        yield b"", True
-        return
     view = memoryview(block)
-    for start in range(0, len(block), chunk_bytes):
-        yield bytes(view[start : start + chunk_bytes]), start + chunk_bytes >= len(block)
+    for start in range(0, max(1, len(block)), chunk_bytes):
+        yield view[start : start + chunk_bytes], start + chunk_bytes >= len(block)
 
 
 def signed_chunks(
     chunk_bytes: int, identity: Identity, key: ArtifactKey, first: int, block: bytes
 ) -> list[tuple[Chunk, bytes]]:
     """The chunks of one block, from index `first`, with their hashes."""
-    made: list[tuple[Chunk, bytes]] = []
-    for index, (payload, ends_block) in enumerate(cut(block, chunk_bytes), start=first):
-        chunk = Chunk.make(key, index, ends_block, payload, identity)
-        made.append((chunk, hashlib.sha256(payload).digest()))
-    return made
+    return [
+        Chunk.signed(key, index, ends_block, payload, identity)
+        for index, (payload, ends_block) in enumerate(cut(block, chunk_bytes), start=first)
+    ]
 
 
 class BlockAssembler:
@@ -48,10 +43,10 @@ class BlockAssembler:
     __slots__ = ("_bytes", "_parts")
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._bytes = 0
 
-    def add(self, payload: bytes, ends_block: bool) -> bytes | None:
+    def add(self, payload: bytes | memoryview, ends_block: bool) -> bytes | None:
         """The block that this chunk completes; None when it completes none."""
         self._bytes += len(payload)
         if self._bytes > BLOCK_BYTES_MAX:
@@ -59,7 +54,7 @@ class BlockAssembler:
         self._parts.append(payload)
         if not ends_block:
             return None
-        block = payload if len(self._parts) == 1 else b"".join(self._parts)
+        block = bytes(payload) if len(self._parts) == 1 else b"".join(self._parts)
         self._parts, self._bytes = [], 0
         return block
 

@@ -102,12 +102,13 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part `index` of an artifact. `ends_block`: a block of the publisher's ends with it."""
+    """Part `index` of an artifact. `ends_block`: a block of the publisher's ends with it. The payload may be a view of the
+    frame that it came in: a copy would cost more than its hash does."""
 
     key: ArtifactKey
     index: int
     ends_block: bool
-    payload: bytes
+    payload: bytes | memoryview
     signature: bytes
 
     def __post_init__(self) -> None:
@@ -120,8 +121,16 @@ class Chunk:
 
     @classmethod
     def make(cls, key: ArtifactKey, index: int, ends_block: bool, payload: bytes, identity: Identity) -> Chunk:
+        return cls.signed(key, index, ends_block, payload, identity)[0]
+
+    @classmethod
+    def signed(
+        cls, key: ArtifactKey, index: int, ends_block: bool, payload: bytes | memoryview, identity: Identity
+    ) -> tuple[Chunk, bytes]:
+        """A signed chunk, and its payload's sha256."""
         digest = hashlib.sha256(payload).digest()
-        return cls(key, index, ends_block, payload, identity.sign(_chunk_body(key, index, ends_block, digest)))
+        signature = identity.sign(_chunk_body(key, index, ends_block, digest))
+        return cls(key, index, ends_block, payload, signature), digest
 
     def verify(self, publisher: PeerId) -> bytes:
         """The payload's sha256; CorruptChunk unless the publisher signed exactly this payload at this place."""

@@ -22,7 +22,7 @@ class Files(Protocol):
         """Appends, or writes at the handle's place; returns how many bytes were taken."""
         ...
 
-    def write_at(self, handle: int, parts: Sequence[bytes], offset: int) -> int: ...
+    def write_at(self, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int: ...
 
     def sync(self, handle: int) -> None:
         """Returns once everything written to the file is on the disk."""
@@ -51,7 +51,7 @@ class MachineFiles:
     def write(self, handle: int, data: bytes | memoryview) -> int:
         return os.write(handle, data)
 
-    def write_at(self, handle: int, parts: Sequence[bytes], offset: int) -> int:
+    def write_at(self, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
         return os.pwritev(handle, list(parts), offset)
 
     def sync(self, handle: int) -> None:

@@ -140,7 +140,7 @@ class VirtualFiles:
         os.utime(handle, (self._now(), self._now()))
         return written
 
-    def write_at(self, handle: int, parts: Sequence[bytes], offset: int) -> int:
+    def write_at(self, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
         self.check_room()
         written = os.pwritev(handle, list(parts), offset)
         os.utime(handle, (self._now(), self._now()))

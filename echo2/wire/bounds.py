@@ -152,7 +152,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
     "Stretch": {"version": _VERSION, "first": _TOKENS, "count": _TOKENS, "group_id": _ID, "position": _TOKENS},
     # ---- broadcast.proto
-    "PeerHello": {"protocol_version": _U32, "run_id": _ID},
+    "PeerHello": {"protocol_version": _U32, "run_id": _ID, "bulk_port": Number(65_535)},
     "Route": {"epoch": _EPOCH, "tree": Number(TREES_MAX - 1)},
     "ArtifactHeader": {
         "version": _VERSION, "parent": _VERSION, "run_id": _ID, "lineage": _ID, "published_unix_s": _UNIX_S,

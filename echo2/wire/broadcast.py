@@ -34,8 +34,8 @@ def parse(data: bytes, whose: str) -> pb.PeerMessage:
     return message
 
 
-def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False) -> bytes:
-    made = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
+def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False, bulk_port: int = 0) -> bytes:
+    made = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further, bulk_port=bulk_port)
     return pb.PeerMessage(hello=made).SerializeToString()
 
 
@@ -60,7 +60,7 @@ def header_from(message: pb.ArtifactHeader) -> Header:
 
 def chunk_to_bytes(chunk: Chunk) -> bytes:
     """As protobuf would encode it, by hand: every node does this with every chunk, and the payload is copied once."""
-    parts = [b"\x0a", _varint(len(chunk.key)), chunk.key]
+    parts: list[bytes | memoryview] = [b"\x0a", _varint(len(chunk.key)), chunk.key]
     if chunk.index:
         parts += [b"\x10", _varint(chunk.index)]
     if chunk.ends_block:
@@ -85,13 +85,18 @@ def chunk_from(message: pb.ChunkFrame) -> Chunk:
     return Chunk(_key(message.key), message.index, message.ends_block, message.payload, message.signature)
 
 
-def addressed(frame: bytes, route: Route | None, is_answer: bool) -> bytes:
-    """An encoded chunk with its route, or the mark of an answer, appended."""
+def beside(route: Route | None, is_answer: bool) -> bytes:
+    """What is said beside an encoded chunk, before or after it: its route, or that it is an answer. Often nothing."""
     if is_answer:
-        return frame + pb.PeerMessage(is_answer=True).SerializeToString()
+        return pb.PeerMessage(is_answer=True).SerializeToString()
     if route is None:
-        return frame
-    return frame + pb.PeerMessage(route=pb.Route(epoch=route.epoch, tree=route.tree)).SerializeToString()
+        return b""
+    return pb.PeerMessage(route=pb.Route(epoch=route.epoch, tree=route.tree)).SerializeToString()
+
+
+def addressed(frame: bytes | memoryview, route: Route | None, is_answer: bool) -> bytes:
+    """An encoded chunk with its route, or the mark of an answer, appended."""
+    return b"".join((frame, beside(route, is_answer)))
 
 
 def route_of(message: pb.PeerMessage) -> Route | None:

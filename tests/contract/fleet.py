@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId
@@ -35,7 +35,7 @@ class Fleet:
     """`members[0]` is the learner."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.bulk_host = folder, "127.0.0.1"
         self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
         self.members: list[Member] = []
         self._epoch = 0
@@ -50,6 +50,7 @@ class Fleet:
         )  # fmt: skip
 
     async def start(self, credentials: tls.Credentials, options: NodeOptions, port: int = 0) -> Member:
+        options = replace(options, bulk_host=self.bulk_host)
         node, server = BroadcastNode(credentials, options), tls.new_server()
         node.add_to_server(server)
         bound = tls.bind_server(server, f"127.0.0.1:{port}", tls.server_credentials(credentials))
@@ -96,9 +97,10 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, workers: int, options: Callable[[int], NodeOptions] | None = None
+    folder: Path, workers: int, options: Callable[[int], NodeOptions] | None = None, *, has_bulk: bool = True
 ) -> AsyncIterator[Fleet]:
     made = Fleet(folder)
+    made.bulk_host = made.bulk_host if has_bulk else ""
     try:
         for number in range(workers + 1):
             await made.add(options(number) if options else None)

@@ -63,7 +63,7 @@ async def received(learner: BroadcastNode, worker: BroadcastNode, artifact: Arti
 
 def test_a_link_of_several_connections_delivers_everything_once_and_uses_all(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
             learner, worker = await widened(f)
             used: set[int] = set()
             link = learner._connections.links[worker.peer_id]
@@ -89,7 +89,7 @@ def test_a_link_of_several_connections_delivers_everything_once_and_uses_all(tmp
 
 def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_again(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
             learner, worker = await widened(f)
             first = links_of(learner, worker)
             accepted = next(link for link in first if not link.connection.is_outgoing)
@@ -120,7 +120,7 @@ def cut(remote: Remote) -> None:
 
 def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
             learner, worker = await widened(f)
             reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
             publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
@@ -138,7 +138,7 @@ def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path
 
 def test_a_further_connection_of_a_peer_that_has_no_link_is_closed(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
             worker, stranger = f.members[1], f.credentials(Role.WORKER)
             connection = await GrpcTransport(stranger).dial(worker.address, worker.node.peer_id)
             await connection.send(wire.hello(tls.PROTOCOL_VERSION, stranger.run_id, is_further=True))
@@ -153,7 +153,7 @@ def test_a_further_connection_of_a_peer_that_has_no_link_is_closed(tmp_path: Pat
 
 def test_a_peer_gets_no_more_connections_than_a_link_may_have(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
             worker, greedy = f.members[1], f.credentials(Role.WORKER)
             opened: list[Connection] = []
             for number in range(LINK_CONNECTIONS + 1):

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from echo2.base.errors import Unreachable
-from echo2.base.ids import RunId
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.reachability import circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.transport import Connection, Transport
+from echo2.broadcast.runtime.transport_bulk import BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
@@ -24,7 +25,7 @@ from echo2.trust.runtime import tls
 from echo2.trust.runtime.gate import GatedServer
 
 RUN = RunId("contract")
-KINDS = ("grpc", "memory", "libp2p")
+KINDS = ("grpc", "bulk", "memory", "libp2p")
 FRAME_BYTES = 64 << 10
 
 
@@ -42,6 +43,14 @@ class End:
     async def accept(self, connection: Connection) -> None:
         await self.accepted.put(connection)
         await self.ended.wait()
+
+
+class _Bulk(BulkTransport):
+    """Dialled by one address, as the others are."""
+
+    async def dial(self, address: str, peer_id: PeerId) -> Connection:  # type: ignore[override]
+        host, _, port = address.rpartition(":")
+        return await super().dial(host, int(port), peer_id)
 
 
 class World:
@@ -63,6 +72,11 @@ class World:
             memory.listen(end.address, end.accept)
         elif self.kind == "libp2p":
             end = await self._hidden_node(identity)
+        elif self.kind == "bulk":
+            bulk = _Bulk(self._credentials(identity))
+            end = End(identity, bulk, "")
+            bulk.listen("127.0.0.1", 0, end.accept)
+            end.address = f"127.0.0.1:{bulk.port}"
         else:
             credentials = self._credentials(identity)
             grpc_transport, server = GrpcTransport(credentials), tls.new_server()
@@ -207,7 +221,12 @@ def test_nobody_and_somebody_else_at_an_address_are_unreachable(kind: str) -> No
             reason = "NO_RESERVATION|RESOURCE_LIMIT" if kind == "libp2p" else "refused, or it is another peer"
             with pytest.raises(Unreachable, match=reason):
                 await first.transport.dial(second.address, stranger)
-            nowhere = {"grpc": "127.0.0.1:1", "memory": "memory:nobody", "libp2p": circuit_address(stranger)}
+            nowhere = {
+                "grpc": "127.0.0.1:1",
+                "bulk": "127.0.0.1:1",
+                "memory": "memory:nobody",
+                "libp2p": circuit_address(stranger),
+            }
             empty = nowhere[kind]
             with pytest.raises(Unreachable):
                 await first.transport.dial(empty, second.identity.peer_id)

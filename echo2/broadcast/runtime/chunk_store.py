@@ -87,7 +87,7 @@ class ChunkStore:
         self._files[key] = _File(path, handle, 0, header=header)
         self._append(key, header)
 
-    def put_chunk(self, key: ArtifactKey, index: int, frame: bytes) -> None:
+    def put_chunk(self, key: ArtifactKey, index: int, frame: bytes | memoryview) -> None:
         offset = self._append(key, frame)
         self._files[key].chunks[index] = (offset, len(frame))
 
@@ -95,7 +95,7 @@ class ChunkStore:
         self._append(key, seal)
         self._files[key].seal = seal
 
-    def _append(self, key: ArtifactKey, frame: bytes) -> int:
+    def _append(self, key: ArtifactKey, frame: bytes | memoryview) -> int:
         file = self._files[key]
         size = _LENGTH.size + len(frame)
         if self.used_bytes + size > self.bytes_max:

@@ -26,26 +26,30 @@ from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.dialling import Dialling, Target
+from echo2.broadcast.runtime.inbox import Hello
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.shaper import NodeShaper
-from echo2.broadcast.runtime.stripes import Stripes
+from echo2.broadcast.runtime.stripes import Stripes, is_bulk_offered
 from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
+from echo2.broadcast.runtime.transport_bulk import BulkTransport
 from echo2.broadcast.session import BroadcastSession
+from echo2.outside import MACHINE, here
 from echo2.trust.runtime.tls import Credentials
 
 log = logging.getLogger("echo2.broadcast")
+BULK_RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionCalls:
-    """What connections ask of their node. `check_hello`: whether it is a further connection of a link; raises where it is no hello
-    of this run. `is_proven`: whether a peer has delivered work. `linked`: a new connection is to be measured."""
+    """What connections ask of their node. `check_hello` raises where it is no hello of this run. `is_proven`: whether a peer has
+    delivered work. `linked`: a new connection is to be measured."""
 
-    frame: Callable[[ArtifactKey, int], bytes | None]
+    frame: Callable[[ArtifactKey, int], bytes | memoryview | None]
     header: Callable[[ArtifactKey], bytes | None]
     sent: Callable[[SendChunk, int | None], None]
     received: Callable[[PeerId, bytes], bool]
-    check_hello: Callable[[PeerId, bytes], bool]
+    check_hello: Callable[[PeerId, bytes], Hello]
     is_proven: Callable[[PeerId], bool]
     linked: Callable[[], None]
     act: Callable[[Event], None]
@@ -66,6 +70,7 @@ class Connections:
         calls: ConnectionCalls,
     ) -> None:
         self._run_id, self._transport, self._calls = credentials.run_id, transport, calls
+        self._bulk = BulkTransport(credentials)
         self._dialling, self._bans = dialling, bans
         self._shaper = NodeShaper(shape)
         self.links: dict[PeerId, PeerLink] = {}
@@ -77,6 +82,14 @@ class Connections:
         """Serves a connection that a peer dialled, until it ends."""
         if connection.peer.peer_id not in self._bans:
             await self._serve(self._shaper.wrap(connection))
+
+    def listen(self, host: str, port: int) -> None:
+        """Takes connections for chunks at `port`, or at any where that is taken. Emulated links and machines have none."""
+        if self._shaper.shape.is_off and here() is MACHINE:
+            try:
+                self._bulk.listen(host, port, self.accept)
+            except OSError as error:
+                log.warning("no bulk port at %s: %s; chunks go over gRPC", host, error)
 
     def tend(self, now: float) -> None:
         """Dials those that are due, and widens or narrows what is there."""
@@ -101,21 +114,37 @@ class Connections:
         self._dialling.failed(target, "the connection ended", asyncio.get_running_loop().time())
 
     async def _dial_further(self, link: PeerLink) -> None:
-        """One more connection of a link that we dialled, until it ends."""
-        await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
+        """One more connection of a link that we dialled, until it ends. One for chunks where the peer takes those."""
+        now = asyncio.get_running_loop().time()
+        if not (link.has_bulk or is_bulk_offered(link, now)):
+            await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
+            return
+        host = link.address.rpartition(":")[0]
+        try:
+            connection = await self._bulk.dial(host, link.bulk_port, link.peer_id)
+        except Unreachable as error:
+            link.bulk_next_try = now + BULK_RETRY_S
+            log.info("%s; chunks go over gRPC", error)
+            raise
+        await self._serve(connection, is_further=True)
 
     async def _serve(self, connection: Connection, address: str = "", *, is_further: bool = False) -> None:
         """One connection's life: hello both ways, then whatever comes."""
         peer, link = connection.peer.peer_id, PeerLink(connection, self._link_calls, address)
         try:
-            told = await hello_of(connection, self._run_id, is_further=is_further)
-            if self._calls.check_hello(peer, told) or is_further:
+            port = 0 if is_further else self._bulk.port
+            told = self._calls.check_hello(
+                peer, await hello_of(connection, self._run_id, is_further=is_further, bulk_port=port)
+            )
+            if told.is_further or is_further:
                 await self.stripes.carry(connection)
                 return
+            link.bulk_port = told.bulk_port
             if peer not in self._bans:  # it may have been banned while its hello was on the way
                 await self._replace(link)
             if self.links.get(peer) is link:
                 self._calls.act(PeerUp(peer))
+                self.stripes.tend(asyncio.get_running_loop().time())
                 await link.run()
         except Unreachable:
             pass  # links end all the time, and whoever dialled tries again
@@ -165,3 +194,9 @@ class Connections:
     async def close(self) -> None:
         """All of them, as a cut would; they are dialled again."""
         await asyncio.gather(*(link.close() for link in self.links.values()))
+
+    async def end(self) -> None:
+        """For good."""
+        await self.close()
+        await self._bulk.close()
+        self.links.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 
 from echo2.base.errors import IntegrityError, MalformedMessage, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
@@ -28,10 +29,19 @@ from echo2.broadcast.runtime.library import Library
 from echo2.broadcast.runtime.meter import Meter
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
+from echo2.wire.chunk_frames import ChunkIn, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 log = logging.getLogger("echo2.broadcast")
 HELD_HEADERS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """`is_further`: this connection joins an existing link. `bulk_port`: where the peer takes those for chunks; 0: nowhere."""
+
+    is_further: bool
+    bulk_port: int
 
 
 class Inbox:
@@ -42,8 +52,8 @@ class Inbox:
         self._meter = meter
         self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
 
-    def check_hello(self, peer: PeerId, frame: bytes) -> bool:
-        """The first frame of a connection; whether this connection joins an existing link."""
+    def check_hello(self, peer: PeerId, frame: bytes) -> Hello:
+        """The first frame of a connection."""
         message = wire.parse(frame, f"peer {peer}")
         if message.WhichOneof("kind") != "hello":
             raise MalformedMessage(f"peer {peer}: expected a hello first, got {message.WhichOneof('kind')}")
@@ -52,7 +62,7 @@ class Inbox:
                 f"peer {peer}: expected protocol {PROTOCOL_VERSION} of run {self._library.run_id}, got "
                 f"protocol {message.hello.protocol_version} of run {message.hello.run_id}"
             )
-        return message.hello.is_further
+        return Hello(message.hello.is_further, message.hello.bulk_port)
 
     def take_held_headers(self) -> list[tuple[PeerId, Header]]:
         held, self._held = self._held, {}
@@ -66,10 +76,15 @@ class Inbox:
 
     def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:
         """What a frame means; EchoError when the peer must not be believed any more."""
+        if (came := chunk_in(frame, f"peer {peer}")) is not None:
+            return self._chunk(peer, came, len(frame))
         message = wire.parse(frame, f"peer {peer}")
         match message.WhichOneof("kind"):
             case "chunk":
-                return self._chunk(peer, message, len(frame))
+                chunk = wire.chunk_from(message.chunk)
+                record = memoryview(wire.chunk_to_bytes(chunk))
+                came = ChunkIn(chunk, record, wire.route_of(message), message.is_answer)
+                return self._chunk(peer, came, len(frame))
             case "header":
                 return self.header(peer, wire.header_from(message.header))
             case "seal":
@@ -108,8 +123,8 @@ class Inbox:
         dropped = self._library.add_header(header)
         return [*(Forgotten(old) for old in dropped), HeaderSeen(peer, key, is_wanted=False)]
 
-    def _chunk(self, peer: PeerId, message: pb.PeerMessage, frame_bytes: int) -> list[Event]:
-        chunk = wire.chunk_from(message.chunk)
+    def _chunk(self, peer: PeerId, came: ChunkIn, frame_bytes: int) -> list[Event]:
+        chunk = came.chunk
         entry = self._library.entries.get(chunk.key)
         if entry is None:
             return []
@@ -118,7 +133,7 @@ class Inbox:
         if chunk.index not in entry.digests:
             digest = chunk.verify(entry.header.publisher)
             try:
-                events += (Forgotten(old) for old in self._library.add_chunk(chunk, digest))
+                events += (Forgotten(old) for old in self._library.add_chunk(chunk, digest, came.record))
             except ResourceError as error:
                 log.error("chunk %d of %s not kept: %s", chunk.index, entry.header.artifact, error)
                 return []
@@ -126,8 +141,8 @@ class Inbox:
                 log.error("%s", error)
                 self._library.drop(chunk.key)
                 return [Forgotten(chunk.key)]
-        route = wire.route_of(message)
-        events.append(ChunkSeen(peer, chunk.key, chunk.index, len(chunk.payload), route, is_answer=message.is_answer))
+        size = len(chunk.payload)
+        events.append(ChunkSeen(peer, chunk.key, chunk.index, size, came.route, is_answer=came.is_answer))
         return events
 
     def _seal(self, peer: PeerId, message: pb.ArtifactSeal) -> list[Event]:

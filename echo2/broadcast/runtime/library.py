@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -32,9 +32,12 @@ from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords
 from echo2.broadcast.runtime.progress import AvailableArtifact
 from echo2.weights.policy import BaseCheckpoint, Edge, WorkerLink, dropped_to_fit, joining_path
 from echo2.wire import broadcast as wire
+from echo2.wire.chunk_frames import chunk_in
 
 log = logging.getLogger("echo2.broadcast")
 WAY_KEPT_CHUNKS = 32  # a way is weighed anew after this many chunks, or when an artifact comes, ends or goes
+Frame = bytes | memoryview
+"""Of a chunk, as it goes over the wire and lies on the disk."""
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class Entry:
     digests: dict[int, bytes] = field(default_factory=dict)
     checks: dict[int, int] = field(default_factory=dict)  # of the frames, to see cheaply that the disk kept them
     held_bytes: int = 0
-    memory: dict[int, bytes] = field(default_factory=dict)
+    memory: dict[int, Frame] = field(default_factory=dict)
     is_on_disk: bool = True
 
     @property
@@ -75,27 +78,27 @@ class LibraryLimits:
 
 
 class RecentChunks:
-    """The last verified chunks with their frames, `bytes_max` of them: what was checked once is not read back."""
+    """The last verified chunks with their frames, of which they are views: what was checked once is not read back."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self.held_bytes = 0
-        self._kept: dict[tuple[ArtifactKey, int], tuple[Chunk, bytes]] = {}
+        self._kept: dict[tuple[ArtifactKey, int], tuple[Chunk, Frame]] = {}
 
-    def add(self, chunk: Chunk, frame: bytes) -> None:
+    def add(self, chunk: Chunk, frame: Frame) -> None:
         if (old := self._kept.pop((chunk.key, chunk.index), None)) is not None:
-            self.held_bytes -= 2 * len(old[1])
+            self.held_bytes -= len(old[1])
         self._kept[(chunk.key, chunk.index)] = chunk, frame
-        self.held_bytes += 2 * len(frame)  # the payload lies in both
+        self.held_bytes += len(frame)
         while self.held_bytes > self._bytes_max:
-            self.held_bytes -= 2 * len(self._kept.pop(next(iter(self._kept)))[1])
+            self.held_bytes -= len(self._kept.pop(next(iter(self._kept)))[1])
 
-    def get(self, key: ArtifactKey, index: int) -> tuple[Chunk, bytes] | None:
+    def get(self, key: ArtifactKey, index: int) -> tuple[Chunk, Frame] | None:
         return self._kept.get((key, index))
 
     def drop(self, key: ArtifactKey) -> None:
         for place in [place for place in self._kept if place[0] == key]:
-            self.held_bytes -= 2 * len(self._kept.pop(place)[1])
+            self.held_bytes -= len(self._kept.pop(place)[1])
 
 
 class Library:
@@ -161,10 +164,13 @@ class Library:
             self._in_trouble(error)
         return dropped
 
-    def add_chunk(self, chunk: Chunk, digest: bytes) -> list[ArtifactKey]:
-        """Keeps a verified chunk; returns the artifacts dropped to make room. ResourceError when there is none."""
+    def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> list[ArtifactKey]:
+        """Keeps a verified chunk; returns the artifacts dropped to make room. ResourceError when there is none.
+
+        `record`: the chunk as it came, of which its payload is a view; None for one that was made here."""
         entry = self.entries[chunk.key]
-        frame = wire.chunk_to_bytes(chunk)
+        frame = record if record is not None else memoryview(wire.chunk_to_bytes(chunk))
+        chunk = replace(chunk, payload=frame[len(frame) - len(chunk.payload) :])
         dropped: list[ArtifactKey] = []
         while entry.is_on_disk:
             try:
@@ -210,7 +216,7 @@ class Library:
                 f"{entry.seal.total_bytes} bytes, got {root.hex()[:16]} and {entry.held_bytes}; its publisher erred"
             )
 
-    def _keep_in_memory(self, entry: Entry, index: int, frame: bytes, error: ResourceError) -> list[ArtifactKey]:
+    def _keep_in_memory(self, entry: Entry, index: int, frame: Frame, error: ResourceError) -> list[ArtifactKey]:
         over_bytes = self._memory_bytes + len(frame) - self.limits.memory_bytes_max
         victims = self._victims(entry.header.key, over_bytes, in_memory=True) if over_bytes > 0 else []
         if self._memory_bytes + len(frame) > self.limits.memory_bytes_max:
@@ -269,7 +275,7 @@ class Library:
 
     # ---- giving out
 
-    def frame(self, key: ArtifactKey, index: int) -> bytes | None:
+    def frame(self, key: ArtifactKey, index: int) -> Frame | None:
         """A chunk as it goes over the wire; None where it is not here, or the disk changed it: a peer would ban us."""
         entry = self.entries.get(key)
         if entry is None:
@@ -293,7 +299,7 @@ class Library:
             whose = entry.header.artifact if entry is not None else key.hex()
             raise CorruptChunk(f"chunk {index} of {whose}: expected it in {self.store.folder}, got none")
         try:
-            chunk = wire.chunk_from(wire.parse(frame, str(self.store.folder)).chunk)
+            chunk = _chunk_of(bytes(frame), str(self.store.folder))
         except ProtocolError as error:
             raise CorruptChunk(f"chunk {index} of {entry.header.artifact} in {self.store.folder}: {error}") from None
         digest = hashlib.sha256(chunk.payload).digest()
@@ -413,3 +419,8 @@ class Library:
         keys = [key for key, entry in self.entries.items() if entry.header.artifact == artifact]
         rank = lambda key: (self.entries[key].is_complete, self.entries[key].header.published_unix_s)  # noqa: E731
         return max(keys, key=rank, default=None)
+
+
+def _chunk_of(frame: bytes, whose: str) -> Chunk:
+    found = chunk_in(frame, whose)
+    return found.chunk if found is not None else wire.chunk_from(wire.parse(frame, whose).chunk)

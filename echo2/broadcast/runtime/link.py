@@ -1,8 +1,9 @@
 """A link at work: a writer that sends control frames before chunks, and a reader that hands frames on.
 
-A link is one connection, or several: all control frames go over the first, chunks over whichever is free, so they come in
-any order. On a further connection an artifact's header goes before its first chunk: nothing there waits for what travels on
-another. A further connection that ends makes the link thinner, no more; when the first ends, all do.
+A link is one connection, or several: control frames go over the first, chunks over whichever is free, so they come in any
+order; where some are made for chunks, the first carries none, and acknowledgements go with them. On a further connection an
+artifact's header goes before its first chunk: nothing there waits for what travels on another. A further connection that ends
+makes the link thinner, no more; when the first ends, all do.
 
 Waits for: frames to send, frames that arrive, the transport's back-pressure; FINISH_S for a connection that is given up.
 Guarantees: control frames keep their order and go first; at most CONTROL_FRAMES_MAX wait, beyond that the peer is too
@@ -22,7 +23,7 @@ from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.events import SendChunk
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.runtime.sockets import Remote
-from echo2.broadcast.runtime.transport import Connection, Widenable
+from echo2.broadcast.runtime.transport import Connection, TakesParts, Widenable
 from echo2.outside import monotonic
 from echo2.outside.guard import FairShares
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
@@ -34,12 +35,12 @@ FINISH_S = 10.0
 HEADERS_REMEMBERED_MAX = 256
 
 
-async def hello_of(connection: Connection, run_id: RunId, *, is_further: bool = False) -> bytes:
+async def hello_of(connection: Connection, run_id: RunId, *, is_further: bool = False, bulk_port: int = 0) -> bytes:
     """Says who we are; the peer's first frame. Unreachable when none comes."""
     peer = connection.peer.peer_id
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            await connection.send(wire.hello(PROTOCOL_VERSION, run_id, is_further=is_further))
+            await connection.send(wire.hello(PROTOCOL_VERSION, run_id, is_further=is_further, bulk_port=bulk_port))
             frame = await connection.receive()
     except TimeoutError:
         raise Unreachable(f"peer {peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
@@ -52,7 +53,7 @@ async def hello_of(connection: Connection, run_id: RunId, *, is_further: bool = 
 class LinkCalls:
     """What a link asks of its node."""
 
-    frame: Callable[[ArtifactKey, int], bytes | None]
+    frame: Callable[[ArtifactKey, int], bytes | memoryview | None]
     header: Callable[[ArtifactKey], bytes | None]
     sent: Callable[[SendChunk, int | None], None]  # bytes on the wire; None: the store no longer had it
     received: Callable[[PeerId, bytes], bool]  # whether it brought what was missing
@@ -70,7 +71,8 @@ class _Further:
 
 
 class PeerLink:
-    """`address`: where the peer was dialled; empty where it dialled us."""
+    """`address`: where the peer was dialled; empty where it dialled us. `bulk_port`: where it takes connections for chunks, at
+    that address; 0: nowhere. `bulk_next_try`: when that is tried again."""
 
     def __init__(self, connection: Connection, calls: LinkCalls, address: str = "") -> None:
         self.connection = connection
@@ -80,10 +82,13 @@ class PeerLink:
         self.received_bytes = 0
         self._calls = calls
         self._control: deque[bytes] = deque()
+        self._acks: deque[bytes] = deque()
         self._chunks: deque[SendChunk] = deque()
         self._further: list[_Further] = []
         self._changed = asyncio.Event()
         self._share = calls.shares.of(self.peer_id)
+        self.bulk_port = 0
+        self.bulk_next_try = float("-inf")
         self._closed = asyncio.Event()
 
     @property
@@ -93,9 +98,18 @@ class PeerLink:
         return frozenset(remote for one in connections if isinstance(one, Widenable) for remote in one.remotes)
 
     @property
+    def has_bulk(self) -> bool:
+        """Whether a connection made for chunks is there: then none goes over the first, which has acknowledgements to carry."""
+        return any(isinstance(one.connection, TakesParts) and not one.is_ending for one in self._further)
+
+    @property
     def width(self) -> int:
         """The connections that take chunks."""
-        return 1 + sum(not further.is_ending for further in self._further)
+        return (not self.has_bulk) + sum(not further.is_ending for further in self._further)
+
+    @property
+    def connections(self) -> int:
+        return 1 + len(self._further)
 
     async def close(self) -> None:
         self._closed.set()  # whoever dialled us is told by the end of what serves it
@@ -107,6 +121,14 @@ class PeerLink:
             raise LimitExceeded(f"peer {self.peer_id}: expected it to read, {CONTROL_FRAMES_MAX} messages wait for it")
         self._control.append(frame)
         self._changed.set()
+
+    def send_ack(self, frame: bytes) -> None:
+        """A control frame whose order does not matter: beside the chunks, where a connection is made for those."""
+        if self.has_bulk and len(self._acks) < CONTROL_FRAMES_MAX:
+            self._acks.append(frame)
+            self._changed.set()
+        else:
+            self.send_control(frame)
 
     def send_chunk(self, action: SendChunk) -> None:
         self._chunks.append(action)
@@ -134,6 +156,7 @@ class PeerLink:
         """Widens the link by a connection until that ends; errors of what the peer sent over it come out of here."""
         further = _Further(connection)
         self._further.append(further)
+        self._changed.set()
         self._calls.widened(self.peer_id)
         writer = asyncio.create_task(self._write_chunks(further))
         reader = asyncio.create_task(self._read(connection))
@@ -165,12 +188,19 @@ class PeerLink:
     def _end(self, further: _Further) -> None:
         if not further.is_ending:
             further.is_ending = True
+            if not self.has_bulk:
+                self._control.extend(self._acks)
+                self._acks.clear()
             self._calls.widened(self.peer_id)
         self._changed.set()
 
     async def _write_chunks(self, further: _Further) -> None:
         """Until the connection is to end."""
+        takes_acks = isinstance(further.connection, TakesParts)
         while not further.is_ending:
+            if self._acks and takes_acks:
+                await self._send(self._acks.popleft(), further.connection)
+                continue
             if not self._chunks:
                 self._changed.clear()
                 await self._changed.wait()
@@ -186,12 +216,17 @@ class PeerLink:
             await further.connection.finish()
 
     async def _send_further(self, further: _Further, action: SendChunk) -> None:
-        frame = self._calls.frame(action.key, action.index)
+        frame, connection = self._calls.frame(action.key, action.index), further.connection
         if frame is not None:
             if action.key not in further.told and (header := self._calls.header(action.key)) is not None:
-                await self._send(header, further.connection)
+                await self._send(header, connection)
                 further.told = {action.key, *list(further.told)[: HEADERS_REMEMBERED_MAX - 1]}
-            await self._send(wire.addressed(frame, action.route, action.is_answer), further.connection)
+            if isinstance(connection, TakesParts):
+                parts = wire.beside(action.route, action.is_answer), frame
+                await connection.send_parts(parts)
+                self.sent_bytes += sum(map(len, parts))
+            else:
+                await self._send(wire.addressed(frame, action.route, action.is_answer), connection)
         self._calls.sent(action, None if frame is None else len(frame))
 
     async def _read(self, connection: Connection) -> None:
@@ -207,7 +242,7 @@ class PeerLink:
         while True:
             if self._control:
                 await self._send(self._control.popleft(), self.connection)
-            elif self._chunks:
+            elif self._chunks and not self.has_bulk:
                 action = self._chunks.popleft()
                 frame = self._calls.frame(action.key, action.index)
                 if frame is None:

@@ -35,6 +35,7 @@ from echo2.broadcast.events import (
     PlanSet,
     SealSeen,
     SendChunk,
+    SendRelayAck,
     Unwanted,
     Wake,
     Woken,
@@ -135,6 +136,8 @@ class BroadcastNode:
         if self.library.unsound_files and self._inbox.publisher == self.peer_id:
             self._lost("a chunk file")
         self._is_running = True
+        if self.options.bulk_host:
+            self._connections.listen(self.options.bulk_host, self.options.bulk_port)
         self._spawn(self._keep_connected())
         self._spawn(self._uplink.run())
         self._update_wants()
@@ -147,8 +150,7 @@ class BroadcastNode:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._connections.close()
-            self._connections.links.clear()
+            await self._connections.end()
             await self._transport.close()
         finally:  # whatever becomes of the network: each artifact is a file that stands open
             self.library.store.close()
@@ -428,7 +430,7 @@ class BroadcastNode:
                     link.send_chunk(action)
                 elif (frame := control_frame(action, self.library)) is not None:
                     with contextlib.suppress(ResourceError):  # it does not read: keepalive will end the link
-                        link.send_control(frame)
+                        (link.send_ack if isinstance(action, SendRelayAck) else link.send_control)(frame)
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

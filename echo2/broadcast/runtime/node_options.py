@@ -18,7 +18,8 @@ class NodeOptions:
     (topology.chunk_bytes_for). `store_bytes` 0: from the size of the weights (room).
 
     `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for trials. `lineage`: the format of what is published
-    and read; what another release left is no use.
+    and read; what another release left is no use. `bulk_host`: where it takes connections for chunks, at `bulk_port` or any port
+    where that is taken; empty: nowhere, and chunks that others send come over gRPC.
     """
 
     folder: Path
@@ -28,7 +29,14 @@ class NodeOptions:
     shape: LinkShape = field(default_factory=LinkShape)
     limits: LibraryLimits = field(default_factory=LibraryLimits)
     seed: int = 0
+    bulk_host: str = ""
+    bulk_port: int = 0
     lineage: str = f"delta {FORMAT_VERSION}"
+
+
+def bulk_port_beside(port: int) -> int:
+    """The next one, so that whoever opens ports knows which; 0 (any) beside one that is not known yet."""
+    return port + 1 if 0 < port < 65_535 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.ids import PeerId
+from echo2.broadcast.dialable import PORT_MIN
 from echo2.broadcast.events import LinkWidened
 from echo2.broadcast.policy import SLOTS_PER_PEER
 from echo2.broadcast.reachability import LinkWay
@@ -29,6 +30,12 @@ from echo2.wire import broadcast as wire
 
 RETRY_S, RETRY_MAX_S = 2.0, 60.0
 LASTING_S = 10.0  # a connection that ended sooner is a failure
+
+
+def is_bulk_offered(link: PeerLink, now: float) -> bool:
+    """Whether the peer takes connections for chunks where we dialled it, as far as is known now. It names the port itself: never
+    one of the system's services."""
+    return link.bulk_port >= PORT_MIN and bool(link.address) and now >= link.bulk_next_try
 
 
 @dataclass(slots=True)
@@ -97,10 +104,13 @@ class Stripes:
                 self._ask(link, width)
                 continue
             goal = min(self._limit, max(width.striping.count, peer.wished_connections if peer is not None else 1))
+            has_own = not (
+                link.has_bulk or is_bulk_offered(link, now)
+            )  # then the first takes chunks, and is one of them
             if goal < link.width:
                 link.narrow()
             elif now >= width.next_try:
-                for _ in range(goal - 1 - width.running):
+                for _ in range(goal - has_own - width.running):
                     self._spawn(self._open(link, width))
 
     def _ask(self, link: PeerLink, width: _Width) -> None:

@@ -8,7 +8,7 @@ side does not read; after either side closes, `receive` returns None and `send` 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from echo2.base.ids import PeerId
@@ -54,6 +54,15 @@ class Widenable(Protocol):
 
     async def finish(self) -> None:
         """Nothing more will be sent; what was, still arrives."""
+        ...
+
+
+@runtime_checkable
+class TakesParts(Protocol):
+    """A connection that is made for chunks: one that a link has takes them all, and the stream beside it none."""
+
+    async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """One frame, of these one after another. The last is the large one."""
         ...
 
 

@@ -14,7 +14,7 @@ from echo2.broadcast.chunks import all_of
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions
+from echo2.broadcast.runtime.node_options import NodeCalls, NodeOptions, bulk_port_beside
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.broadcast.topology import fluid_bound
 from echo2.learner.runtime.options import LearnerOptions, chunk_folder
@@ -44,6 +44,8 @@ class SeedNode:
                 uplink_limit_bytes_per_s=options.uplink_limit_bytes_per_s,
                 shape=options.link,
                 seed=options.seed,
+                bulk_host=options.host,
+                bulk_port=bulk_port_beside(options.port),
             ),
             self._transport,
             calls,

@@ -104,6 +104,15 @@ PEERS = PortLimits(
     connections_cap=4_096, idle_s=30.0,
 )  # fmt: skip
 """A worker's part of the broadcast."""
+BULK = PortLimits(
+    message_bytes=8 << 20,
+    reply_bytes=8 << 20,
+    streams=1,
+    window_bytes=STREAM_WINDOW_BYTES,
+    share=0.2,
+    connections_cap=1_024,
+)
+"""Chunks over plain sockets, beside the streams of the two above."""
 
 
 PAGE_SHARE, PAGE_CONNECTIONS_MAX = 0.15, 512

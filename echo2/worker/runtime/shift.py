@@ -23,7 +23,7 @@ from echo2.base.hosts import joined
 from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.node_options import NodeOptions, bulk_port_beside
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.control.backoff import Backoff
@@ -116,7 +116,7 @@ class Shift:
         transport = MixedTransport(
             credentials, self._accept, P2pSettings() if is_told else settings, lambda _: self._tell_heartbeat()
         )
-        self.node = BroadcastNode(credentials, _node_options(options), transport)
+        self.node = BroadcastNode(credentials, _node_options(options, port), transport)
         self.node.add_to_server(self._server)
         connect_s = options.limits.connect_s
         self.session = WorkerSession(
@@ -359,13 +359,16 @@ class Shift:
         self.desk.send(duties.Live(live, engine.slot_count))
 
 
-def _node_options(options: WorkerOptions) -> NodeOptions:
+def _node_options(options: WorkerOptions, port: int) -> NodeOptions:
+    """`port`: of the broadcast service; that for chunks is the next one, where it is free."""
     return NodeOptions(
         folder=options.folder / "chunks",
         store_bytes=options.store_bytes,
         uplink_limit_bytes_per_s=options.uplink_limit_bytes_per_s,
         shape=options.link,
         seed=options.seed,
+        bulk_host=options.listen_host,
+        bulk_port=bulk_port_beside(port),
     )
 
 

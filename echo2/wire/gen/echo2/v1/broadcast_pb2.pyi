@@ -33,14 +33,16 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., header: _Optional[_Union[ArtifactHeader, _Mapping]] = ..., chunk: _Optional[_Union[ChunkFrame, _Mapping]] = ..., seal: _Optional[_Union[ArtifactSeal, _Mapping]] = ..., have: _Optional[_Union[HaveMap, _Mapping]] = ..., request: _Optional[_Union[ChunkRequest, _Mapping]] = ..., cancel: _Optional[_Union[ChunkCancel, _Mapping]] = ..., relay_ack: _Optional[_Union[RelayAck, _Mapping]] = ..., width_wish: _Optional[_Union[WidthWish, _Mapping]] = ..., route: _Optional[_Union[Route, _Mapping]] = ..., is_answer: _Optional[bool] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "is_further")
+    __slots__ = ("protocol_version", "run_id", "is_further", "bulk_port")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     IS_FURTHER_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
     is_further: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., is_further: _Optional[bool] = ...) -> None: ...
+    bulk_port: int
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., is_further: _Optional[bool] = ..., bulk_port: _Optional[int] = ...) -> None: ...
 
 class Route(_message.Message):
     __slots__ = ("epoch", "tree")

@@ -1,0 +1,285 @@
+"""Bulk connections: chunks over a plain socket with TLS 1.3, beside the gRPC stream of a link.
+
+gRPC copies each byte some six times and wakes two threads for it; here the loop reads and writes a quarter of a MiB at a time.
+Guarantees: those of the transport protocol; `peer` is proven by its certificate of the run, both ways; the port takes so many
+connections in all and of an address (port_limits.BULK, watched by doors), of which each has HANDSHAKE_S to prove who it is; a
+frame that has begun goes on within STALLED_S; a peer whose machine is gone ends its connections within GONE_S.
+Leaves to others: which links have one (stripes), what travels on it (link), what frames mean (inbox).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from echo2.base.errors import EchoError, TrustError, Unreachable
+from echo2.base.hosts import joined
+from echo2.base.ids import PeerId
+from echo2.broadcast.bulk_frames import FrameCutter, head_of
+from echo2.broadcast.runtime.sockets import Remote, as_ipv4
+from echo2.broadcast.runtime.transport import Accept
+from echo2.outside.guard import Refusals
+from echo2.trust.identity import PeerIdentity, Role, dns_name_of
+from echo2.trust.runtime.doors import DOORS
+from echo2.trust.runtime.port_limits import BULK
+from echo2.trust.runtime.sockets_tls import MutualTls, peer_shown
+from echo2.trust.runtime.tls import Credentials
+from echo2.wire.chunk_frames import FRAME_BYTES_MAX
+
+DIAL_TIMEOUT_S = 6.0
+HANDSHAKE_S = BULK.handshake_s
+STALLED_S = 30.0
+GONE_S = 18
+SHUTDOWN_S = 2.0
+UNSENT_BYTES_MAX = 256 << 10
+"""Encrypted, in this process; what the kernel holds is sockets' to limit."""
+UNREAD_BYTES_MAX = 1 << 20
+"""Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
+ACCEPT_PAUSE_S = 0.2
+_log = logging.getLogger("echo2.ports")
+
+
+class BulkConnection(asyncio.BufferedProtocol):
+    """One connection, either end. `peer` is known once the handshake is done."""
+
+    def __init__(self, *, is_outgoing: bool) -> None:
+        self.is_outgoing = is_outgoing
+        self.remotes: frozenset[Remote] = frozenset()
+        self.ended = asyncio.Event()
+        self.peer = PeerIdentity(PeerId(""), Role.WORKER)
+        self._told = ""
+        self._transport: Any = None
+        self._cutter = FrameCutter(FRAME_BYTES_MAX, "a bulk connection")
+        self._frames: deque[bytes] = deque()
+        self._unread_bytes = 0
+        self._came = asyncio.Event()
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._stalling: asyncio.TimerHandle | None = None
+        self._error: EchoError | None = None
+
+    # ---- what asyncio calls
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        host, port = transport.get_extra_info("peername")[:2]
+        self.remotes = frozenset({(as_ipv4(host), port)})
+        self._told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
+        _keep_alive(transport.get_extra_info("socket"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._cutter.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            frames = self._cutter.took(nbytes)
+        except EchoError as error:
+            self._error = error
+            self._transport.abort()
+            return
+        for frame in frames:
+            self._frames.append(frame)
+            self._unread_bytes += len(frame)
+        if frames:
+            self._came.set()
+        if self._unread_bytes > UNREAD_BYTES_MAX:
+            self._transport.pause_reading()
+        self._expect_more()
+
+    def eof_received(self) -> None:
+        """The connection is closed; what had come is read."""
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._stalling is not None:
+            self._stalling.cancel()
+        self.ended.set()
+        self._came.set()
+        self._may_write.set()
+
+    def _expect_more(self) -> None:
+        """Of a frame that has begun; a connection between frames may be silent: its link tells whether the peer is there."""
+        if self._stalling is not None:
+            self._stalling.cancel()
+            self._stalling = None
+        if self._cutter.held_bytes and self._unread_bytes <= UNREAD_BYTES_MAX:
+            self._stalling = asyncio.get_running_loop().call_later(STALLED_S, self._transport.abort)
+
+    # ---- what a link calls
+
+    def prove(self, expected: PeerId | None = None) -> None:
+        """Reads who is there. TrustError where it is another than expected."""
+        shown = self._transport.get_extra_info("ssl_object")
+        self.peer = peer_shown(shown, f"bulk connection of {self._told}", expected)
+        if not self.is_outgoing:
+            DOORS.know(self._told, self.peer.peer_id, is_trusted=self.peer.role is not Role.WORKER)
+
+    async def send(self, frame: bytes) -> None:
+        await self.send_parts((frame,))
+
+    async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """One frame of several parts, none of which is copied before it is encrypted."""
+        if not self._is_open():
+            raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
+        *small, large = parts
+        self._transport.write(b"".join((head_of(sum(map(len, parts))), *small)))
+        if large:
+            self._transport.write(memoryview(large))  # of bytes, asyncio would copy what is left once a record
+        await self._may_write.wait()
+        if not self._is_open():
+            raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
+
+    async def receive(self) -> bytes | None:
+        while not self._frames:
+            if self._error is not None:
+                raise self._error
+            if not self._is_open():
+                return None
+            self._came.clear()
+            await self._came.wait()
+        frame = self._frames.popleft()
+        was_full = self._unread_bytes > UNREAD_BYTES_MAX
+        self._unread_bytes -= len(frame)
+        if was_full and self._unread_bytes <= UNREAD_BYTES_MAX:
+            self._transport.resume_reading()
+            self._expect_more()
+        if not self.is_outgoing:
+            DOORS.took(self._told, len(frame))
+        return frame
+
+    async def finish(self) -> None:
+        """What was written still goes out; closing waits for that."""
+
+    async def close(self) -> None:
+        """Once what was written is out, within SHUTDOWN_S."""
+        self._transport.close()
+        try:
+            async with asyncio.timeout(SHUTDOWN_S):
+                await self.ended.wait()
+        except TimeoutError:
+            self._transport.abort()
+
+    def _is_open(self) -> bool:
+        return not (self.ended.is_set() or self._transport.is_closing())
+
+
+def _keep_alive(raw: Any) -> None:
+    """So that the kernel ends what leads nowhere; a link's own keepalive goes over another connection."""
+    options = {"TCP_KEEPIDLE": GONE_S // 2, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * GONE_S}
+    with contextlib.suppress(OSError):  # it has just ended
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if (option := getattr(socket, name, None)) is not None:
+                raw.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class BulkTransport:
+    """Dials and listens with the node's credentials."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._tls = MutualTls(credentials)
+        self.port = 0
+        self._accepting: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._refusals = Refusals(_log)
+
+    def listen(self, host: str, port: int, accept: Accept) -> None:
+        """At `port`, or any where that is taken. OSError where this machine has no such address."""
+        listener = _listener(host.strip("[]"), port)
+        self.port = int(listener.getsockname()[1])
+        DOORS.watch(self.port, BULK)
+        self._accepting = asyncio.create_task(self._accept_all(listener, accept))
+
+    async def _accept_all(self, listener: socket.socket, accept: Accept) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    raw, _ = await loop.sock_accept(listener)
+                except OSError as error:  # no descriptor, or it was gone before it was accepted
+                    self._refusals.warn("bulk port %d: a connection could not be accepted: %s", self.port, error)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if len(self._serving) >= BULK.connections:
+                    raw.close()
+                    continue
+                task = asyncio.create_task(self._serve(raw, accept))
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, raw: socket.socket, accept: Accept) -> None:
+        connection = BulkConnection(is_outgoing=False)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, raw, ssl=self._tls.listening, ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )  # fmt: skip
+            connection.prove()
+            await accept(connection)
+        except (OSError, EchoError) as error:  # a handshake that failed is an OSError
+            self._refusals.warn("bulk port %d: a caller was refused: %s", self.port, error)
+        finally:
+            if connection.remotes:
+                await connection.close()
+            else:
+                raw.close()
+
+    async def dial(self, host: str, port: int, peer_id: PeerId) -> BulkConnection:
+        """Unreachable within DIAL_TIMEOUT_S unless exactly `peer_id` answers there."""
+        connection = BulkConnection(is_outgoing=True)
+        where = f"peer {peer_id}: bulk port at {joined(host, port)}"
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: connection, host.strip("[]"), port, ssl=self._tls.dialling,
+                    server_hostname=dns_name_of(peer_id), ssl_shutdown_timeout=SHUTDOWN_S,
+                )  # fmt: skip
+            connection.prove(peer_id)
+        except TimeoutError:
+            raise Unreachable(f"{where}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
+        except (OSError, TrustError) as error:
+            if connection.remotes:
+                await connection.close()
+            raise Unreachable(f"{where}: refused, or it is another peer ({error})") from None
+        return connection
+
+    async def close(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._accepting
+            DOORS.close(self.port)
+            self.port, self._accepting = 0, None
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A port that is taken is no error: the peers are told which one it is."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for wanted in (port, 0):
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((host, wanted))
+            made.listen(128)
+        except OSError:
+            made.close()
+            if wanted == 0:
+                raise
+        else:
+            made.setblocking(False)
+            return made
+    raise AssertionError("port 0 was bound or raised")

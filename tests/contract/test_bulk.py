@@ -1,0 +1,299 @@
+"""Chunks over bulk connections, on real sockets: they travel there, the port proves callers, and a link lives without one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import TrustError, Unreachable
+from echo2.base.ids import Version
+from echo2.broadcast.bulk_frames import head_of
+from echo2.broadcast.manifest import ArtifactId, Chunk
+from echo2.broadcast.runtime import transport_bulk
+from echo2.broadcast.runtime.link import PeerLink
+from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
+from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.trust.identity import Identity, Role, RunAuthority
+from echo2.trust.runtime import tls
+from echo2.wire import broadcast as wire
+from echo2.wire.chunk_frames import FRAME_BYTES_MAX
+from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
+from tests.contract.test_broadcast_stripes import cut, wants, width_of
+
+KEYFRAME, LATER = ArtifactId(Version(0)), ArtifactId(Version(1), Version(0))
+BLOCKS = [random.Random(12).randbytes(400_000) for _ in range(10)]
+
+
+def link_to(node: BroadcastNode, other: BroadcastNode) -> PeerLink:
+    return node._connections.links[other.peer_id]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def bulk_port(node: BroadcastNode) -> int:
+    return node._connections._bulk.port
+
+
+async def all_have_bulk(f: Fleet) -> None:
+    nodes = [member.node for member in f.members]
+    await until(
+        lambda: all(link_to(a, b).has_bulk for a in nodes for b in nodes if a is not b),
+        "each link has a bulk connection",
+    )
+
+
+def test_chunks_and_acknowledgements_go_over_bulk_connections_and_none_over_grpc(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 2) as f:
+            await all_have_bulk(f)
+            learner, *workers = (m.node for m in f.members)
+            kinds = list[str | None]()
+            for node in (learner, *workers):
+                for link in node._connections.links.values():
+                    link._send = _noting(link._send, link, kinds)  # type: ignore[method-assign]
+            reading = gathered(*(blocks_of(worker, KEYFRAME) for worker in workers))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == [BLOCKS] * 2
+            assert "chunk" not in kinds and "relay_ack" not in kinds, kinds
+            assert all(link.connections == 1 for node in (learner, *workers) for link in node.stats().links)
+
+    asyncio.run(scene())
+
+
+def _noting(send, link: PeerLink, kinds: list[str | None]):  # type: ignore[no-untyped-def]
+    async def noted(frame: bytes, connection: object) -> None:
+        if connection is link.connection:
+            kinds.append(wire.parse(frame, "x").WhichOneof("kind"))
+        await send(frame, connection)
+
+    return noted
+
+
+def test_a_bulk_connection_that_dies_alone_loses_nothing_and_is_opened_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            await all_have_bulk(f)
+            learner, worker = (m.node for m in f.members)
+            links = link_to(learner, worker), link_to(worker, learner)
+            reading = asyncio.create_task(blocks_of(worker, KEYFRAME))
+            publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
+            await until(lambda: worker.stats().newest_chunks_held > 20, "the broadcast is on its way")
+            (remote,) = links[0]._further[0].connection.remotes  # type: ignore[attr-defined]
+            cut(remote)
+            assert await reading == BLOCKS
+            await publishing
+            assert (link_to(learner, worker), link_to(worker, learner)) == links, "the link stayed"
+            await all_have_bulk(f)
+            reading = asyncio.create_task(blocks_of(worker, LATER))
+            await learner.publish(LATER, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == BLOCKS
+
+    asyncio.run(scene())
+
+
+def test_where_the_bulk_port_cannot_be_reached_chunks_go_over_grpc(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
+            learner, worker = (m.node for m in f.members)
+            for link in (link_to(learner, worker), link_to(worker, learner)):
+                link.bulk_port = 22  # told of a service of the system, which is never dialled
+            await asyncio.sleep(1.5)
+            assert max(link_to(learner, worker).bulk_next_try, link_to(worker, learner).bulk_next_try) < 0
+            for link in (link_to(learner, worker), link_to(worker, learner)):
+                link.bulk_port = free_port()  # nobody listens there, as behind a firewall
+            now = asyncio.get_running_loop().time
+            await until(
+                lambda: max(link_to(learner, worker).bulk_next_try, link_to(worker, learner).bulk_next_try) > now(),
+                "it was tried, and will be again",
+            )
+            reading = asyncio.create_task(blocks_of(worker, KEYFRAME))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == BLOCKS
+            wants(learner, worker, 3)
+            wants(worker, learner, 3)
+            await until(lambda: width_of(learner, worker) == 3, "it is widened by streams all the same")
+
+    asyncio.run(scene())
+
+
+def test_a_link_of_several_bulk_connections_delivers_everything_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            await all_have_bulk(f)
+            learner, worker = (m.node for m in f.members)
+            wants(learner, worker, 3)
+            wants(worker, learner, 3)
+            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 3, "it is widened")
+            kinds = {type(one.connection) for one in link_to(learner, worker)._further}
+            assert kinds == {BulkConnection}
+            reading = asyncio.create_task(blocks_of(worker, KEYFRAME))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            assert await reading == BLOCKS
+            assert (worker.stats().duplicate_bytes, worker.stats().pulled_chunks) == (0, 0)
+            wants(learner, worker, 1)
+            wants(worker, learner, 1)
+            await until(lambda: width_of(learner, worker) == 1, "one is left")
+            assert link_to(learner, worker).has_bulk
+
+    asyncio.run(scene())
+
+
+async def hostile_bulk(f: Fleet, victim: Member) -> tuple[tls.Credentials, object, BulkConnection]:
+    """A member of the run with a link and a bulk connection, that speaks the protocol by hand."""
+    credentials = f.credentials(Role.WORKER)
+    first = await GrpcTransport(credentials).dial(victim.address, victim.node.peer_id)
+    await first.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
+    told = await first.receive()
+    assert told is not None
+    port = wire.parse(told, "x").hello.bulk_port
+    assert port == bulk_port(victim.node)
+    await until(lambda: credentials.peer_id in victim.node._connections.links, "the link is there")
+    bulk = await BulkTransport(credentials).dial("127.0.0.1", port, victim.node.peer_id)
+    await bulk.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id, is_further=True))
+    assert await bulk.receive() is not None
+    return credentials, first, bulk
+
+
+@pytest.mark.parametrize("deed", ["corrupt", "rubbish", "too large"])
+def test_a_peer_that_breaks_the_protocol_on_its_bulk_connection_is_banned(tmp_path: Path, deed: str) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, victim = f.members
+            header = (await learner.node.publish(KEYFRAME, iter(BLOCKS[:1]), lambda: "p", 1 << 20)).artifact
+            await blocks_of(victim.node, header)
+            fresh = learner.node.library.entries[learner.node.library.find(KEYFRAME)].header  # type: ignore[index]
+            fresh = replace(fresh, artifact=LATER).signed(learner.credentials.identity)
+            victim.node.library.add_header(fresh)
+            credentials, first, bulk = await hostile_bulk(f, victim)
+            match deed:
+                case "corrupt":
+                    forged = Chunk.make(fresh.key, 0, True, b"evil", credentials.identity)
+                    await bulk.send(wire.chunk_to_bytes(forged))
+                case "rubbish":
+                    await bulk.send(b"\xff\xff not a message")
+                case _:
+                    bulk._transport.write(head_of(FRAME_BYTES_MAX + 1))
+            await until(lambda: credentials.peer_id in victim.node.stats().banned, "it is banned")
+            assert credentials.peer_id not in victim.node._connections.links
+            assert not victim.node.library.entries[fresh.key].digests, "nothing of it was kept"
+            assert await asyncio.wait_for(bulk.receive(), 10) is None
+            await bulk.close()
+            await first.close()  # type: ignore[attr-defined]
+
+    asyncio.run(scene())
+
+
+def test_a_bulk_connection_without_a_link_is_ended(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            victim, credentials = f.members[1], f.credentials(Role.WORKER)
+            bulk = await BulkTransport(credentials).dial("127.0.0.1", bulk_port(victim.node), victim.node.peer_id)
+            await bulk.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id, is_further=True))
+            assert await bulk.receive() is not None, "the other's hello"
+            assert await asyncio.wait_for(bulk.receive(), 10) is None
+            await bulk.close()
+
+    asyncio.run(scene())
+
+
+def test_only_members_of_the_run_are_let_in_and_only_the_peer_that_was_meant_is_talked_to(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            victim = f.members[1].node
+            foreign = Fleet(tmp_path / "other")
+            foreign.authority = RunAuthority.create(Identity.generate(), foreign.authority.run_id, time.time())
+            with pytest.raises(Unreachable, match="refused, or it is another peer"):  # we do not trust its run
+                await BulkTransport(foreign.credentials(Role.WORKER)).dial(
+                    "127.0.0.1", bulk_port(victim), victim.peer_id
+                )
+            with pytest.raises(Unreachable, match="refused, or it is another peer"):
+                await BulkTransport(f.credentials(Role.WORKER)).dial(
+                    "127.0.0.1", bulk_port(victim), f.members[0].node.peer_id
+                )
+            assert await asyncio.to_thread(_is_ended_without_certificate, bulk_port(victim))
+
+    asyncio.run(scene())
+
+
+def _is_ended_without_certificate(port: int) -> bool:
+    """In TLS 1.3 a client hears of its refusal with its first read."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+        try:
+            with context.wrap_socket(raw) as connection:
+                return connection.recv(1) == b""
+        except ssl.SSLError:
+            return True
+
+
+def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_bulk, "STALLED_S", 0.3)
+
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            _, first, bulk = await hostile_bulk(f, f.members[1])
+            bulk._transport.write(head_of(1000) + bytes(10))
+            while await asyncio.wait_for(bulk.receive(), 10) is not None:
+                pass
+            await bulk.close()
+            await first.close()  # type: ignore[attr-defined]
+
+    asyncio.run(scene())
+
+
+def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            member, caller = f.members[1], BulkTransport(f.credentials(Role.WORKER))
+            shown = list[bytes | None]()
+            fresh = Identity.generate()
+            assert fresh.peer_id != member.node.peer_id
+            for turn in range(2):
+                bulk = await caller.dial("127.0.0.1", bulk_port(member.node), member.node.peer_id)
+                shown.append(bulk._transport.get_extra_info("ssl_object").getpeercert(binary_form=True))
+                await bulk.close()
+                if turn == 0:
+                    other = _renewed(f, member)
+                    member.credentials.renew(*other)
+            assert shown[0] != shown[1]
+            with pytest.raises(TrustError):
+                transport_bulk.peer_shown(None, "a caller")
+
+    asyncio.run(scene())
+
+
+def _renewed(f: Fleet, member: Member):  # type: ignore[no-untyped-def]
+    from echo2.trust.identity import TlsKey, certificate_request
+
+    key = TlsKey.generate()
+    issued = f.authority.issue(certificate_request(member.credentials.identity, key), Role.WORKER, time.time() - 5)
+    return key.to_pem(), issued
+
+
+def test_a_node_with_an_emulated_link_takes_no_bulk_connections(tmp_path: Path) -> None:
+    from echo2.broadcast.link_shape import LinkShape
+
+    async def scene() -> None:
+        f = Fleet(tmp_path)
+        options = NodeOptions(tmp_path / "n", shape=LinkShape(1e6, 1e6, 0.0))
+        member = await f.add(options)
+        assert bulk_port(member.node) == 0
+        await f.stop(member)
+
+    asyncio.run(scene())
