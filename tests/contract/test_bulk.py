@@ -24,6 +24,7 @@ from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.trust.identity import Identity, Role, RunAuthority
 from echo2.trust.runtime import tls
+from echo2.trust.runtime.port_limits import BULK
 from echo2.wire import broadcast as wire
 from echo2.wire.chunk_frames import FRAME_BYTES_MAX
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
@@ -238,6 +239,28 @@ def _is_ended_without_certificate(port: int) -> bool:
                 return connection.recv(1) == b""
         except ssl.SSLError:
             return True
+
+
+def test_of_a_crowd_that_proves_nothing_a_share_is_left_and_members_are_served(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            victim = f.members[1].node
+            crowd = [
+                await asyncio.open_connection("127.0.0.1", bulk_port(victim))
+                for _ in range(BULK.strangers_per_host + 40)
+            ]
+            for _, writer in crowd:
+                writer.write(bytes.fromhex("1603010200"))  # the first bytes of a TLS hello
+            member = BulkTransport(f.credentials(Role.WORKER))
+            connection = await member.dial("127.0.0.1", bulk_port(victim), victim.peer_id)
+            await connection.close()
+            await until(
+                lambda: sum(reader.at_eof() for reader, _ in crowd) >= 40, "all but a share are ended", limit_s=10
+            )
+            for _, writer in crowd:
+                writer.transport.abort()
+
+    asyncio.run(scene())
 
 
 def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(

@@ -2,8 +2,9 @@
 
 gRPC copies each byte some six times and wakes two threads for it; here the loop reads and writes a quarter of a MiB at a time.
 Guarantees: those of the transport protocol; `peer` is proven by its certificate of the run, both ways; the port takes so many
-connections in all and of an address (port_limits.BULK, watched by doors), of which each has HANDSHAKE_S to prove who it is; a
-frame that has begun goes on within STALLED_S; a peer whose machine is gone ends its connections within GONE_S.
+connections in all and of an address (port_limits.BULK, watched by doors), of which each has HANDSHAKE_S to prove who it is and,
+of one address, the first of too many gives way to the next; a frame that has begun goes on within STALLED_S; a peer whose machine
+is gone ends its connections within GONE_S.
 Leaves to others: which links have one (stripes), what travels on it (link), what frames mean (inbox).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections import deque
@@ -192,6 +194,7 @@ class BulkTransport:
         self.port = 0
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
+        self._shaking: dict[asyncio.Task[None], str] = {}  # by task the host, in the order in which they came
         self._refusals = Refusals(_log)
 
     def listen(self, host: str, port: int, accept: Accept) -> None:
@@ -206,7 +209,7 @@ class BulkTransport:
         with listener:
             while True:
                 try:
-                    raw, _ = await loop.sock_accept(listener)
+                    raw, address = await loop.sock_accept(listener)
                 except OSError as error:  # no descriptor, or it was gone before it was accepted
                     self._refusals.warn("bulk port %d: a connection could not be accepted: %s", self.port, error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
@@ -214,9 +217,21 @@ class BulkTransport:
                 if len(self._serving) >= BULK.connections:
                     raw.close()
                     continue
+                host = as_ipv4(str(address[0]))
+                shaking = [task for task, whose in self._shaking.items() if whose == host]
+                if len(shaking) >= BULK.strangers_per_host:
+                    shaking[0].cancel()
+                    del self._shaking[shaking[0]]
                 task = asyncio.create_task(self._serve(raw, accept))
                 self._serving.add(task)
-                task.add_done_callback(self._serving.discard)
+                self._shaking[task] = host
+                task.add_done_callback(functools.partial(self._served, raw))
+
+    def _served(self, raw: socket.socket, task: asyncio.Task[None]) -> None:
+        """Also of a connection that gave way before its task began."""
+        raw.close()
+        self._serving.discard(task)
+        self._shaking.pop(task, None)
 
     async def _serve(self, raw: socket.socket, accept: Accept) -> None:
         connection = BulkConnection(is_outgoing=False)
@@ -226,14 +241,14 @@ class BulkTransport:
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )  # fmt: skip
             connection.prove()
+            if (task := asyncio.current_task()) is not None:
+                self._shaking.pop(task, None)
             await accept(connection)
         except (OSError, EchoError) as error:  # a handshake that failed is an OSError
             self._refusals.warn("bulk port %d: a caller was refused: %s", self.port, error)
         finally:
             if connection.remotes:
                 await connection.close()
-            else:
-                raw.close()
 
     async def dial(self, host: str, port: int, peer_id: PeerId) -> BulkConnection:
         """Unreachable within DIAL_TIMEOUT_S unless exactly `peer_id` answers there."""
