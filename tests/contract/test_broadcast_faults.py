@@ -172,7 +172,7 @@ def _bad_frame(deed: str, f: Fleet, learner: Member, key: bytes, fresh_key: byte
         case "replay":
             frame = learner.node.library.frame(key, 0)  # type: ignore[arg-type]
             assert frame is not None
-            return frame
+            return bytes(frame)
         case "rubbish":
             return b"\xff\xff not a message"
         case _:
