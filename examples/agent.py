@@ -1,7 +1,7 @@
 """An ordinary agent: sort the digits, with a second and a third try. Nothing here knows of echo2 but the episode's address.
 
-    python -m echo2.cli.demo.model runs/digits-model        # a small model, made here in seconds
-    echo2 run examples/agent.toml --workers 2
+python -m echo2.cli.demo.model runs/digits-model        # a small model, made here in seconds
+echo2 run examples/agent.toml --workers 2
 """
 
 from __future__ import annotations
