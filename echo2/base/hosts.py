@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import ipaddress
+
+from echo2.base.errors import ConfigError
+
 
 def joined(host: str, port: int) -> str:
     """`host:port`; IPv6 addresses in brackets, whether they came in them or not."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def mapped_address(text: str, option: str) -> tuple[str, int]:
+    """The public address and port that an option names. ConfigError: not those of an IP address, or of a system's service."""
+    host, _, port = text.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        address = None
+    is_port = port.isascii() and port.isdigit() and 1024 <= int(port[:6]) < 1 << 16
+    if address is None or address.is_unspecified or not is_port:
+        raise ConfigError(
+            f"{option}: expected the public IP address and the mapped port, 1024 or above, as in 203.0.113.5:41873 or "
+            f"[2001:db8::5]:41873, got {text!r}; peers dial no name, for it may stand for another address by then"
+        )
+    return str(address), int(port)

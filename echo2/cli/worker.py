@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, EchoError
+from echo2.base.hosts import joined, mapped_address
 from echo2.broadcast.link_shape import LinkShape
 from echo2.cli.extras import require_extra
 from echo2.cli.link_text import link_file, link_text
@@ -48,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="",
         help="hand work back when the cloud takes the machine: aws, azure, gcp, or the address to ask",
     )
+    join.add_argument(
+        "--advertise",
+        default="",
+        metavar="ADDRESS:PORT",
+        help="public address and port that are mapped to worker.port (RunPod, Vast, a forwarded port)",
+    )
     add_config_arguments(join)
     add_log_arguments(join)
     add_control_commands(commands)
@@ -80,6 +87,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         is_spot=worker.is_spot,
         listen_host=worker.host,
         listen_port=worker.port,
+        advertised_addresses=_advertised(own.advertise or worker.advertise),
         link=LinkShape(worker.emulated_uplink, worker.emulated_downlink, worker.emulated_rtt),
         uplink_limit_bytes_per_s=worker.uplink_limit,
         store_bytes=worker.store_bytes,
@@ -93,6 +101,10 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         model_path=config.model.path,
         place=place_of(MachinePlace(worker.provider, worker.region), os.environ),
     )
+
+
+def _advertised(text: str) -> tuple[str, ...]:
+    return (joined(*mapped_address(text, "--advertise")),) if text else ()
 
 
 def _default_folder(config: RunConfig, name: str) -> Path:

@@ -438,6 +438,10 @@ class WorkerSection(Section):
         ),
     ] = ""
     port: Annotated[Port, Field(description="Port of the broadcast service; 0: any free one.")] = 0
+    advertise: Annotated[
+        str,
+        Field(description="address:port at which a NAT or a provider maps this worker's port; empty: found out."),
+    ] = ""
     store_bytes: Annotated[Bytes, Field(description="Disk kept for chunks; 0: twice the published weights.")] = 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echo2.base.hosts import joined
 from echo2.base.units import format_bytes
 
 DRIVER_MIN = 525
@@ -27,6 +28,24 @@ class Finding:
 
     def line(self) -> str:
         return f"{self.what}: {self.text}"
+
+
+def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> Finding:
+    """`seen_host`: the address from which the relay sees this machine come, and at which it dialled the advertised port."""
+    host, _, port = advertised.rpartition(":")
+    dialled = joined(seen_host, int(port))
+    if is_reachable and dialled == advertised:
+        return Finding("advertised address", f"{advertised} answers as this worker")
+    if is_reachable:
+        text = f"this worker answers at {dialled}; {advertised} was named, but its connections come from {seen_host}"
+        return Finding("advertised address", f"{text}: peers are told {dialled}")
+    came = "" if dialled == advertised else f" (connections of this machine come from {seen_host}, not from {host})"
+    return Finding(
+        "advertised address",
+        f"{advertised}: expected this worker to answer, nothing with its certificate answered at {dialled}{came}; it works "
+        f"as a hidden worker. Map that port to worker.port, open it in the firewall, or leave --advertise out",
+        is_good=False,
+    )
 
 
 def gpu_finding(names: str, memory_bytes: int, driver: str) -> Finding:

@@ -79,6 +79,19 @@ class NatLab:
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         return ["ip", "netns", "exec", self._prefix + host, *argv]
 
+    def map_port(self, host: str, port: int, own_port: int) -> str:
+        """What arrives at `port` of the host's router goes on to its `own_port`; returns the public address."""
+        number = (*self._public, *self._private).index(host)
+        rules = f"""
+        table ip mapped {{
+          chain in {{ type nat hook prerouting priority -100;
+                     iifname "uplink" tcp dport {port} dnat to {self.addresses[host]}:{own_port}; }}
+        }}
+        insert rule ip guard forward ct status dnat accept
+        """
+        _run(*self.command(f"{host}-nat", ["nft", "-f", "-"]), text=rules)
+        return f"10.90.{number}.2:{port}"
+
     def cut(self, host: str) -> None:
         """The host's cable is pulled."""
         self._ip(host, "link", "set", "uplink", "down")

@@ -26,6 +26,8 @@ from echo2.broadcast.topology import NodeLink
 from echo2.broadcast.trees import plan
 from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
 from echo2.trust.runtime import tls
+from echo2.wire.broadcast import access_from_message
+from echo2.worker.runtime.addresses import reach_of
 
 NAMES = ("hub", "learner", "left", "right")
 GRPC_PORT, RELAY_PORT = 7000, 7001
@@ -59,6 +61,12 @@ async def hub(address: str, folder: Path) -> None:
     await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
     say("ready", peer_id=PEERS["hub"])
     await asyncio.Event().wait()
+
+
+def outer_port(folder: Path, name: str) -> int:
+    """As a worker's --advertise says it: a file of the test's, where it mapped a port."""
+    path = folder / f"{name}.advertise"
+    return int(path.read_text()) if path.exists() else GRPC_PORT
 
 
 def access_of(folder: Path, name: str) -> Access | None:
@@ -101,8 +109,10 @@ async def tell(node: BroadcastNode, transport: MixedTransport, name: str, addres
         access = Access((f"{address}:{GRPC_PORT}",)) if name == "learner" else None
         if name != "learner" and facts.is_reachable is not None:
             say("facts", is_reachable=facts.is_reachable, public_host=facts.public_host, relays=list(facts.relays))
-            relays = tuple(sorted(facts.relays, key=lambda peer: (peer != PEERS["hub"], peer)))
-            access = Access((), (f"{address}:{GRPC_PORT}",), facts.public_host, relays, met)
+            reach = reach_of(facts, [f"{address}:{GRPC_PORT}"], outer_port(folder, name), PEERS["hub"])
+            assert reach is not None, "the relay has said"
+            hidden = access_from_message(reach.access)
+            access = dataclasses.replace(hidden, addresses=tuple(reach.addresses), met=met)
         if access is not None:
             temporary = folder / f"{name}.access.new"
             temporary.write_text(json.dumps(dataclasses.asdict(access)))
@@ -133,7 +143,7 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
     transport = MixedTransport(
         credentials,
         lambda connection: made.accept(connection),  # noqa: PLW0108 - the node is made next
-        P2pSettings(grpc_port=GRPC_PORT),
+        P2pSettings(grpc_port=outer_port(folder, name)),
     )
     made = BroadcastNode(credentials, NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10), transport)
     server = tls.new_server()

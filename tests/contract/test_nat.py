@@ -18,6 +18,7 @@ from tests.contract.nat_lab import NatLab, reason_unavailable
 
 pytestmark = pytest.mark.network_namespaces
 WAIT_S = 60.0
+GRPC_PORT, OUTER_PORT = 7000, 41873
 _NODE = str(Path(__file__).with_name("nat_node.py"))
 
 
@@ -112,11 +113,18 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, is_symmetric: bool = False) -> Iterator[Run]:
+def running(
+    folder: Path, *, is_symmetric: bool = False, mapped: str = "", named: tuple[str, ...] = ()
+) -> Iterator[Run]:
+    """`mapped`: port OUTER_PORT of its router goes to its own; `named`: these advertise that port."""
     if reason := reason_unavailable():
         pytest.skip(reason)
     with NatLab(("hub", "learner"), ("left", "right"), is_symmetric=is_symmetric) as lab:
         run = Run(lab, folder)
+        if mapped:
+            lab.map_port(mapped, OUTER_PORT, GRPC_PORT)
+        for name in named:
+            (folder / f"{name}.advertise").write_text(str(OUTER_PORT))
         try:
             run.start("hub", "hub")
             run.wait("the hub to listen", lambda: "ready" in run.nodes["hub"].seen)
@@ -166,3 +174,21 @@ def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(t
         run.wait("the learner's relay", lambda: learner in run.link("left", "right"))
         run.publish(3)
         run.wait("version 3 through the other relay", lambda: run.version("left") == run.version("right") == 3)
+
+
+@pytest.mark.soak
+def test_an_advertised_port_that_is_mapped_is_dialled_and_one_that_is_not_leaves_its_worker_hidden(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, is_symmetric=True, mapped="left", named=("left", "right")) as run:
+        run.wait("the hub's word", lambda: run.nodes["left"].seen.get("facts", {}).get("is_reachable") is True)
+        run.wait("the other word", lambda: run.nodes["right"].seen.get("facts", {}).get("is_reachable") is False)
+        run.wait("a link to the mapped port", lambda: run.link("right", "left") == "direct: we dialled it")
+        run.wait("the same at the other end", lambda: run.link("left", "right") == "reverse: it dialled us")
+        run.wait("trees over it", lambda: run.topology("left") == run.topology("learner") != "star")
+        run.publish(1)
+        run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
+        run.wait(
+            "chunks between the two",
+            lambda: max(run.from_peer("left", "right"), run.from_peer("right", "left")) > 1 << 20,
+        )

@@ -13,8 +13,11 @@ from echo2.worker.options import WorkerOptions
 
 def advertised_addresses(options: WorkerOptions, link: JoinLink, port: int) -> list[str]:
     """As told; else where it listens, and for 'any address' the one from which it reaches the coordinator."""
-    if options.advertised_addresses:
-        return list(options.advertised_addresses)
+    return list(options.advertised_addresses) or own_addresses(options, link, port)
+
+
+def own_addresses(options: WorkerOptions, link: JoinLink, port: int) -> list[str]:
+    """Where it listens, as its own network sees it."""
     host = outward_host(options.listen_host, link.address)
     return [joined(host, port)] if host else []
 
@@ -25,9 +28,15 @@ def listen_host(options: WorkerOptions, link: JoinLink) -> str:
     return options.listen_host or (own if is_loopback(link.host) else "0.0.0.0")
 
 
-def reach_of(facts: HostFacts, advertised: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
+def dialled_port(options: WorkerOptions, port: int) -> int:
+    """The port at which others reach the service that listens on `port`: a NAT may map another one to it."""
+    return int(options.advertised_addresses[0].rpartition(":")[2]) if options.advertised_addresses else port
+
+
+def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
     """What has been found out; None while nothing has, so that the hello's addresses count.
 
+    `own`: where the service listens, for peers of the same network; `port`: the one that others dial.
     The coordinator's relay goes first: the learner's uplink has better things to carry.
     """
     if facts.is_reachable is None:
@@ -35,7 +44,7 @@ def reach_of(facts: HostFacts, advertised: list[str], port: int, coordinator: Pe
     if facts.is_reachable:
         return coordinator_pb2.Reach(addresses=[joined(facts.public_host, port)])
     access = broadcast_pb2.PeerAccess(
-        lan_addresses=advertised,
+        lan_addresses=own,
         public_host=facts.public_host,
         relays=sorted(facts.relays, key=lambda peer: (peer != coordinator, peer)),
     )

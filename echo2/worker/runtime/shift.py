@@ -24,6 +24,7 @@ from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions, bulk_port_beside
+from echo2.broadcast.runtime.p2p.host_facts import HostFacts
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.control.backoff import Backoff
@@ -43,7 +44,7 @@ from echo2.worker.model_digest import check_model
 from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.price import Price
 from echo2.worker.runtime import machine as machine_check
-from echo2.worker.runtime.addresses import advertised_addresses
+from echo2.worker.runtime.addresses import advertised_addresses, dialled_port, own_addresses
 from echo2.worker.runtime.base_checkpoint import BaseCheckpointLoader
 from echo2.worker.runtime.control import CommandAnswer
 from echo2.worker.runtime.desk import Desk
@@ -111,11 +112,9 @@ class Shift:
         port = bind_server(
             self._server, joined(options.listen_host, options.listen_port), server_credentials(credentials)
         )
-        settings = P2pSettings(options.listen_host, grpc_port=port)
-        is_told = bool(options.advertised_addresses)  # told addresses are not doubted
-        transport = MixedTransport(
-            credentials, self._accept, P2pSettings() if is_told else settings, lambda _: self._tell_heartbeat()
-        )
+        outer_port, is_told = dialled_port(options, port), bool(options.advertised_addresses)
+        settings = P2pSettings(options.listen_host, grpc_port=outer_port)
+        transport = MixedTransport(credentials, self._accept, settings, self._met_as)
         self.node = BroadcastNode(credentials, _node_options(options, port), transport)
         self.node.add_to_server(self._server)
         connect_s = options.limits.connect_s
@@ -131,10 +130,11 @@ class Shift:
         )
         assignments = Assignments(options.limits, options.report_interval_s)
         self.desk = Desk(assignments, self._clock, RateWindow(), self.reporting, self.session)
-        advertised = advertised_addresses(options, link, port)
+        advertised, own = advertised_addresses(options, link, port), own_addresses(options, link, port)
         self.telling = Telling(
             options, self.desk, waits, self.node, self.reporting,
-            Whereabouts(advertised, port, transport, credentials.coordinator_peer_id), credentials.run_id,
+            Whereabouts(advertised, own, outer_port, is_told, transport, credentials.coordinator_peer_id),
+            credentials.run_id,
             (equipment.machine.gpu_text, equipment.choice, equipment.price, engines.memory_bytes),
         )  # fmt: skip
         self._orders = Orders(
@@ -247,6 +247,10 @@ class Shift:
     def _heartbeat(self) -> coordinator_pb2.Heartbeat:
         return self.telling.heartbeat(self._engine, self.keeper)
 
+    def _met_as(self, facts: HostFacts) -> None:
+        self.telling.met_as(facts)
+        self._tell_heartbeat()
+
     def _tell_heartbeat(self) -> None:
         self.session.tell_heartbeat(self._heartbeat())
 
@@ -301,7 +305,7 @@ class Shift:
         engine = await asyncio.to_thread(self._engines.make, self._equipment.choice, config, self.options, fit)
         self.telling.slot_count = engine.slot_count
         probe = RateProbe(engine)
-        self.telling.found(await self._engines.reach(self.telling.where.advertised))
+        self.telling.found(await self._engines.reach(self.telling.where.own))
         await shown(self._progress, f"load of the {self._equipment.choice.value} engine", engine.start())
         self._engine = self._scoring.engine = engine
         self.desk.take(engine)

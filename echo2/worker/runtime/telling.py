@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.runtime.node import BroadcastNode
+from echo2.broadcast.runtime.p2p.host_facts import HostFacts
 from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.control.waits import Waits
@@ -19,7 +20,7 @@ from echo2.outside import SteadyClock
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
 from echo2.worker.engine import Engine
-from echo2.worker.findings import Finding
+from echo2.worker.findings import Finding, advertised_finding
 from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
 from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
@@ -39,10 +40,13 @@ MEMORY_INTERVAL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """How this worker is met: as it advertises itself, and as the transport finds out. `port`: of its gRPC service."""
+    """How this worker is met: as it advertises itself, and as the transport finds out. `own`: where it listens; `port`: the one
+    at which others dial its gRPC service; `is_told`: the operator named the address."""
 
     advertised: list[str]
+    own: list[str]
     port: int
+    is_told: bool
     transport: MixedTransport
     coordinator: PeerId
 
@@ -97,6 +101,11 @@ class Telling:
             region=self._options.place.region,
         )
 
+    def met_as(self, facts: HostFacts) -> None:
+        """The relay has said whether this worker answers where its operator said that it does."""
+        if self.where.is_told and facts.is_reachable is not None:
+            self.found(advertised_finding(self.where.advertised[0], facts.public_host, facts.is_reachable))
+
     def found(self, finding: Finding) -> None:
         """Something about the machine: for the log and the status."""
         if self.findings.get(finding.what) != finding:
@@ -148,7 +157,7 @@ class Telling:
             fingerprint=keeper.live_fingerprint if keeper else "",
             memory_used_bytes=used_bytes,
             memory_total_bytes=total_bytes,
-            reach=reach_of(self.where.transport.facts, self.where.advertised, self.where.port, self.where.coordinator),
+            reach=reach_of(self.where.transport.facts, self.where.own, self.where.port, self.where.coordinator),
             links=self._links_if_changed(node),
             log=self._log_if_news(),
         )

@@ -192,7 +192,7 @@ def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -
     machine = WorkerMachine(
         parse_gpus(f"NVIDIA X, {gib << 10}, 580.1\n" * planned.gpu_count), 8, 1 << 40, 1 << 42, has_vllm=True
     )
-    join = argparse.Namespace(link="", name="w", folder=tmp_path, preemption="")
+    join = argparse.Namespace(link="", name="w", folder=tmp_path, preemption="", advertise="")
     said = learner_options(config, "", tmp_path)
     longest = min(said.longest_tokens, size.context_tokens)
     at_work = fit_engine(EngineChoice.VLLM, shape, worker_options(join, config), machine, longest, 0)

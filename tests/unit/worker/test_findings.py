@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from echo2.worker.findings import (
+    advertised_finding,
     clock_finding,
     disk_finding,
     gpu_finding,
@@ -42,3 +43,13 @@ def test_addresses_that_do_not_answer_are_named_with_the_reason() -> None:
 
 def test_the_rate_names_its_load() -> None:
     assert rate_finding(1234.5, 32).line() == "rate: 1234 tokens/s with 32 sequences, measured before the first lease"
+
+
+def test_an_advertised_address_that_does_not_answer_is_told_with_what_to_do() -> None:
+    assert advertised_finding("203.0.113.5:41873", "203.0.113.5", is_reachable=True).is_good
+    elsewhere = advertised_finding("203.0.113.5:41873", "198.51.100.2", is_reachable=True)
+    assert elsewhere.is_good and "peers are told 198.51.100.2:41873" in elsewhere.text
+    silent = advertised_finding("203.0.113.5:41873", "203.0.113.5", is_reachable=False)
+    assert not silent.is_good and "hidden worker" in silent.line() and "worker.port" in silent.line()
+    far = advertised_finding("[2001:db8::5]:41873", "198.51.100.2", is_reachable=False)
+    assert "come from 198.51.100.2, not from [2001:db8::5]" in far.text
