@@ -364,14 +364,15 @@ class Shift:
 
 
 def _node_options(options: WorkerOptions, port: int) -> NodeOptions:
-    """`port`: of the broadcast service; that for chunks is the next one, where it is free."""
+    """`port`: of the broadcast service; that for chunks is the next one, where it is free. Behind a mapped port there is none:
+    nothing maps it, and peers would dial it in vain."""
     return NodeOptions(
         folder=options.folder / "chunks",
         store_bytes=options.store_bytes,
         uplink_limit_bytes_per_s=options.uplink_limit_bytes_per_s,
         shape=options.link,
         seed=options.seed,
-        bulk_host=options.listen_host,
+        bulk_host="" if options.advertised_addresses else options.listen_host,
         bulk_port=bulk_port_beside(port),
     )
 
