@@ -29,7 +29,10 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "wire/": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_ticket.py", "tests/unit/wire/test_broadcast.py"),
     "learner/runtime/journal.py": ("tests/unit/learner/test_journal.py",),
     "learner/runtime/ingest.py": ("tests/unit/learner/test_ingest.py",),
+    "learner/runtime/showing.py": ("tests/unit/learner/test_recent.py",),
     "learner/runtime/": ("tests/unit/learner/test_session.py",),
+    "coordinator/runtime/asking.py": ("tests/unit/coordinator/test_web.py",),
+    "coordinator/runtime/operator.py": ("tests/unit/coordinator/test_daemon.py", "tests/unit/cli/test_plan_live.py"),
     "coordinator/runtime/barring.py": ("tests/redteam/test_bans.py", "tests/unit/coordinator/test_barring.py"),
     "coordinator/runtime/session.py": ("tests/unit/coordinator/test_daemon.py",),
     "coordinator/runtime/probe.py": ("tests/unit/coordinator/test_probe.py",),
@@ -43,7 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "trust/": ("tests/unit/coordinator/test_daemon.py",),
     "worker/runtime/scoring.py": ("tests/unit/worker/test_scoring.py",),
     "worker/": ("tests/unit/worker/test_reporting.py", "tests/unit/worker/test_session.py"),
-    "cli/": ("tests/unit/cli/test_operator.py",),
+    "cli/": ("tests/unit/cli/test_operator.py", "tests/unit/cli/test_plan_live.py"),
 }
 
 

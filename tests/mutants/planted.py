@@ -63,6 +63,10 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "learner/test_journal.py",)),
     Mutant("a secret is renamed before it is synced", _TLS, "        here().files.sync(file.fileno())\n", "",
            (_UNIT + "outside/test_outside.py",)),
+    Mutant("a renewed certificate is not shown to bulk connections", "trust/runtime/sockets_tls.py",
+           "if self._made is None or self._made[0] != pair:", "if self._made is None:", ("tests/contract/test_bulk.py",)),
+    Mutant("who calls at a bulk port is not looked at", "broadcast/runtime/transport_bulk.py",
+           "            connection.prove()\n            if (task", "            if (task", ("tests/contract/test_bulk.py",)),
     # staleness and exactly once
     Mutant("S is off by one", "staleness/rule.py", "<= staleness_bound\n\n\ndef last", "<= staleness_bound + 1\n\n\ndef last",
            (_UNIT + "staleness/test_rule.py",)),

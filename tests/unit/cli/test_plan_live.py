@@ -59,6 +59,7 @@ def test_a_starved_run_is_told_what_to_rent(tmp_path: Path) -> None:
                 assert live_lines(early, 0.0)[0].startswith("nothing to advise yet: the run waits for")
                 nodes = await small_run(daemon)
                 told = await operator.outlook(MARKET, "a test", 5.0)
+                without = await operator.outlook(MARKET, "a test", 0.0)
             text = "\n".join(live_lines(told, 5.0))
             assert (
                 "the learner trains 31% of the time" in text and "workers make 1 of the 3" in text and "a test" in text
@@ -68,6 +69,8 @@ def test_a_starved_run_is_told_what_to_rent(tmp_path: Path) -> None:
             assert "1. rent 3 x RTX4090 spot at runpod in eu-cz-1 at $0.34/h each" in text
             assert "+$1.02/h" in text and "1 machine of this kind was measured" in text and "earlier" in text
             assert first["after"]["utilisation"]["expected"] > 0.9
+            prices = [one["actions"][0]["after"]["usd_per_million_tokens"]["expected"] for one in (told, without)]
+            assert prices[0] > 1.5 * prices[1], "the learner's machines cost, too"
             assert all(one.get("kind") != "T4" for one in told["actions"])
             assert history_lines(told["history"])[0].startswith("utilisation: nothing to compare yet")
             for node in nodes:

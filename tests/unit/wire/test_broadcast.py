@@ -44,6 +44,7 @@ PLAN_WITH_PACE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], de
 FRAMES: dict[str, bytes] = {
     "peer_hello": wire.hello(1, RunId("r")),
     "peer_hello_further": wire.hello(1, RunId("r"), is_further=True),
+    "peer_hello_bulk": wire.hello(1, RunId("r"), bulk_port=8432),
     "artifact_header": wire.header_to_bytes(HEADER),
     "chunk": wire.chunk_to_bytes(CHUNK),
     "chunk_routed": wire.addressed(wire.chunk_to_bytes(CHUNK), Route(3, 1), False),
@@ -96,12 +97,14 @@ def decode(frame: bytes) -> object:
         case "width_wish":
             return wire.width_wish_from(message.width_wish)
         case _:
-            return message.hello.protocol_version, message.hello.run_id, message.hello.is_further
+            hello = message.hello
+            return hello.protocol_version, hello.run_id, hello.is_further, hello.bulk_port
 
 
 def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
-    assert decode(golden("peer_hello")) == (1, "r", False)
-    assert decode(golden("peer_hello_further")) == (1, "r", True)
+    assert decode(golden("peer_hello")) == (1, "r", False, 0)
+    assert decode(golden("peer_hello_further")) == (1, "r", True, 0)
+    assert decode(golden("peer_hello_bulk")) == (1, "r", False, 8432)
     assert decode(golden("width_wish")) == 4
     assert decode(golden("artifact_header")) == HEADER
     assert decode(golden("chunk")) == (CHUNK, None, False)

@@ -35,6 +35,7 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
     coordinator_pb2.LearnerReport: through(
         lambda m: cw.learner_report_from_message(m, W), cw.learner_report_to_message
     ),
+    coordinator_pb2.OfferedMachine: through(cw.offered_machine, cw.offered_machine_to_message),
     coordinator_pb2.Link: through(cw.link_from_message, cw.link_to_message),
     rollout_pb2.SamplingParams: through(rw.sampling_from_message, rw.sampling_to_message),
     rollout_pb2.GroupSpec: through(rw.group_from_message, rw.group_to_message),
@@ -61,7 +62,7 @@ ELSEWHERE = {"WorkerHello": {"held_tickets"}}  # the services verify the tickets
 SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the place of those that follow from names
     "SamplingParams": {"top_p": 0.5, "temperature": 1.5, "max_new_tokens": 64},
     "LearnerHello": {"rollouts_per_group": 4, "rollouts_per_step": 8, "kappa": 3, "staleness_bound": 5},
-    "LearnerReport": {"utilisation": 0.5},
+    "LearnerReport": {"utilisation": 0.5}, "OfferedMachine": {"gpu_count": 3, "gpu_memory_gib": 47.5, "usd_per_hour": 2.5},
     "GroupSpec": {"rollout_count": 4},
     "RolloutSegment": {
         "index": 3, "token_ids": [5, 6], "logprobs": [-0.5, -0.25], "raw_logprobs": [-0.75, -1.5],
