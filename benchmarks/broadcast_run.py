@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -116,8 +116,10 @@ def _prepare(folder: Path, scene: Scene, how: dict[str, Any], made: Lab | None) 
     coordinator = tls.load_or_create_identity(folder / "coordinator")
     authority = RunAuthority.create(coordinator, RunId("bench"), time.time())
     told: dict[str, Any] = scene.as_dict() | how | {"peer_ids": []}
+    # Addresses of this run alone: a port found free on 127.0.0.1 may be somebody else's before the node opens it.
+    loopback = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}"
     for number, node in enumerate(told["nodes"]):
-        node["address"] = f"{made.address(number)}:7400" if made else f"127.0.0.1:{_free_port()}"
+        node["address"] = f"{made.address(number) if made else f'{loopback}.{number + 1}'}:7400"
         identity, key = tls.load_or_create_identity(folder / node["name"]), TlsKey.generate()
         role = Role.LEARNER if number == 0 else Role.WORKER
         issued = authority.issue(certificate_request(identity, key), role, time.time())
@@ -127,12 +129,6 @@ def _prepare(folder: Path, scene: Scene, how: dict[str, Any], made: Lab | None) 
         tls.save_credentials(folder / node["name"], credentials)
         told["peer_ids"].append(identity.peer_id)
     (folder / "scene.json").write_text(json.dumps(told))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _reap(process: subprocess.Popen[str]) -> None:
@@ -253,10 +249,18 @@ class _Processes:
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            name = self._scene.nodes[number].name
-            log = (self._folder / f"{name}.log").read_text()[-2000:]
-            raise RuntimeError(f"{name} ended early with code {self._all[number].wait(5)}:\n{log}")
+            self._all[number].wait(5)
+            raise RuntimeError("\n".join(self._ended(n) for n in self._first_ended(number)))
         return line
+
+    def _first_ended(self, number: int) -> list[int]:
+        """Nodes that ended by themselves, or else `number`, which the watchdog may have ended because it waited for them."""
+        return [n for n, p in enumerate(self._all) if p.poll() not in (None, -signal.SIGKILL)] or [number]
+
+    def _ended(self, number: int) -> str:
+        name = self._scene.nodes[number].name
+        log = (self._folder / f"{name}.log").read_text()[-2000:]
+        return f"{name} ended early with code {self._all[number].returncode}:\n{log}"
 
 
 def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: dict[str, Any]) -> Outcome:
