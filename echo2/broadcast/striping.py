@@ -6,16 +6,18 @@ connections carry k times that. So a link whose own transport is what its chunks
 its queue is short, is doubled; then it is seen whether that helped. If not (the peer reads slowly, its downlink is full),
 the link goes back to what it was and is left alone for a while that doubles.
 
-Guarantees: never more than `connections_max` for a link, so that all links of a node have NODE_CONNECTIONS connections
-at most. Leaves to others: looking (runtime/sockets), opening and closing (runtime/stripes).
+Guarantees: never more than `connections_max` for a link, so that all links of a node have NODE_FURTHER connections beside
+their first ones, however many links there are. Leaves to others: looking (runtime/sockets), opening and closing (runtime/stripes).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-LINK_CONNECTIONS, NODE_CONNECTIONS = 8, 32
+LINK_CONNECTIONS = 8
+NODE_FURTHER = 28  # of all links, beside the first of each: a node's buffers and descriptors, not its links, bound it
 SPAN_S = 2.0  # over which looks are judged
 SETTLE_S = 0.5  # in which new connections come up to speed
 PAUSE_S = 1.0  # without anything to send: what was seen before it counts no more
@@ -27,9 +29,17 @@ LEFT_ALONE_S, LEFT_ALONE_MAX_S = 30.0, 600.0
 CLEAN_S = 120.0  # of sending without a loss: one connection fills the path
 
 
-def connections_max(link_count: int) -> int:
-    """Of one link, where a node has so many links."""
-    return max(1, min(LINK_CONNECTIONS, NODE_CONNECTIONS // max(1, link_count)))
+def connections_max(own: int, others: Iterable[tuple[int, bool]]) -> int:
+    """Of one link that has `own` now, beside other links: (how many each has, whether it is short of them).
+
+    Links that need no more than one leave their part to those that do, which share alike. Where fewer further connections
+    are left than links that want one, the first keep theirs.
+    """
+    widths = list(others)
+    wanting = 1 + sum(width > 1 or is_short for width, is_short in widths)
+    spare = NODE_FURTHER - (own - 1) - sum(width - 1 for width, _ in widths)
+    share = max(1, NODE_FURTHER // wanting)
+    return 1 + max(0, min(LINK_CONNECTIONS - 1, share, own - 1 + max(0, spare)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +69,12 @@ class _Trial:
 
 
 class Striping:
-    """Of one link and of what this side sends over it. `count`: how many connections it should have; `reason` says why."""
+    """Of one link and of what this side sends over it. `count`: how many connections it should have; `reason` says why.
+    `is_short`: losses hold it back, and more were tried if more were allowed."""
 
     def __init__(self) -> None:
         self.count = 1
+        self.is_short = False
         self.reason = ""
         self._seen: deque[_Seen] = deque()
         self._losses: deque[float] = deque(maxlen=64)
@@ -77,6 +89,7 @@ class Striping:
         """Several times a second while the node sends. `open_count`: connections that the link has; `limit`: and may have."""
         self.count = min(self.count, limit)
         if not (seen.delivered_bytes or seen.is_held_back):
+            self.is_short = self.is_short and now - self._active_at <= PAUSE_S
             return
         if now - self._active_at > PAUSE_S:
             self._seen.clear()
@@ -96,7 +109,9 @@ class Striping:
 
     def _choose(self, present: int, limit: int, now: float) -> None:
         held_back, losses = self._held_back, sum(now - at < LOSSES_SPAN_S for at in self._losses)
-        if held_back >= HELD_BACK_SHARE and losses and present < limit and now >= self._next_growth_at:
+        wants_more = held_back >= HELD_BACK_SHARE and losses > 0 and now >= self._next_growth_at
+        self.is_short = wants_more and present < LINK_CONNECTIONS
+        if wants_more and present < limit:
             self._trial = _Trial(now, self.count, self._rate, held_back)
             self._is_open = False
             self.count = min(2 * present, limit)

@@ -65,9 +65,13 @@ class Stripes:
         self._open_one, self._spawn = open_one, spawn
         self._widths: dict[PeerId, _Width] = {}
 
-    @property
-    def _limit(self) -> int:
-        return connections_max(len(self._links))
+    def _limit(self, link: PeerLink) -> int:
+        others = (
+            (one.width, (known := self._widths.get(peer)) is not None and known.link is one and known.striping.is_short)
+            for peer, one in self._links.items()
+            if one is not link
+        )
+        return connections_max(max(1, link.width), others)
 
     def _width(self, link: PeerLink) -> _Width:
         known = self._widths.get(link.peer_id)
@@ -85,7 +89,7 @@ class Stripes:
             path = functools.reduce(PathSent.__add__, paths, PathSent())
             held_back = peer.is_held_back(SLOTS_PER_PEER)
             look = LinkLook(path.delivered_bytes, path.lost, held_back)
-            self._width(link).striping.look(look, link.width, self._limit, now)
+            self._width(link).striping.look(look, link.width, self._limit(link), now)
 
     def widened(self, peer_id: PeerId) -> None:
         """A connection of the link to the peer was opened, given up or lost."""
@@ -103,7 +107,7 @@ class Stripes:
             if not link.connection.is_outgoing:
                 self._ask(link, width)
                 continue
-            goal = min(self._limit, max(width.striping.count, peer.wished_connections if peer is not None else 1))
+            goal = min(self._limit(link), max(width.striping.count, peer.wished_connections if peer is not None else 1))
             has_own = not (
                 link.has_bulk or is_bulk_offered(link, now)
             )  # then the first takes chunks, and is one of them
@@ -138,9 +142,9 @@ class Stripes:
         link = self._links.get(peer)
         if link is None or not isinstance(connection, Widenable):
             raise Unreachable(f"peer {peer}: a further connection came, and no link is there that it could widen")
-        if link.width >= self._limit:
+        if link.width >= (limit := self._limit(link)):
             raise Unreachable(
-                f"peer {peer}: {link.width} connections are open, the most for one of {len(self._links)} links"
+                f"peer {peer}: {link.width} connections are open, of {limit} for one of {len(self._links)} links"
             )
         await link.carry(connection)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,7 +13,7 @@ from echo2.broadcast.striping import (
     CLEAN_S,
     LEFT_ALONE_S,
     LINK_CONNECTIONS,
-    NODE_CONNECTIONS,
+    NODE_FURTHER,
     OPENING_S,
     LinkLook,
     Striping,
@@ -126,8 +127,53 @@ def test_a_pause_in_a_trial_does_not_fail_it() -> None:
     assert path.open == 2
 
 
-def test_all_connections_of_a_node_stay_within_their_bound() -> None:
-    for links in range(1, NODE_CONNECTIONS + 1):
-        assert 1 <= connections_max(links) <= LINK_CONNECTIONS
-        assert links * connections_max(links) <= NODE_CONNECTIONS
-    assert connections_max(8) == 4 and connections_max(0) == LINK_CONNECTIONS and connections_max(40) == 1
+@dataclass
+class Link:
+    width: int = 1
+    is_short: bool = True
+
+
+def settled(links: list[Link], rounds: int = 40) -> list[int]:
+    """What links come to that take what they may have, in turn."""
+    for _ in range(rounds):
+        for link in links:
+            others = [(one.width, one.is_short) for one in links if one is not link]
+            limit = connections_max(link.width, others)
+            link.width = limit if link.is_short else 1
+            assert 1 <= limit <= LINK_CONNECTIONS
+            assert sum(one.width - 1 for one in links) <= NODE_FURTHER
+    return [link.width for link in links]
+
+
+@pytest.mark.parametrize("links", [1, 2, 4, 16, 17, 48])
+def test_a_link_that_losses_hold_back_gets_all_it_may_beside_any_number_of_links_that_need_no_more(links: int) -> None:
+    assert settled([Link(), *(Link(is_short=False) for _ in range(links - 1))])[0] == LINK_CONNECTIONS
+
+
+@pytest.mark.parametrize("short, beside", [(2, 0), (5, 0), (8, 40), (17, 31), (28, 20)])
+def test_links_that_are_held_back_share_further_connections_alike(short: int, beside: int) -> None:
+    links = [Link() for _ in range(short)] + [Link(is_short=False) for _ in range(beside)]
+    widths = settled(links)[:short]
+    assert max(widths) - min(widths) <= 1 and min(widths) > 1
+
+
+def test_a_link_that_is_held_back_later_gets_its_share_from_those_that_came_first() -> None:
+    first, late = [Link() for _ in range(4)], [Link(is_short=False) for _ in range(20)]
+    assert settled(first + late)[:4] == [8] * 4
+    for link in late[:3]:
+        link.is_short = True
+    assert settled(first + late)[:7] == [5] * 7
+
+
+def test_where_more_links_are_held_back_than_connections_are_left_the_first_keep_theirs() -> None:
+    widths = settled([Link() for _ in range(48)])
+    assert sum(width - 1 for width in widths) == NODE_FURTHER and max(widths) == 2
+
+
+def test_a_link_says_that_it_is_short_also_where_it_may_not_grow() -> None:
+    path = Path(3 * ONE_CARRIES, lossy)
+    path.run(30, limit=1)
+    assert path.open == 1 and path.striping.is_short
+    path.losses_per_s, path.carried = 0.0, lambda count: 1e9
+    path.run(60, limit=1)
+    assert not path.striping.is_short
