@@ -1,4 +1,5 @@
-"""What each kind of link carries, and at which cost: direct gRPC, a punched hole, a relay.
+"""What each kind of link carries, and at which cost: direct gRPC, a bulk connection, a punched hole, a relay by libp2p and by
+a byte pipe.
 
 Real processes in network namespaces, two of them behind NATs of their own (tests/contract/nat_lab.py); 64 MiB in frames
 of 256 KiB from one to the other, median of three. Without root or nftables the direct row alone is measured, on
@@ -25,7 +26,9 @@ from pathlib import Path
 from echo2.base.ids import RunId
 from echo2.broadcast.reachability import circuit_address
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.runtime.pipe_member import PipeMember
 from echo2.broadcast.runtime.transport import Connection, way_of
+from echo2.broadcast.runtime.transport_bulk import BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
@@ -33,8 +36,9 @@ from echo2.trust.runtime import tls
 from tests.contract.nat_lab import NatLab, reason_unavailable
 
 RESULTS = Path(__file__).parent / "results" / "links.json"
+DIRECT, RELAYED = ("direct", "bulk"), ("relayed", "byte pipe")
 FRAME_BYTES, FRAMES, ROUNDS = 256 << 10, 256, 3
-GRPC_PORT, RELAY_PORT = 7100, 7101
+GRPC_PORT, RELAY_PORT, BULK_PORT = 7100, 7101, 7103
 
 
 def identity_of(name: str) -> Identity:
@@ -79,7 +83,13 @@ async def serve(name: str, address: str, hub: str, folder: Path) -> None:
         grpc_side.add_to_server(server, take)
         tls.bind_server(server, f"{address}:{GRPC_PORT}", tls.server_credentials(credentials))
         await server.start()
+        bulk = BulkTransport(credentials)
+        bulk.listen(address, BULK_PORT, take)
+        pipes = PipeMember(bulk.dial, lambda raw, host: bulk.take(raw, host, take), None)
+        pipes.keep(transport.pipes)
         await settled(transport)
+        while not pipes.held:
+            await asyncio.sleep(0.05)
     say(ready=True)
     begun = cpu_s()
     await asyncio.to_thread(sys.stdin.readline)
@@ -92,13 +102,19 @@ async def settled(transport: MixedTransport) -> None:
 
 
 async def send(address: str, hub: str, folder: Path) -> None:
-    """Dials `address`, host:port or `circuit`, and measures."""
-    transport = MixedTransport(credentials_of("left", folder))
+    """Dials `address`, host:port, `circuit` or `bulk` and host:port, and measures."""
+    transport, bulk = MixedTransport(credentials_of("left", folder)), BulkTransport(credentials_of("left", folder))
+    is_bulk = address.startswith("bulk ")
     if address == "circuit":
         address = circuit_address(identity_of("hub").peer_id)
         transport.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
         await settled(transport)
-    connection = await transport.dial(address, identity_of("right").peer_id)
+    peer = identity_of("right").peer_id
+    if is_bulk:
+        host, _, port = address.removeprefix("bulk ").rpartition(":")
+        connection: Connection = await bulk.dial(host, int(port), peer)
+    else:
+        connection = await transport.dial(address, peer)
     for _ in range(ROUNDS):
         begun, before = time.perf_counter(), cpu_s()
         for _ in range(FRAMES):
@@ -107,7 +123,7 @@ async def send(address: str, hub: str, folder: Path) -> None:
         answer = json.loads(await connection.receive() or b"{}")
         taken = time.perf_counter() - begun
         say(mb_per_s=FRAMES * FRAME_BYTES / 1e6 / taken, cpu_s=cpu_s() - before + answer["cpu_s"])
-    say(way=way_of(connection).kind.value)
+    say(way="" if is_bulk else way_of(connection).kind.value)
     await transport.close()
 
 
@@ -135,22 +151,24 @@ def measure(kind: str) -> tuple[float, float]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         lab, addresses = None, {"hub": "127.0.0.1", "right": "127.0.0.1"}
         if not reason_unavailable():
-            public, private = (("hub", "right", "left"), ()) if kind == "direct" else (("hub",), ("left", "right"))
-            lab = stack.enter_context(NatLab(public, private, is_symmetric=kind == "relayed"))
+            public, private = (("hub", "right", "left"), ()) if kind in DIRECT else (("hub",), ("left", "right"))
+            lab = stack.enter_context(NatLab(public, private, is_symmetric=kind in RELAYED))
             addresses = lab.addresses
         hub, right = addresses["hub"], addresses["right"]
         relay = stack.enter_context(process(lab, "hub", "--serve", "hub", hub, hub, folder))
         ready(relay)
         receiver = stack.enter_context(process(lab, "right", "--serve", "right", right, hub, folder))
         ready(receiver)
-        target = f"{right}:{GRPC_PORT}" if kind == "direct" else "circuit"
+        target = {
+            "direct": f"{right}:{GRPC_PORT}", "bulk": f"bulk {right}:{BULK_PORT}", "byte pipe": f"bulk {hub}:{RELAY_PORT + 1}"
+        }.get(kind, "circuit")  # fmt: skip
         with process(lab, "left", "--send", target, hub, folder) as sender:
             assert sender.stdout is not None
             said = [json.loads(line) for line in sender.stdout]
         rounds = [one for one in said if "mb_per_s" in one]
-        assert len(rounds) == ROUNDS and said[-1]["way"] == kind, f"expected a link of kind {kind}, got {said}"
+        assert len(rounds) == ROUNDS and said[-1]["way"] in ("", kind), f"expected a link of kind {kind}, got {said}"
         relay_cpu_s = 0.0
-        if kind == "relayed":
+        if kind in RELAYED:
             assert relay.stdin is not None and relay.stdout is not None
             relay.stdin.write("\n")
             relay.stdin.flush()
@@ -164,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", nargs=4)
     parser.add_argument("--send", nargs=3)
+    parser.add_argument("--only", default="", help="kinds, by commas; writes no results")
     own = parser.parse_args()
     if own.serve:
         asyncio.run(serve(*own.serve[:3], Path(own.serve[3])))
@@ -173,10 +192,15 @@ def main() -> None:
         return
     missing = reason_unavailable()
     rows: list[dict[str, object]] = []
+    chosen = own.only.split(",") if own.only else []
     bound, _ = direct = measure("direct")
-    targets: dict[str, float | None] = {"direct": None, "hole-punched": 20.0, "relayed": 8.0}
+    targets: dict[str, float | None] = {
+        "direct": None, "bulk": None, "hole-punched": 20.0, "relayed": None, "byte pipe": 60.0
+    }  # fmt: skip
     print(f"{'kind':<14}{'MB/s':>8}{'of direct':>11}{'target':>8}{'CPU s / GiB':>13}")
     for kind, target in targets.items():
+        if chosen and kind not in chosen:
+            continue
         if missing and kind != "direct":
             print(f"{kind:<14} not measured: {missing}")
             continue
@@ -186,9 +210,15 @@ def main() -> None:
             {"name": f"{kind}, MB/s", "value": round(rate, 1), "unit": "MB/s", "target": target, "better": "higher"}
         )
         rows.append(
-            {"name": f"{kind}, CPU", "value": round(cost, 1), "unit": "s/GiB", "target": None, "better": "lower"}
+            {
+                "name": f"{kind}, CPU",
+                "value": round(cost, 1),
+                "unit": "s/GiB",
+                "target": 8.0 if kind == "byte pipe" else None,
+                "better": "lower",
+            }
         )
-    if not missing:
+    if not missing and not chosen:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import resource
+import ssl
 import struct
 import tempfile
 import time
@@ -24,6 +25,7 @@ from google.protobuf.message import DecodeError, Message
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
 from echo2.broadcast.bulk_frames import FrameCutter, head_of
+from echo2.broadcast.pipe_hello import PipeAnswer, opening_of
 from echo2.config.load import load_config
 from echo2.learner.runtime.journal import read_journal
 from echo2.learner.runtime.segment import Framing
@@ -137,6 +139,13 @@ def _bulk_frames(data: bytes) -> None:
             _peer_message(frame)
 
 
+def _pipe_opening(data: bytes) -> None:
+    """Of a prefix it is said at most that more has to come; then what the whole says."""
+    whole = opening_of(data)
+    for cut in {len(data) // 2, max(0, len(data) - 1)}:
+        assert opening_of(data[:cut]) in (None, whole)
+
+
 def _worker_message(data: bytes) -> None:
     message = _parsed(coordinator_pb2.WorkerMessage, data)
     assert isinstance(message, coordinator_pb2.WorkerMessage)
@@ -243,6 +252,7 @@ TARGETS = {
         Target("delta_resealed", _resealed),
         Target("peer_message", _peer_message),
         Target("bulk_frames", _bulk_frames),
+        Target("pipe_opening", _pipe_opening),
         Target("worker_message", _worker_message),
         Target("learner_message", _learner_message),
         Target("worker_order", _worker_order),
@@ -375,6 +385,10 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
     messages = bw.header_to_bytes(header), frame, bw.beside(Route(3, 1), False) + frame, bw.seal_to_bytes(seal)
     stream = b"".join(head_of(len(message)) + message for message in messages)
     yield "bulk_frames", [bytes([pace]) + stream for pace in (0, 7, 255)]
+    yield (
+        "pipe_opening",
+        [PipeAnswer(bytes(range(16))).to_bytes(), _tls_hello("peer.example", ["h2"]), _tls_hello("a.b", [])],
+    )
     yield "peer_message", [
         bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, bw.addressed(frame, Route(3, 1), True),
         bw.seal_to_bytes(seal), bw.have_to_bytes(header.key, 0b1011, True), bw.request_to_bytes(header.key, (0, 3)),
@@ -386,6 +400,20 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
         for i in range(4)
     ]
     yield "broadcast_plan", [bw.plan_to_message(plan(nodes, 7, 1 << 20)).SerializeToString()]
+
+
+def _tls_hello(name: str, protocols: list[str]) -> bytes:
+    """As OpenSSL writes it, with its randomness made even: the corpus is to be the same each time."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if protocols:
+        context.set_alpn_protocols(protocols)
+    written = ssl.MemoryBIO()
+    hello = context.wrap_bio(ssl.MemoryBIO(), written, server_hostname=name)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        hello.do_handshake()
+    made = bytearray(written.read())
+    made[11:43] = made[44:76] = bytes(range(32))
+    return bytes(made)
 
 
 def _coordinator_inputs() -> Iterator[tuple[str, list[bytes]]]:

@@ -28,6 +28,16 @@ class RelayLimits:
     member_bytes_per_hour: int = 16 << 30
 
 
+PIPES = RelayLimits(circuits_max=1024, circuits_per_member_max=64)
+"""Of byte pipes: a pipe costs no CPU to speak of, and a link may have several."""
+_WITHOUT_END = 1 << 60
+PIPES_OF_LEARNER = RelayLimits(
+    circuits_max=4096, circuits_per_member_max=4096, circuit_bytes_max=_WITHOUT_END, circuit_s_max=float(_WITHOUT_END),
+    member_bytes_per_hour=_WITHOUT_END,
+)  # fmt: skip
+"""All workers reach it so where it is behind a NAT: rollouts, and what of the weights other workers do not carry."""
+
+
 @dataclass(slots=True)
 class Circuit:
     number: int

@@ -145,7 +145,8 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
         lambda connection: made.accept(connection),  # noqa: PLW0108 - the node is made next
         P2pSettings(grpc_port=outer_port(folder, name)),
     )
-    made = BroadcastNode(credentials, NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10), transport)
+    options = NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10, bulk_host="0.0.0.0")
+    made = BroadcastNode(credentials, options, transport)
     server = tls.new_server()
     made.add_to_server(server)
     tls.bind_server(server, f"0.0.0.0:{GRPC_PORT}", tls.server_credentials(credentials))

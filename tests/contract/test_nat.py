@@ -161,6 +161,10 @@ def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(t
         run.wait("a relayed link", lambda: run.link("left", "right").startswith("relayed: "))
         hub, learner = (str(run.nodes[name].seen["ready"]["peer_id"]) for name in ("hub", "learner"))
         assert hub in run.link("left", "right"), "the reason names the relay"
+        for one, other in (("left", "right"), ("right", "left")):
+            run.wait(
+                "a byte pipe", lambda one=one, other=other: run.link(one, other).endswith("byte pipe of the relay")
+            )
         run.publish(1)
         run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
         before = run.from_peer("left", "right") + run.from_peer("right", "left")
@@ -172,6 +176,7 @@ def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(t
         assert run.from_peer("right", "left") - before > 1 << 20
         run.nodes["hub"].process.send_signal(signal.SIGKILL)
         run.wait("the learner's relay", lambda: learner in run.link("left", "right"))
+        run.wait("its byte pipe", lambda: run.link("left", "right").endswith("byte pipe of the relay"))
         run.publish(3)
         run.wait("version 3 through the other relay", lambda: run.version("left") == run.version("right") == 3)
 

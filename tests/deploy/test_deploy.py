@@ -106,7 +106,7 @@ def test_what_compiles_dependencies_is_there_before_pip_needs_it() -> None:
 def test_ports_agree() -> None:
     config = load_config([DEPLOY / "run.toml"], None, {})
     c = config.coordinator
-    ports = (c.enrol_port, c.port, c.dashboard_port, c.relay_port)
+    ports = (c.enrol_port, c.port, c.dashboard_port, c.relay_port, c.relay_port + 1)
     for name, wanted in (
         ("coordinator", ports),
         ("learner", (config.learner.port,)),

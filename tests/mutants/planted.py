@@ -67,6 +67,10 @@ MUTANTS: tuple[Mutant, ...] = (
            "if self._made is None or self._made[0] != pair:", "if self._made is None:", ("tests/contract/test_bulk.py",)),
     Mutant("who calls at a bulk port is not looked at", "broadcast/runtime/transport_bulk.py",
            "            connection.prove()\n            if (task", "            if (task", ("tests/contract/test_bulk.py",)),
+    Mutant("a barred member holds a place for byte pipes", "broadcast/runtime/pipe_relay.py",
+           "            if self._is_barred(peer.peer_id):", "            if False:", ("tests/contract/test_pipes.py",)),
+    Mutant("what a byte pipe moves is not charged", "broadcast/runtime/pipe_relay.py",
+           "place.book.move(circuit, count, monotonic())", "None", ("tests/contract/test_pipes.py",)),
     # staleness and exactly once
     Mutant("S is off by one", "staleness/rule.py", "<= staleness_bound\n\n\ndef last", "<= staleness_bound + 1\n\n\ndef last",
            (_UNIT + "staleness/test_rule.py",)),

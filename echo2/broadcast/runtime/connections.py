@@ -24,13 +24,16 @@ from echo2.broadcast.events import Event, PeerDown, PeerUp, SendChunk
 from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactKey
 from echo2.broadcast.places import Place, giving_way
+from echo2.broadcast.reachability import relay_of
 from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.dialling import Dialling, Target
 from echo2.broadcast.runtime.inbox import Hello
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
+from echo2.broadcast.runtime.pipe_member import PipeMember
 from echo2.broadcast.runtime.shaper import NodeShaper
+from echo2.broadcast.runtime.sockets import Remote
 from echo2.broadcast.runtime.stripes import Stripes, is_bulk_offered
-from echo2.broadcast.runtime.transport import Connection, Transport, Widenable
+from echo2.broadcast.runtime.transport import Connection, Piped, Transport, Widenable
 from echo2.broadcast.runtime.transport_bulk import BulkTransport
 from echo2.broadcast.session import BroadcastSession
 from echo2.outside import MACHINE, here
@@ -68,9 +71,13 @@ class Connections:
         dialling: Dialling,
         bans: Bans,
         calls: ConnectionCalls,
+        grpc_at: Remote | None = None,
     ) -> None:
         self._run_id, self._transport, self._calls = credentials.run_id, transport, calls
         self._bulk = BulkTransport(credentials)
+        self._pipe_member = PipeMember(
+            self._bulk.dial, lambda raw, host: self._bulk.take(raw, host, self.accept), grpc_at
+        )  # fmt: skip
         self._dialling, self._bans = dialling, bans
         self._shaper = NodeShaper(shape)
         self.links: dict[PeerId, PeerLink] = {}
@@ -94,6 +101,8 @@ class Connections:
     def tend(self, now: float) -> None:
         """Dials those that are due, and widens or narrows what is there."""
         self.stripes.tend(now)
+        if isinstance(self._transport, Piped) and self._bulk.port:
+            self._pipe_member.keep(self._transport.pipe_places)
         for target, address in self._dialling.due(set(self.links) | self._dialling_now, now):
             if target.peer_id not in self._bans:
                 self._dialling_now.add(target.peer_id)
@@ -119,9 +128,8 @@ class Connections:
         if not (link.has_bulk or is_bulk_offered(link, now)):
             await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
             return
-        host = link.address.rpartition(":")[0]
         try:
-            connection = await self._bulk.dial(host, link.bulk_port, link.peer_id)
+            connection = await self._bulk.dial(*link.bulk_place, link.peer_id)
         except Unreachable as error:
             link.bulk_next_try = now + BULK_RETRY_S
             log.info("%s; chunks go over gRPC", error)
@@ -139,7 +147,8 @@ class Connections:
             if told.is_further or is_further:
                 await self.stripes.carry(connection)
                 return
-            link.bulk_port = told.bulk_port
+            link.pipe = self._pipe_of(address)
+            link.bulk_port = told.bulk_port if link.pipe or relay_of(address) is None else 0
             if peer not in self._bans:  # it may have been banned while its hello was on the way
                 await self._replace(link)
             if self.links.get(peer) is link:
@@ -155,6 +164,12 @@ class Connections:
                 del self.links[peer]
                 self._calls.act(PeerDown(peer))
             await connection.close()
+
+    def _pipe_of(self, address: str) -> str:
+        """Where byte pipes to a peer are had that was dialled at `address`: through a relay; empty: none."""
+        pipes = self._transport.pipes if isinstance(self._transport, Piped) else {}
+        relay = relay_of(address)
+        return pipes.get(relay, "") if relay is not None else address if address in pipes.values() else ""
 
     async def _replace(self, link: PeerLink) -> None:
         """Enters the link, unless an older one to the same peer is to stay."""
@@ -198,5 +213,6 @@ class Connections:
     async def end(self) -> None:
         """For good."""
         await self.close()
+        await self._pipe_member.close()
         await self._bulk.close()
         self.links.clear()

@@ -72,7 +72,8 @@ class _Further:
 
 class PeerLink:
     """`address`: where the peer was dialled; empty where it dialled us. `bulk_port`: where it takes connections for chunks, at
-    that address; 0: nowhere. `bulk_next_try`: when that is tried again."""
+    that address; 0: nowhere. `pipe`: where a relay's byte pipes to it are had instead, host:port. `bulk_next_try`: when that is
+    tried again."""
 
     def __init__(self, connection: Connection, calls: LinkCalls, address: str = "") -> None:
         self.connection = connection
@@ -88,6 +89,7 @@ class PeerLink:
         self._changed = asyncio.Event()
         self._share = calls.shares.of(self.peer_id)
         self.bulk_port = 0
+        self.pipe = ""
         self.bulk_next_try = float("-inf")
         self._closed = asyncio.Event()
 
@@ -96,6 +98,12 @@ class PeerLink:
         """The other ends of its connections, where the kernel knows them."""
         connections = (self.connection, *(further.connection for further in self._further))
         return frozenset(remote for one in connections if isinstance(one, Widenable) for remote in one.remotes)
+
+    @property
+    def bulk_place(self) -> tuple[str, int]:
+        """Host and port that are dialled for a bulk connection."""
+        host, _, port = (self.pipe or self.address).rpartition(":")
+        return host, int(port) if self.pipe else self.bulk_port
 
     @property
     def has_bulk(self) -> bool:

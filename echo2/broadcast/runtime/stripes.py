@@ -19,7 +19,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.dialable import PORT_MIN
 from echo2.broadcast.events import LinkWidened
 from echo2.broadcast.policy import SLOTS_PER_PEER
-from echo2.broadcast.reachability import LinkWay
+from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.progress import LinkStatus
 from echo2.broadcast.runtime.sockets import PathSent, SocketTotals
@@ -101,7 +101,7 @@ class Stripes:
         for gone in self._widths.keys() - self._links.keys():
             del self._widths[gone]
         for link in self._links.values():
-            if not isinstance(link.connection, Widenable):
+            if not (isinstance(link.connection, Widenable) or link.pipe):
                 continue
             width, peer = self._width(link), self._session.peers.get(link.peer_id)
             if not link.connection.is_outgoing:
@@ -151,6 +151,8 @@ class Stripes:
     def way_of(self, link: PeerLink) -> LinkWay:
         """The link's kind and reason, and of how many connections it is made and why."""
         way, width = way_of(link.connection), self._widths.get(link.peer_id)
+        if way.kind is LinkKind.RELAYED and link.has_bulk:
+            return LinkWay(way.kind, f"{way.reason}; chunks through a byte pipe of the relay")
         if link.width == 1 or width is None:
             return way
         why = width.striping.reason if width.striping.count > 1 else "the peer asked for them"

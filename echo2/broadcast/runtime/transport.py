@@ -8,7 +8,7 @@ side does not read; after either side closes, `receive` returns None and `send` 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from echo2.base.ids import PeerId
@@ -63,6 +63,21 @@ class TakesParts(Protocol):
 
     async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
         """One frame, of these one after another. The last is the large one."""
+        ...
+
+
+@runtime_checkable
+class Piped(Protocol):
+    """A transport that knows relays with byte pipes (pipe_relay)."""
+
+    @property
+    def pipes(self) -> Mapping[PeerId, str]:
+        """By relay, the address of its byte pipes."""
+        ...
+
+    @property
+    def pipe_places(self) -> Mapping[PeerId, str]:
+        """Those at which this node is to hold a place, because it cannot be dialled."""
         ...
 
 

@@ -73,7 +73,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         host, port = transport.get_extra_info("peername")[:2]
         self.remotes = frozenset({(as_ipv4(host), port)})
         self._told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
-        _keep_alive(transport.get_extra_info("socket"))
+        keep_alive(transport.get_extra_info("socket"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._cutter.room()
@@ -176,7 +176,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         return not (self.ended.is_set() or self._transport.is_closing())
 
 
-def _keep_alive(raw: Any) -> None:
+def keep_alive(raw: Any) -> None:
     """So that the kernel ends what leads nowhere; a link's own keepalive goes over another connection."""
     options = {"TCP_KEEPIDLE": GONE_S // 2, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * GONE_S}
     with contextlib.suppress(OSError):  # it has just ended
@@ -199,7 +199,7 @@ class BulkTransport:
 
     def listen(self, host: str, port: int, accept: Accept) -> None:
         """At `port`, or any where that is taken. OSError where this machine has no such address."""
-        listener = _listener(host.strip("[]"), port)
+        listener = listener_at(host, port, is_any_else=True)
         self.port = int(listener.getsockname()[1])
         DOORS.watch(self.port, BULK)
         self._accepting = asyncio.create_task(self._accept_all(listener, accept))
@@ -217,15 +217,18 @@ class BulkTransport:
                 if len(self._serving) >= BULK.connections:
                     raw.close()
                     continue
-                host = as_ipv4(str(address[0]))
-                shaking = [task for task, whose in self._shaking.items() if whose == host]
-                if len(shaking) >= BULK.strangers_per_host:
-                    shaking[0].cancel()
-                    del self._shaking[shaking[0]]
-                task = asyncio.create_task(self._serve(raw, accept))
-                self._serving.add(task)
-                self._shaking[task] = host
-                task.add_done_callback(functools.partial(self._served, raw))
+                self.take(raw, as_ipv4(str(address[0])), accept)
+
+    def take(self, raw: socket.socket, host: str, accept: Accept) -> None:
+        """Serves a connection from `host`: one that came to the port, or through a byte pipe."""
+        shaking = [task for task, whose in self._shaking.items() if whose == host]
+        if len(shaking) >= BULK.strangers_per_host:
+            shaking[0].cancel()
+            del self._shaking[shaking[0]]
+        task = asyncio.create_task(self._serve(raw, accept))
+        self._serving.add(task)
+        self._shaking[task] = host
+        task.add_done_callback(functools.partial(self._served, raw))
 
     def _served(self, raw: socket.socket, task: asyncio.Task[None]) -> None:
         """Also of a connection that gave way before its task began."""
@@ -281,18 +284,22 @@ class BulkTransport:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    """A port that is taken is no error: the peers are told which one it is."""
+def listener_at(host: str, port: int, *, is_any_else: bool = False) -> socket.socket:
+    """Listens. OSError where it cannot; `is_any_else`: where the port is taken any will do, peers are told which one it is. On the
+    addresses of both families for `::`."""
+    host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for wanted in (port, 0):
+    for wanted in (port, 0) if is_any_else else (port,):
         made = socket.socket(family, socket.SOCK_STREAM)
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             made.bind((host, wanted))
             made.listen(128)
         except OSError:
             made.close()
-            if wanted == 0:
+            if wanted == 0 or not is_any_else:
                 raise
         else:
             made.setblocking(False)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echo2.base.errors import Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.broadcast.pipe_hello import pipe_address
 from echo2.broadcast.reachability import relay_of
 from echo2.broadcast.relay_book import RelayBook
 from echo2.broadcast.runtime.p2p.host_facts import HostFacts, HostOptions
+from echo2.broadcast.runtime.pipe_relay import PipeRelay
 from echo2.broadcast.runtime.transport import Accept, Connection, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.outside.grpc_net import check_free
@@ -66,10 +68,26 @@ class MixedTransport:
         self._p2p: P2pTransport | None = None
         self._starting: asyncio.Task[None] | None = None
         self._relays: dict[PeerId, str] = {}
+        self._pipe_relay: PipeRelay | None = None
+        self._pipe_places: dict[PeerId, str] = {}
 
     @property
     def facts(self) -> HostFacts:
         return self._p2p.facts if self._p2p is not None else HostFacts()
+
+    @property
+    def pipes(self) -> Mapping[PeerId, str]:
+        return {**{relay: pipe_address(address) for relay, address in self._relays.items()}, **self._pipe_places}
+
+    @property
+    def pipe_places(self) -> Mapping[PeerId, str]:
+        return self.pipes if self.facts.is_reachable is False else self._pipe_places
+
+    def hold_pipe_place(self, relay: PeerId, relay_address: str) -> None:
+        """At a relay, whatever is found out about this node; an empty address ends that."""
+        self._pipe_places.pop(relay, None)
+        if address := pipe_address(relay_address):
+            self._pipe_places[relay] = address
 
     def use_relay(self, peer: PeerId, address: str) -> None:
         """Keeps a place at the relay at host:port; an empty address ends that."""
@@ -92,7 +110,19 @@ class MixedTransport:
         check_free(host, port, joined(host, port))
         await self._start()
         assert self._p2p is not None
+        if self._settings.book is not None:
+            self._serve_pipes(host, self._p2p.port + 1)
         return self._p2p.port
+
+    def _serve_pipes(self, host: str, port: int) -> None:
+        relay = PipeRelay(self._credentials, self._settings.is_barred)
+        try:
+            relay.listen(host, port)
+        except (OSError, OverflowError) as error:
+            _log.warning("no byte pipes at %s: %s; relayed links go over libp2p alone", joined(host, port), error)
+            return
+        self._pipe_relay = relay
+        _log.info("byte pipes at %s", joined(host, port))
 
     async def _start(self) -> None:
         settings = self._settings
@@ -118,6 +148,8 @@ class MixedTransport:
             self._starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # it was told when it happened
                 await self._starting
+        if self._pipe_relay is not None:
+            await self._pipe_relay.close()
         if self._p2p is not None:
             await self._p2p.close()
         await self._grpc.close()

@@ -1,0 +1,213 @@
+"""A relay's port for byte pipes: whoever dials it with TLS for a member that cannot be dialled gets a pipe to that member.
+
+    caller --TLS hello for M--> waits --M is told a ticket--> M dials us and shows it --> both are spliced until one ends
+    member --TLS hello for us, its certificate--> holds a place: knows of callers as long as this connection lives
+
+TLS goes end to end: to the relay a pipe is bytes that it cannot read, and a caller is whoever M lets in, as at an open port of M's.
+Guarantees: places only for members of the run that are not barred; pipes within the ledger (relay_book), charged to the member
+that is called; an opening within OPENING_S, an answer within ANSWER_S, CALLERS_PER_HOST of an address that wait for either.
+Leaves to others: who M is (TLS at both ends), what goes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from echo2.base.errors import EchoError, LimitExceeded
+from echo2.base.ids import PeerId
+from echo2.broadcast.pipe_hello import OPENING_BYTES_MAX, TICKET_BYTES, PipeAnswer, TlsHello, opening_of
+from echo2.broadcast.relay_book import PIPES, PIPES_OF_LEARNER, RelayBook
+from echo2.broadcast.runtime.sockets import as_ipv4
+from echo2.broadcast.runtime.splicing import carry, readable
+from echo2.broadcast.runtime.transport_bulk import HANDSHAKE_S, SHUTDOWN_S, BulkConnection, keep_alive, listener_at
+from echo2.outside import here, monotonic
+from echo2.outside.guard import Refusals
+from echo2.trust.identity import Role, dns_name_of
+from echo2.trust.runtime.port_limits import RELAY_CONNECTIONS_MAX, RELAY_SHARE, connections_within
+from echo2.trust.runtime.sockets_tls import MutualTls
+from echo2.trust.runtime.tls import Credentials
+
+OPENING_S, ANSWER_S = 8.0, 8.0
+LOOK_S = 0.02
+CALLERS_PER_HOST = 32
+ACCEPT_PAUSE_S = 0.2
+_log = logging.getLogger("echo2.ports")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    peer_id: PeerId
+    connection: BulkConnection
+    book: RelayBook
+
+
+class PipeRelay:
+    """Serves at one port. `is_barred` is asked once for each place and each pipe."""
+
+    def __init__(self, credentials: Credentials, is_barred: Callable[[PeerId], bool] = lambda peer: False) -> None:
+        self._tls, self._is_barred = MutualTls(credentials), is_barred
+        self._own_name = dns_name_of(credentials.peer_id)
+        self._books = {Role.LEARNER: RelayBook(PIPES_OF_LEARNER)}
+        self._book = RelayBook(PIPES)
+        self._places: dict[str, _Place] = {}
+        self._waiting: dict[bytes, asyncio.Future[socket.socket]] = {}
+        self._openings: Counter[str] = Counter()  # by address, those that have no pipe yet
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refusals = Refusals(_log)
+        self.port = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._book.moved_bytes + sum(book.moved_bytes for book in self._books.values())
+
+    def listen(self, host: str, port: int) -> None:
+        """OSError where the port is taken: members know which one it is, so no other will do."""
+        listener = listener_at(host, port)
+        self.port = int(listener.getsockname()[1])
+        self._spawn(self._accept_all(listener))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept_all(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    raw, address = await loop.sock_accept(listener)
+                except OSError as error:  # no descriptor, or it was gone before it was accepted
+                    self._refusals.warn("pipe port %d: a connection could not be accepted: %s", self.port, error)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                host = as_ipv4(str(address[0]))
+                full = len(self._tasks) >= connections_within(RELAY_SHARE, RELAY_CONNECTIONS_MAX)
+                if full or self._openings[host] >= CALLERS_PER_HOST:
+                    self._refusals.warn("pipe port %d: no room for one more of %s", self.port, host)
+                    raw.close()
+                    continue
+                self._openings[host] += 1
+                self._spawn(self._serve(raw, host))
+
+    async def _serve(self, raw: socket.socket, host: str) -> None:
+        is_counted, is_ours = True, True
+        try:
+            async with asyncio.timeout(OPENING_S):
+                opening = await opening_at(raw)
+            match opening:
+                case PipeAnswer(ticket):
+                    is_ours = not self._answered(ticket, raw)
+                case TlsHello(server_name=name) if name == self._own_name:
+                    is_counted = self._uncount(host)
+                    await self._hold_place(raw)
+                case TlsHello(server_name=name):
+                    place, other = await self._called(name)
+                    is_counted = self._uncount(host)
+                    await self._join(place, raw, other)
+                case None:
+                    pass  # it ended before it had said what it wants
+        except (OSError, TimeoutError, EchoError) as error:
+            self._refusals.warn("pipe port %d: a caller from %s was refused: %s", self.port, host, error or "too slow")
+        finally:
+            if is_counted:
+                self._uncount(host)
+            if is_ours:
+                raw.close()
+
+    def _uncount(self, host: str) -> bool:
+        self._openings[host] -= 1
+        if not self._openings[host]:
+            del self._openings[host]
+        return False
+
+    # ---- members
+
+    async def _hold_place(self, raw: socket.socket) -> None:
+        connection = BulkConnection(is_outgoing=False)
+        name = ""
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, raw, ssl=self._tls.listening, ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )  # fmt: skip
+            connection.prove()
+            peer = connection.peer
+            if self._is_barred(peer.peer_id):
+                raise LimitExceeded(f"peer {peer.peer_id}: it is barred from this run")
+            book = self._books.get(peer.role, self._book)
+            book.reserve(peer.peer_id, monotonic())
+            name = dns_name_of(peer.peer_id)
+            self._places[name] = _Place(peer.peer_id, connection, book)
+            _log.info("byte pipes: %s %s holds a place", peer.role.value, peer.peer_id)
+            while await connection.receive() is not None:  # it says now and then that it is still here
+                book.reserve(peer.peer_id, monotonic())
+        finally:
+            if (held := self._places.get(name)) is not None and held.connection is connection:
+                del self._places[name]
+            if connection.remotes:
+                await connection.close()
+
+    async def _called(self, name: str) -> tuple[_Place, socket.socket]:
+        """The member's own connection to us, once it has come. LimitExceeded where there is none."""
+        place = self._places.get(name)
+        if place is None or self._is_barred(place.peer_id):
+            raise LimitExceeded("whom it asks for holds no place here")
+        ticket = here().rng.randbytes(TICKET_BYTES)
+        coming: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = coming
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await place.connection.send(ticket)
+                return place, await coming
+        except BaseException:
+            if coming.done() and not coming.cancelled():
+                coming.result().close()  # it came as we gave up
+            raise
+        finally:
+            del self._waiting[ticket]
+
+    def _answered(self, ticket: bytes, raw: socket.socket) -> bool:
+        """Whether somebody waits for this ticket; then the socket is theirs."""
+        coming = self._waiting.get(ticket)
+        if coming is None or coming.done():
+            return False
+        raw.recv(len(PipeAnswer(ticket).to_bytes()))  # it was only looked at until now
+        coming.set_result(raw)
+        return True
+
+    async def _join(self, place: _Place, caller: socket.socket, member: socket.socket) -> None:
+        with contextlib.ExitStack() as held:
+            held.callback(member.close)
+            circuit = place.book.open(place.peer_id, place.peer_id, monotonic())
+            held.callback(place.book.close, circuit)
+            for one in (caller, member):
+                keep_alive(one)
+            await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.port = 0
+
+
+async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:
+    """What the other side begins with, left in the socket for whoever reads it. None where it ends before."""
+    seen = 0
+    while True:
+        await readable(raw)
+        data = raw.recv(OPENING_BYTES_MAX, socket.MSG_PEEK)
+        if not data:
+            return None
+        if (opening := opening_of(data)) is not None:
+            return opening
+        if len(data) in (seen, OPENING_BYTES_MAX):
+            await asyncio.sleep(LOOK_S)  # what was looked at stays readable
+        seen = len(data)
