@@ -55,7 +55,6 @@ from echo2.coordinator.lease_events import (
     RolloutsWanted,
     SaveGroup,
     SaveLease,
-    Seeker,
     Tick,
     WorkerAllowed,
     WorkerCame,
@@ -65,7 +64,7 @@ from echo2.coordinator.lease_events import (
 )
 from echo2.coordinator.lease_exams import Examiners
 from echo2.coordinator.lease_queue import LeaseQueue
-from echo2.coordinator.lease_seekers import LeaseRules, Seekers
+from echo2.coordinator.lease_seekers import LeaseRules, Ranking, Seekers
 from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
 
@@ -141,6 +140,9 @@ class LeaseBook:
                 self.seekers.allow(worker_id, is_allowed)
             case RolloutsWanted(worker_id, free_rollouts, version):
                 self.seekers.wants(worker_id, free_rollouts, version)
+                # Nobody else may have more than a moment ago; what time alone has brought, the next tick hands out.
+                yield from self._match(now, None if self._queue.has_exact else worker_id)
+                return
             case Rated(worker_id, rollouts_per_s):
                 self.seekers.rated(worker_id, rollouts_per_s)
                 return
@@ -355,9 +357,11 @@ class LeaseBook:
 
     # ---- matching
 
-    def _match(self, now: float) -> Iterator[Action]:
-        """Hands queued groups to workers that want some, the most urgent group first."""
-        seekers = self.seekers.open()
+    def _match(self, now: float, only: PeerId | None = None) -> Iterator[Action]:
+        """Hands queued groups to workers that want some, the most urgent group first. `only`: to no other worker."""
+        if not len(self._queue):
+            return
+        seekers = self.seekers.open(only)
         if not seekers:
             return
         trains = self._queue.paced_count or len(self.leases) > len(self._examiners)
@@ -366,19 +370,20 @@ class LeaseBook:
             chosen = (
                 self._examiners.chosen(version, willing, self.seekers.allowed, self.seekers.rate) if trains else willing
             )
-            examining = {worker_id: seekers.pop(worker_id) for worker_id in chosen}
+            examining = self.seekers.ranked({worker_id: seekers.pop(worker_id) for worker_id in chosen})
             for group_id in self._queue.exact(version):
                 yield from self._hand_out(self.groups[group_id], examining, now)
-            seekers |= examining
+            seekers |= examining.members
         newest, seeking = max((seeker.version for seeker in seekers.values()), default=Version(0)), len(seekers)
+        ranking = self.seekers.ranked(seekers)
         for step, group_id in self._queue.paced():
             if not seekers or not may_begin(newest, step, self.rules.staleness_bound):
                 return  # the queue is in order of consume_step: what follows is for newer versions still
-            yield from self._hand_out(self.groups[group_id], seekers, now)
+            yield from self._hand_out(self.groups[group_id], ranking, now)
             if len(seekers) != seeking:
                 newest, seeking = max((seeker.version for seeker in seekers.values()), default=newest), len(seekers)
 
-    def _hand_out(self, group: OpenGroup, seekers: dict[PeerId, Seeker], now: float) -> Iterator[Action]:
+    def _hand_out(self, group: OpenGroup, seekers: Ranking, now: float) -> Iterator[Action]:
         """Leases the group to the best of `seekers`, if any may have it; whoever can hold no more leaves them."""
         if now < group.not_before:
             return
@@ -388,11 +393,13 @@ class LeaseBook:
         self._queue.remove(group)
         yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
         self.seekers.took(worker_id, group.spec.rollout_count)
-        if not self.seekers.can_hold_more(worker_id):
-            del seekers[worker_id]
+        if self.seekers.can_hold_more(worker_id):
+            seekers.moved(worker_id)
+        else:
+            seekers.drop(worker_id)
         if self.worth.are_trials_full(self.open_groups):  # a newcomer's first word is out: the others of its kind wait
-            for full in [w for w in seekers if not self.seekers.has_room(w)]:
-                del seekers[full]
+            for full in [w for w in seekers.members if not self.seekers.has_room(w)]:
+                seekers.drop(full)
 
     # ---- state changes
 

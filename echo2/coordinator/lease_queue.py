@@ -62,6 +62,10 @@ class LeaseQueue:
         return len(self._paced)
 
     @property
+    def has_exact(self) -> bool:
+        return bool(self._exact)
+
+    @property
     def first(self) -> GroupId | None:
         """Of those that wait longest for their turn: training first, for evaluation may wait for its version."""
         if self._paced:

@@ -41,6 +41,7 @@ from echo2.coordinator.membership import (
 from echo2.coordinator.options import CoordinatorOptions, PlannerMode
 from echo2.coordinator.plan_parts import PlanParts
 from echo2.coordinator.reckoning import Reckoning
+from echo2.coordinator.runtime.aside import Aside
 from echo2.coordinator.runtime.barring import barring_of, tell_ban
 from echo2.coordinator.runtime.ending import RunEnding
 from echo2.coordinator.runtime.granting import order_of, whereabouts_of
@@ -93,6 +94,7 @@ class Hub:
         self.workers: dict[PeerId, WorkerSession] = {}
         self.reckoning = Reckoning(self.board)
         self.proven = MetAddresses()
+        self.aside = Aside()
         self.plan: Plan | None = None
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
@@ -391,6 +393,7 @@ class Hub:
 
     def close(self) -> None:
         """Ends all streams and keeps what is left; after this nothing is kept."""
+        self.aside.close()
         for session in self.workers.values():
             session.end()
         self.learner.close()

@@ -86,7 +86,7 @@ class OutlookDesk:
         )  # fmt: skip
         candidates = self._candidates(snapshot, there, market)
         async with self._one_at_a_time:
-            found = await asyncio.to_thread(next_actions, told, candidates)
+            found = await hub.aside.run(len(there), next_actions, told, candidates)
         limits = limits_text(plan)
         names = {peer_id: members[peer_id].name for peer_id in estimates if peer_id in members}
         told_prices = "; ".join(filter(None, (OWN_PRICES if hub.options.offers_file is not None else "", prices)))

@@ -1,8 +1,8 @@
 """Runs the planners when something they depend on has changed, and at least every interval.
 
-Waits for `hub.plan_needed` and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees: planning runs in
-a thread, so that streams are served meanwhile, and one plan at a time. Leaves to others: what a good plan is
-(cost_model, broadcast), what becomes of it (hub).
+Waits for `hub.plan_needed` and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees: streams
+are served while a plan is made, and one plan is made at a time. Leaves to others: what a good plan is (cost_model,
+broadcast), where it is made (aside), what becomes of it (hub).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, mark
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.experience_file import known
 from echo2.coordinator.runtime.hub import Hub
-from echo2.coordinator.runtime.quiet import quiet_solver
+from echo2.coordinator.runtime.pool_plan import make_plan
 from echo2.coordinator.trials import Trials
-from echo2.cost_model.plan import Plan
-from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+from echo2.cost_model.snapshot import FleetSnapshot
 from echo2.outside import unix_now
 from echo2.outside.guard import noting
 
@@ -31,15 +30,6 @@ SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at 
 SENDS_AT_ONCE, SEND_PAUSE_S = 8, 0.02
 ESTIMATES_AT_ONCE = 100
 _log = logging.getLogger("echo2.coordinator")
-
-
-def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
-    """The planner, loaded when it is first needed: its libraries take longer to load than the daemon to start."""
-    from echo2.coordinator.tree_predictor import TreeBroadcast
-    from echo2.cost_model.egress import next_plan_with_egress
-
-    with quiet_solver():
-        return next_plan_with_egress(snapshot, config, previous, TreeBroadcast(config.broadcast_efficiency))
 
 
 async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
@@ -99,7 +89,7 @@ class Planning:
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
             return
         config = plan_config(hub.options, hub.board)
-        plan = await asyncio.to_thread(make_plan, snapshot, config, hub.plan)
+        plan = await hub.aside.run(len(members), make_plan, snapshot, config, hub.plan)
         hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
         hub.broadcast_needed.set()  # another share of the pool may be needed now
 
@@ -118,11 +108,11 @@ class Planning:
         if len(nodes) < 2 or self._hub.ending.finish is not None:
             return
         needs = needs_of(nodes, members, self._hub.plan)
-        if known is not None and await asyncio.to_thread(is_fit, known, nodes, needs):
+        if known is not None and await self._hub.aside.run(len(nodes), is_fit, known, nodes, needs):
             return
         size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
         self._epoch = max(self._epoch + 1, int(unix_now() * 1000))
-        plan = await asyncio.to_thread(weighted_plan, nodes, needs, self._epoch, max(1, size))
+        plan = await self._hub.aside.run(len(nodes), weighted_plan, nodes, needs, self._epoch, max(1, size))
         if known is not None and (known.nodes, known.trees) == (plan.nodes, plan.trees):
             return
         for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):

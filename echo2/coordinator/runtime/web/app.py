@@ -26,7 +26,8 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.planner_input import plan_config
 from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.outlook import OutlookDesk
-from echo2.coordinator.runtime.planning import make_plan, snapshot_of
+from echo2.coordinator.runtime.planning import snapshot_of
+from echo2.coordinator.runtime.pool_plan import make_plan
 from echo2.coordinator.runtime.web.feed import Feed
 from echo2.coordinator.runtime.web.guard import BodyRefused, body_refused
 from echo2.coordinator.runtime.web.looking import csv_of, log_value, rollout_value, rollouts_value
@@ -171,9 +172,8 @@ class Web:
             return JSONResponse(plan_value(None, "what-if", "a first step and a first measured worker"))
         what_if, config = _what_if_of(request), plan_config(hub.options, hub.board)
         async with self._what_ifs:
-            plan = await asyncio.to_thread(
-                make_plan, changed_snapshot(snapshot, what_if), changed_config(config, what_if), None
-            )
+            fleet, changed = len(snapshot.workers), changed_snapshot(snapshot, what_if)
+            plan = await hub.aside.run(fleet, make_plan, changed, changed_config(config, what_if), None)
         return JSONResponse(plan_value(plan, "what-if", ""))
 
     async def _outlook(self, request: Request) -> Response:
