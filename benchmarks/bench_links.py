@@ -85,7 +85,7 @@ async def serve(name: str, address: str, hub: str, folder: Path) -> None:
         await server.start()
         bulk = BulkTransport(credentials)
         bulk.listen(address, BULK_PORT, take)
-        pipes = PipeMember(bulk.dial, lambda raw, host: bulk.take(raw, host, take), None)
+        pipes = PipeMember(bulk.dial, lambda raw, host: bulk.take(raw, host, take))
         pipes.keep(transport.pipes)
         await settled(transport)
         while not pipes.held:

@@ -47,6 +47,8 @@ class Totals:
 
 @dataclass(slots=True)
 class LearnerBoard:
+    """`pipe_address`: of a relay's byte pipes, by which the learner is reached because it does not answer at its own address."""
+
     peer_id: PeerId | None = None
     hello: LearnerHello | None = None
     report: LearnerReport = field(default_factory=LearnerReport)
@@ -55,6 +57,7 @@ class LearnerBoard:
     reached: RobustEstimator = field(
         default_factory=lambda: RobustEstimator("broadcast efficiency", BROADCAST_EFFICIENCY, window=EFFICIENCY_WINDOW)
     )
+    pipe_address: str = ""
     is_connected: bool = False
     heard_at: float = 0.0
     changed_at: float = 0.0
@@ -130,6 +133,11 @@ class LearnerBoard:
         newest = self.newest_complete
         if newest is None or newest.published.version < row.published.version:
             self.newest_complete = row
+
+    @property
+    def address(self) -> str:
+        """Where workers reach the learner."""
+        return self.pipe_address or (self.hello.address if self.hello is not None else "")
 
     @property
     def train_s(self) -> float:

@@ -312,7 +312,10 @@ def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[Node
     there = [m for m in members if m.cut_at is None and m.last_liveness is not Liveness.GONE]
     there = [m for m in there if m.setting is not OperatorSetting.BANNED]
     hidden = {m.peer_id for m in there if not m.access.addresses}
-    return [_node(seed, "learner", Access(addresses=(hello.address,)), hello.link)] + [
+    # A learner that only byte pipes reach dials whom it can itself; pipes count only where nobody can be dialled.
+    is_dialling = bool(board.pipe_address) and len(hidden) < len(there)
+    access = Access() if is_dialling else Access(addresses=(board.address,))
+    return [_node(seed, "learner", access, hello.link)] + [
         _node(m.peer_id, m.name, _access(m, hidden), m.link) for m in sorted(there, key=lambda m: m.peer_id)
     ]
 

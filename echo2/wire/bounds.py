@@ -261,7 +261,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "version": _VERSION,
     },
     # ---- coordinator -> learner
-    "LearnerWelcome": {"run_id": _ID, "heartbeat_interval_s": _SECONDS},
+    "LearnerWelcome": {"run_id": _ID, "heartbeat_interval_s": _SECONDS, "relay_address": _HOST},
     "PlanUpdate": {
         "kappa": _KAPPA, "in_flight_cap_rollouts": _U32, "predicted_utilisation": _SHARE,
         "predicted_broadcast_s": Number(math.inf), "usd_per_hour": _USD, "reason": Text(20_000, False),

@@ -69,6 +69,11 @@ def outer_port(folder: Path, name: str) -> int:
     return int(path.read_text()) if path.exists() else GRPC_PORT
 
 
+def is_hidden(folder: Path, name: str) -> bool:
+    """Of the learner: whether it is behind a NAT, as the coordinator finds when it dials back."""
+    return (folder / f"{name}.hidden").exists()
+
+
 def access_of(folder: Path, name: str) -> Access | None:
     path = folder / f"{name}.access"
     if not path.exists():
@@ -106,7 +111,8 @@ async def tell(node: BroadcastNode, transport: MixedTransport, name: str, addres
         say("received", **{peer: link.received_bytes for peer, link in links.items()})
         facts = transport.facts
         met = tuple(PEERS[p] for p, link in links.items() if link.way.kind is LinkKind.HOLE_PUNCHED)
-        access = Access((f"{address}:{GRPC_PORT}",)) if name == "learner" else None
+        at = () if is_hidden(folder, name) else (f"{address}:{GRPC_PORT}",)
+        access = Access(at) if name == "learner" else None
         if name != "learner" and facts.is_reachable is not None:
             say("facts", is_reachable=facts.is_reachable, public_host=facts.public_host, relays=list(facts.relays))
             reach = reach_of(facts, [f"{address}:{GRPC_PORT}"], outer_port(folder, name), PEERS["hub"])
@@ -154,14 +160,18 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
     await made.start()
     if role == "learner":
         await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
+        transport.hold_pipe_place(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
+        made.serves_grpc_at(("127.0.0.1", GRPC_PORT))
     else:
         transport.use_relay(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
         learner = access_of(folder, "learner")
         while learner is None:
             await asyncio.sleep(LOOK_S)
             learner = access_of(folder, "learner")
-        made.set_publisher(PEERS["learner"], learner.addresses[0])
-        transport.use_relay(PEERS["learner"], f"{learner.addresses[0].rpartition(':')[0]}:{RELAY_PORT}")
+        pipes = f"{hub_address}:{RELAY_PORT + 1}"
+        made.set_publisher(PEERS["learner"], learner.addresses[0] if learner.addresses else pipes)
+        if learner.addresses:
+            transport.use_relay(PEERS["learner"], f"{learner.addresses[0].rpartition(':')[0]}:{RELAY_PORT}")
     say("ready", peer_id=PEERS[name])
     parts = [follow_plans(made, folder), tell(made, transport, name, address, folder), obey(made)]
     await asyncio.gather(*parts, *([consume(made)] if role != "learner" else []))

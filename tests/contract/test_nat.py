@@ -114,13 +114,22 @@ class Run:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *, is_symmetric: bool = False, mapped: str = "", named: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    is_symmetric: bool = False,
+    mapped: str = "",
+    named: tuple[str, ...] = (),
+    hidden: tuple[str, ...] = ("left", "right"),
 ) -> Iterator[Run]:
-    """`mapped`: port OUTER_PORT of its router goes to its own; `named`: these advertise that port."""
+    """`mapped`: port OUTER_PORT of its router goes to its own; `named`: these advertise that port; `hidden`: these are behind
+    routers."""
     if reason := reason_unavailable():
         pytest.skip(reason)
-    with NatLab(("hub", "learner"), ("left", "right"), is_symmetric=is_symmetric) as lab:
+    public = tuple(name for name in ("hub", "learner", "left", "right") if name not in hidden)
+    with NatLab(public, hidden, is_symmetric=is_symmetric) as lab:
         run = Run(lab, folder)
+        for name in hidden:
+            (folder / f"{name}.hidden").touch()
         if mapped:
             lab.map_port(mapped, OUTER_PORT, GRPC_PORT)
         for name in named:
@@ -197,3 +206,19 @@ def test_an_advertised_port_that_is_mapped_is_dialled_and_one_that_is_not_leaves
             "chunks between the two",
             lambda: max(run.from_peer("left", "right"), run.from_peer("right", "left")) > 1 << 20,
         )
+
+
+@pytest.mark.soak
+def test_a_learner_behind_a_nat_dials_the_workers_that_it_can_and_the_others_come_by_pipes(tmp_path: Path) -> None:
+    with running(tmp_path, is_symmetric=True, hidden=("learner", "left")) as run:
+        run.wait("the learner to dial", lambda: run.link("learner", "right") == "direct: we dialled it")
+        run.wait("the same at the other end", lambda: run.link("right", "learner") == "reverse: it dialled us")
+        run.wait("a pipe to the learner", lambda: run.link("left", "learner").endswith("byte pipe of a relay"))
+        run.wait("trees", lambda: run.topology("left") == run.topology("learner") != "star")
+        run.publish(1)
+        run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
+        assert run.from_peer("right", "learner") > 1 << 20
+        run.wait("what a worker that can be dialled passes on", lambda: run.from_peer("left", "right") > 1 << 20)
+        run.nodes["hub"].process.send_signal(signal.SIGKILL)
+        run.publish(2)
+        run.wait("version 2 without the relay", lambda: run.version("left") == run.version("right") == 2)

@@ -43,7 +43,7 @@ class Scene:
         self.member = self.credentials(Role.WORKER)
         self.bulk = BulkTransport(self.member)
         self.taken: list[PeerId] = []
-        self.holder = PipeMember(self.bulk.dial, lambda raw, host: self.bulk.take(raw, host, self._echo), None)
+        self.holder = PipeMember(self.bulk.dial, lambda raw, host: self.bulk.take(raw, host, self._echo))
 
     def credentials(self, role: Role, authority: RunAuthority | None = None) -> tls.Credentials:
         identity, key = Identity.generate(), TlsKey.generate()
@@ -120,7 +120,7 @@ def test_grpc_through_a_pipe_reaches_the_members_own_server() -> None:
             side.add_to_server(server, s._echo)
             port = tls.bind_server(server, f"{HOST}:0", tls.server_credentials(s.member))
             await server.start()
-            s.holder._grpc_at = (HOST, port)
+            s.holder.grpc_at = (HOST, port)
             caller = GrpcTransport(s.credentials(Role.WORKER))
             connection = await caller.dial(f"{HOST}:{s.relay.port}", s.member.peer_id)
             assert await exchanged(connection) == FRAMES

@@ -35,6 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "coordinator/runtime/operator.py": ("tests/unit/coordinator/test_daemon.py", "tests/unit/cli/test_plan_live.py"),
     "coordinator/runtime/barring.py": ("tests/redteam/test_bans.py", "tests/unit/coordinator/test_barring.py"),
     "coordinator/runtime/session.py": ("tests/unit/coordinator/test_daemon.py",),
+    "coordinator/runtime/learner_side.py": ("tests/unit/coordinator/test_learner_door.py",),
     "coordinator/runtime/probe.py": ("tests/unit/coordinator/test_probe.py",),
     "coordinator/runtime/enrolment.py": (
         "tests/unit/coordinator/test_enrolment.py",

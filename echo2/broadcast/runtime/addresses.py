@@ -22,6 +22,12 @@ def outward_host(listen_host: str, towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def loopback_of(listen_host: str) -> str:
+    """Where this machine itself reaches what listens there."""
+    host = listen_host.strip("[]")
+    return ("::1" if ":" in host else "127.0.0.1") if _is_any(host) else host
+
+
 def is_loopback(address: str) -> bool:
     """Whether host or host:port is this machine's own: a run on one machine has no NAT to cross."""
     host = address.strip("[]")

@@ -31,7 +31,6 @@ from echo2.broadcast.runtime.inbox import Hello
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.pipe_member import PipeMember
 from echo2.broadcast.runtime.shaper import NodeShaper
-from echo2.broadcast.runtime.sockets import Remote
 from echo2.broadcast.runtime.stripes import Stripes, is_bulk_offered
 from echo2.broadcast.runtime.transport import Connection, Piped, Transport, Widenable
 from echo2.broadcast.runtime.transport_bulk import BulkTransport
@@ -71,13 +70,10 @@ class Connections:
         dialling: Dialling,
         bans: Bans,
         calls: ConnectionCalls,
-        grpc_at: Remote | None = None,
     ) -> None:
         self._run_id, self._transport, self._calls = credentials.run_id, transport, calls
         self._bulk = BulkTransport(credentials)
-        self._pipe_member = PipeMember(
-            self._bulk.dial, lambda raw, host: self._bulk.take(raw, host, self.accept), grpc_at
-        )  # fmt: skip
+        self.pipe_member = PipeMember(self._bulk.dial, lambda raw, host: self._bulk.take(raw, host, self.accept))
         self._dialling, self._bans = dialling, bans
         self._shaper = NodeShaper(shape)
         self.links: dict[PeerId, PeerLink] = {}
@@ -102,7 +98,9 @@ class Connections:
         """Dials those that are due, and widens or narrows what is there."""
         self.stripes.tend(now)
         if isinstance(self._transport, Piped) and self._bulk.port:
-            self._pipe_member.keep(self._transport.pipe_places)
+            self.pipe_member.keep(self._transport.pipe_places)
+        for link in [link for link in self.links.values() if self._dialling.is_detour(link.peer_id, link.address)]:
+            self._calls.spawn(link.close())
         for target, address in self._dialling.due(set(self.links) | self._dialling_now, now):
             if target.peer_id not in self._bans:
                 self._dialling_now.add(target.peer_id)
@@ -213,6 +211,6 @@ class Connections:
     async def end(self) -> None:
         """For good."""
         await self.close()
-        await self._pipe_member.close()
+        await self.pipe_member.close()
         await self._bulk.close()
         self.links.clear()

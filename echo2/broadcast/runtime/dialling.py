@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.reachability import Access, meeting
+from echo2.broadcast.reachability import Access, LinkKind, meeting
 from echo2.broadcast.topology import BroadcastPlan
 from echo2.control.backoff import ceiling_s
 
@@ -29,6 +29,7 @@ class Target:
     next_try: float
     failures: int = 0
     last_error: str = ""
+    has_left_detour: bool = False
 
 
 @dataclass(slots=True)
@@ -70,9 +71,28 @@ class Dialling:
         theirs = self.plan.index_of(target.peer_id) if self.plan is not None else None
         if self.plan is None or mine is None or theirs is None:
             return True
+        if self._is_to_dial_us(target.peer_id):
+            return False
         me, them = self.plan.nodes[mine], self.plan.nodes[theirs]
         back = meeting(them.peer_id, them.whole_access, me.peer_id, me.whole_access)
         return not back.addresses or self.me < target.peer_id
+
+    def _is_to_dial_us(self, peer: PeerId) -> bool:
+        """Whether the plan has a peer dial us that cannot be dialled: another way to it, by a relay, is a detour."""
+        if self.plan is None or self.plan.index_of(self.me) is None or peer not in self.plan.neighbours(self.me):
+            return False
+        nodes = {node.peer_id: node for node in self.plan.nodes}
+        way = meeting(self.me, nodes[self.me].whole_access, peer, nodes[peer].whole_access).way
+        return way.kind is LinkKind.REVERSE
+
+    def is_detour(self, peer: PeerId, address: str) -> bool:
+        """Of a link that we dialled at `address`: whether it is to end, so that the peer dials us instead. Once a plan: where
+        it cannot, the detour stays."""
+        target = self.targets.get(peer)
+        if target is None or target.has_left_detour or address not in target.addresses or not self._is_to_dial_us(peer):
+            return False
+        target.has_left_detour = True
+        return True
 
     def due(self, connected: set[PeerId], now: float) -> list[tuple[Target, str]]:
         """Whom to dial now, and at which of its addresses."""

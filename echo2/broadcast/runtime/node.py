@@ -125,6 +125,10 @@ class BroadcastNode:
 
     # ---- life
 
+    def serves_grpc_at(self, own: tuple[str, int]) -> None:
+        """Where this machine dials its own gRPC server: callers through byte pipes are led there."""
+        self._connections.pipe_member.grpc_at = own
+
     def add_to_server(self, server: GatedServer) -> None:
         """Call before the server starts; it must demand client certificates of the run."""
         self._grpc.add_to_server(server, self.accept)

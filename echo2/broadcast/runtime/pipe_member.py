@@ -34,8 +34,9 @@ class PipeMember:
     """`dial` opens a TLS connection to a relay; `take` is handed a bulk connection that a caller began, and the relay's host.
     `grpc_at`: this node's own gRPC port, on this machine; None: callers that want it are hung up on."""
 
-    def __init__(self, dial: Dial, take: Callable[[socket.socket, str], None], grpc_at: Remote | None) -> None:
-        self._dial, self._take, self._grpc_at = dial, take, grpc_at
+    def __init__(self, dial: Dial, take: Callable[[socket.socket, str], None]) -> None:
+        self._dial, self._take = dial, take
+        self.grpc_at: Remote | None = None
         self._places: dict[tuple[PeerId, str], asyncio.Task[None]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._told: dict[PeerId, str] = {}
@@ -98,8 +99,8 @@ class PipeMember:
             if "h2" not in opening.protocols:
                 self._take(raw, relay[0])
                 raw = None
-            elif self._grpc_at is not None:
-                await self._carry_on(raw, self._grpc_at)
+            elif self.grpc_at is not None:
+                await self._carry_on(raw, self.grpc_at)
         except (OSError, TimeoutError, EchoError) as error:
             _log.debug("byte pipes: a caller did not come through: %s", error or "too slow")
         finally:

@@ -66,6 +66,10 @@ class PipeRelay:
     def moved_bytes(self) -> int:
         return self._book.moved_bytes + sum(book.moved_bytes for book in self._books.values())
 
+    def holds(self, peer_id: PeerId) -> bool:
+        """Whether that member can be called here."""
+        return dns_name_of(peer_id) in self._places
+
     def listen(self, host: str, port: int) -> None:
         """OSError where the port is taken: members know which one it is, so no other will do."""
         listener = listener_at(host, port)

@@ -151,7 +151,9 @@ class Stripes:
     def way_of(self, link: PeerLink) -> LinkWay:
         """The link's kind and reason, and of how many connections it is made and why."""
         way, width = way_of(link.connection), self._widths.get(link.peer_id)
-        if way.kind is LinkKind.RELAYED and link.has_bulk:
+        if link.pipe and link.address == link.pipe:
+            way = LinkWay(LinkKind.RELAYED, "the peer cannot be dialled; all of it through a byte pipe of a relay")
+        elif way.kind is LinkKind.RELAYED and link.has_bulk:
             return LinkWay(way.kind, f"{way.reason}; chunks through a byte pipe of the relay")
         if link.width == 1 or width is None:
             return way

@@ -83,6 +83,10 @@ class MixedTransport:
     def pipe_places(self) -> Mapping[PeerId, str]:
         return self.pipes if self.facts.is_reachable is False else self._pipe_places
 
+    def is_piped(self, peer_id: PeerId) -> bool:
+        """Whether that peer holds a place for byte pipes at this relay."""
+        return self._pipe_relay is not None and self._pipe_relay.holds(peer_id)
+
     def hold_pipe_place(self, relay: PeerId, relay_address: str) -> None:
         """At a relay, whatever is found out about this node; an empty address ends that."""
         self._pipe_places.pop(relay, None)

@@ -32,6 +32,7 @@ from echo2.coordinator.runtime.ending import until_settled
 from echo2.coordinator.runtime.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.runtime.experience_file import known
 from echo2.coordinator.runtime.hub import Hub
+from echo2.coordinator.runtime.learner_door import LearnerDoor
 from echo2.coordinator.runtime.operator import OperatorService
 from echo2.coordinator.runtime.outlook import OutlookDesk
 from echo2.coordinator.runtime.pauses import Pauses, ShortPauses
@@ -189,6 +190,7 @@ class CoordinatorDaemon:
             commands,
             dashboard,
             _renew_own(own, authority),
+            LearnerDoor(hub, own.authority_pem).run(),
             _tick(hub, pauses),
             _checkpoints(store),
             remember(hub, saved.meta.get(PREDICTIONS, "")),
@@ -210,11 +212,13 @@ class CoordinatorDaemon:
         def proven(peer: PeerId, address: str) -> None:
             loop.call_soon_threadsafe(hub.proven.note, peer, address, hub.clock.now())
 
-        bound, close = await serve_relay(own, self.options.host, port, self._is_banned, proven)
-        servers.push_async_callback(close)
-        store.write(StoreChanges(meta={"relay_port": str(bound)}))
-        _log.info("relay for workers behind NATs at %s", joined(self.options.link_host, bound))
-        return joined(self.options.link_host, bound)
+        relay = await serve_relay(own, self.options.host, port, self._is_banned, proven)
+        servers.push_async_callback(relay.close)
+        hub.relay = relay
+        store.write(StoreChanges(meta={"relay_port": str(relay.port)}))
+        address = joined(self.options.link_host, relay.port)
+        _log.info("relay for workers behind NATs at %s", address)
+        return address
 
     async def _run_until_stopped(
         self, hub: Hub, commands: Commands, dashboard: Page, *more: Coroutine[None, None, None]

@@ -30,7 +30,7 @@ def whereabouts_of(board: LearnerBoard) -> pb.LearnerWhereabouts | None:
     if hello is None:
         return None
     return pb.LearnerWhereabouts(
-        peer_id=board.peer_id, address=hello.address, model_name=hello.model_name,
+        peer_id=board.peer_id, address=board.address, model_name=hello.model_name,
         model_config_json=hello.model_config_json, model_digest=hello.model_digest,
         newest_version=board.newest_version, relay_address=hello.relay_address,
         longest_sequence_tokens=hello.longest_sequence_tokens, full_snapshot_bytes=hello.full_snapshot_bytes,

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, NotAllowed
@@ -60,6 +61,9 @@ from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
+if TYPE_CHECKING:
+    from echo2.coordinator.runtime.relay import Relay
+
 WorkerSession = StreamSession[pb.WorkerOrder]
 MEMBERS_KEPT_TICKS = 60
 """Telemetry of a sixtieth of the workers is kept at each tick: all at once would hold up leases, and after a restart
@@ -99,6 +103,7 @@ class Hub:
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
         self.relay_address = ""  # host:port of this coordinator's libp2p; empty: none
+        self.relay: Relay | None = None  # once it serves
         self.broadcast_plan: BroadcastPlan | None = None
         self._plan_parts: PlanParts | None = None
         self.started_at = clock.now()

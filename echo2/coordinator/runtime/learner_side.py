@@ -11,6 +11,7 @@ to decide (lease_book, board), keeping (hub).
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -40,6 +41,7 @@ class LearnerSide:
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub
         self.session: LearnerStream | None = None
+        self.has_come = asyncio.Event()
         self._model_digest = meta.get("model_digest", "")
 
     def check_model(self, peer_id: PeerId, hello: WorkerHello) -> None:
@@ -82,9 +84,10 @@ class LearnerSide:
         hub.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
                   f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
         interval_s = hub.options.heartbeat_interval_s
-        session.send(
-            pb.LearnerOrder(welcome=pb.LearnerWelcome(run_id=hub.options.run_id, heartbeat_interval_s=interval_s))
+        welcome = pb.LearnerWelcome(
+            run_id=hub.options.run_id, heartbeat_interval_s=interval_s, relay_address=hub.relay_address
         )
+        session.send(pb.LearnerOrder(welcome=welcome))
         if hub.plan_update is not None:
             session.send(pb.LearnerOrder(plan=hub.plan_update))
         if hub.broadcast_plan is not None:
@@ -92,12 +95,19 @@ class LearnerSide:
         for barring in barrings_of(hub.membership.members.values()):
             session.send(barring)
         if is_news:
-            order = pb.WorkerOrder(learner=whereabouts_of(hub.board))
-            for worker_id in hub.workers:
-                hub.send(worker_id, order)
+            hub.board.pipe_address = ""
+            self.moved()
+        self.has_come.set()
         hub.handle(le.GroupsSynced(hello.open_groups))
         hub.broadcast_needed.set()
         hub.plan_needed.set()
+
+    def moved(self) -> None:
+        """It is reached elsewhere, or trains something else: all workers are told."""
+        order = pb.WorkerOrder(learner=whereabouts_of(self._hub.board))
+        for worker_id in self._hub.workers:
+            self._hub.send(worker_id, order)
+        self._hub.broadcast_needed.set()
 
     def reported(self, report: LearnerReport) -> None:
         hub = self._hub

@@ -7,6 +7,7 @@ Leaves to others: when to load it (daemon), what a relay does (broadcast.runtime
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
@@ -15,14 +16,23 @@ from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
 from echo2.trust.runtime.tls import Credentials
 
 
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """`port`: that was bound. `is_piped`: whether a member can be reached through byte pipes. `close` ends it."""
+
+    port: int
+    is_piped: Callable[[PeerId], bool]
+    close: Callable[[], Awaitable[None]]
+
+
 async def serve_relay(
     own: Credentials, host: str, port: int, is_barred: Callable[[PeerId], bool], proven: Callable[[PeerId, str], None]
-) -> tuple[int, Callable[[], Awaitable[None]]]:
-    """Listens; the port that was bound, and how to end it. `is_barred` is asked and `proven` told in the relay's thread."""
+) -> Relay:
+    """Listens. `is_barred` is asked and `proven` told in the relay's thread."""
     settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred, proven=proven)
     relay = MixedTransport(own, refuse_exchange, settings)
     try:
-        return await relay.serve(), relay.close
+        return Relay(await relay.serve(), relay.is_piped, relay.close)
     except BaseException:
         await relay.close()
         raise

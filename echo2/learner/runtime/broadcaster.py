@@ -62,6 +62,11 @@ class FleetBroadcaster(Broadcaster, Protocol):
         """Begins to serve as a relay for workers behind NATs; returns the port."""
         ...
 
+    def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
+        """At the relay at `relay_address`, so that workers reach this learner through its byte pipes where they cannot dial it.
+        `own`: host and port of the learner's server, as this machine dials them."""
+        ...
+
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:

@@ -80,6 +80,10 @@ class SeedNode:
     async def serve_relay(self, listen_host: str, port: int) -> int:
         return await self._transport.serve(P2pSettings(listen_host, port, book=RelayBook(RelayLimits())))
 
+    def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
+        self._transport.hold_pipe_place(relay, relay_address)
+        self.node.serves_grpc_at(own)
+
     async def stop(self) -> None:
         await self.node.stop()
 

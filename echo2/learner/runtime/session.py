@@ -33,6 +33,7 @@ class LearnerSession:
         report: Callable[[], coordinator_pb2.LearnerReport],
         ordered: Callable[[coordinator_pb2.LearnerOrder], None],
         find: Callable[[], Awaitable[None]] | None = None,
+        welcomed: Callable[[coordinator_pb2.LearnerWelcome], None] = lambda welcome: None,
     ) -> None:
         """Keeps the stream until it is refused or cancelled. `find` has the credentials name the coordinator's address of now."""
         await self._control.run(
@@ -40,7 +41,7 @@ class LearnerSession:
                 dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(),
                 hello=lambda: coordinator_pb2.LearnerMessage(hello=hello()),
                 beat=lambda: coordinator_pb2.LearnerMessage(report=report()),
-                welcomed=lambda welcome: None,
+                welcomed=welcomed,
                 ordered=ordered,
                 find=find,
             )

@@ -20,7 +20,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from echo2.base.hosts import joined
 from echo2.base.ids import GroupId, PeerId, RunId, Version
-from echo2.broadcast.runtime.addresses import is_loopback, outward_host
+from echo2.broadcast.runtime.addresses import is_loopback, loopback_of, outward_host
 from echo2.broadcast.runtime.node_options import NodeCalls
 from echo2.control.backoff import Backoff
 from echo2.control.runtime.session import ControlSession
@@ -58,6 +58,7 @@ from echo2.trust.runtime.port_limits import LEARNER
 from echo2.trust.runtime.tls import Credentials, bind_server, new_server, server_credentials
 from echo2.wire.coordinator import FINISHED
 from echo2.wire.gen.echo2.v1 import ingest_pb2_grpc
+from echo2.wire.gen.echo2.v1.coordinator_pb2 import LearnerWelcome
 
 STOP_GRACE_S = 0.5
 REMIND_LOOK_S = 1.0
@@ -115,6 +116,7 @@ class LearnerShift:
         self._broadcaster = make_broadcaster(self._server, credentials, options, calls)
         self.publisher = self._made_publisher()
         port = bind_server(self._server, joined(options.host, options.port), server_credentials(credentials))
+        self._own = loopback_of(options.host), port
         self.address = options.advertise or joined(outward_host(options.host, credentials.coordinator_address), port)
         self.relay_address = ""
         exams = Exams(
@@ -264,7 +266,11 @@ class LearnerShift:
             report=lambda: report_of(self.loop, self.waits_for),
             ordered=self._orders.ordered,
             find=lambda: look_for_coordinator(self.options, self._credentials),
+            welcomed=self._welcomed,
         )
+
+    def _welcomed(self, welcome: LearnerWelcome) -> None:
+        self._broadcaster.hold_pipe_place(self._credentials.coordinator_peer_id, welcome.relay_address, self._own)
 
     async def _renew(self) -> None:
         await keep_renewed(self._credentials, lambda credentials: keep(self.options, credentials))

@@ -25,13 +25,21 @@ def test_the_relay_asks_who_is_banned_and_tells_who_was_met(monkeypatch: pytest.
         async def serve(self) -> int:
             return 7
 
+        def is_piped(self, peer: PeerId) -> bool:
+            return peer == BANNED
+
         async def close(self) -> None: ...
 
     monkeypatch.setattr(relay, "MixedTransport", Transport)
-    port, _ = asyncio.run(
+    served = asyncio.run(
         relay.serve_relay(cast(Any, None), "h", 0, lambda peer: peer == BANNED, lambda *one: met.append(one))
     )
     (settings,) = made
-    assert port == 7 and settings.is_barred(BANNED) and not settings.is_barred(PeerId("another"))
+    assert (
+        served.port == 7
+        and served.is_piped(BANNED)
+        and settings.is_barred(BANNED)
+        and not settings.is_barred(PeerId("another"))
+    )
     settings.proven(BANNED, "a:1")
     assert met == [(BANNED, "a:1")]

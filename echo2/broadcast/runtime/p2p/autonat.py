@@ -10,8 +10,6 @@ PAUSE_S apart; where a member was met is told to `proven`. Waits: PROBE_S a dial
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -23,16 +21,14 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from echo2.base.errors import TrustError
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.broadcast.runtime.dial_back import PROBE_S, shows_certificate
 from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.relay import peer_of_stream, reset
-from echo2.trust.identity import NodeCertificate
 
 ADDRESSES_MAX = 2
 PAUSE_S = 1.0
-PROBE_S = 4.0
 ANSWER_S = 2 * PROBE_S * ADDRESSES_MAX
 PROBES_AT_ONCE = 16
 _asking: ContextVar[PeerId] = ContextVar("asking")
@@ -69,7 +65,7 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
         for raw in addrs[:ADDRESSES_MAX]:
             host, port = _host_and_port(raw)
             if await trio.to_thread.run_sync(
-                _shows_certificate, host, port, peer, self._members.credentials.authority_pem, limiter=self._limit
+                shows_certificate, host, port, peer, self._members.credentials.authority_pem, limiter=self._limit
             ):
                 self._proven(peer, joined(host, port))
                 return raw
@@ -87,21 +83,3 @@ def _host_and_port(raw: bytes) -> tuple[str, int]:
     address = Multiaddr(raw)
     kind = "ip6" if "/ip6/" in str(address) else "ip4"
     return str(address.value_for_protocol(kind)), int(str(address.value_for_protocol("tcp")))
-
-
-def _shows_certificate(host: str, port: int, peer_id: PeerId, authority_pem: bytes) -> bool:
-    """Whether `peer_id` answers there with its certificate of the run. We show none: that is enough to see theirs."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        with socket.create_connection((host, port), timeout=PROBE_S) as raw, context.wrap_socket(raw) as connection:
-            shown = connection.getpeercert(binary_form=True)
-        certificate = NodeCertificate.parse(shown or b"", f"{host}:{port}")
-        certificate.check_peer(peer_id)
-        certificate.check_issuer(authority_pem)
-    except (OSError, TrustError) as error:
-        _log.debug("%s:%d is not %s: %s", host, port, peer_id, error)
-        return False
-    return True

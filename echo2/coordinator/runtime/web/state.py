@@ -117,7 +117,7 @@ class StateView:
             return {"is_known": False}
         return {
             "is_known": True, "is_connected": board.is_connected, "since": round(board.changed_at, 1),
-            "model": hello.model_name, "address": hello.address, "peer_id": board.peer_id,
+            "model": hello.model_name, "address": board.address, "is_piped": bool(board.pipe_address), "peer_id": board.peer_id,
             "rollouts_per_step": hello.rollouts_per_step, "rollouts_per_group": hello.rollouts_per_group,
             "step_limit": hello.step_limit, "full_snapshot_bytes": hello.full_snapshot_bytes,
             "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),

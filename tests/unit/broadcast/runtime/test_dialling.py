@@ -6,6 +6,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import Access, circuit_address
 from echo2.broadcast.runtime.dialling import GRACE_S, Dialling
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
+from echo2.broadcast.trees import plan
 
 SEED, LOW, HIGH = PeerId("seed"), PeerId("a-low"), PeerId("b-high")
 HUB, LEARNER = PeerId("hub"), PeerId("learner")
@@ -55,3 +56,31 @@ def test_hidden_nodes_without_a_shared_relay_are_no_neighbours() -> None:
 def test_a_node_that_can_be_dialled_waits_for_the_hidden_one() -> None:
     mine = dialling(LOW, NodeLink(LOW, addresses=("low:1",)), PAIR[1])
     assert HIGH not in due(mine, 100.0)
+
+
+def planned(me: PeerId, *nodes: NodeLink) -> Dialling:
+    """A star of the first node, which is the publisher and reached through a relay's byte pipes."""
+    made = Dialling(me, publisher=(nodes[0].peer_id, "hub:8424"))
+    made.plan = plan(nodes, 1)
+    made.refresh(0.0)
+    return made
+
+
+def test_a_worker_that_can_be_dialled_leaves_the_first_try_to_a_learner_that_only_pipes_reach() -> None:
+    mine = planned(HIGH, NodeLink(SEED), NodeLink(HIGH, addresses=("high:1",)))
+    assert due(mine, 0.0) == {}
+    assert due(mine, GRACE_S) == {SEED: "hub:8424"}, "it did not come"
+
+
+def test_a_link_through_the_pipes_ends_once_for_one_that_the_learner_dials() -> None:
+    mine = planned(HIGH, NodeLink(SEED), NodeLink(HIGH, addresses=("high:1",)))
+    assert not mine.is_detour(SEED, ""), "it dialled us"
+    assert mine.is_detour(SEED, "hub:8424")
+    assert not mine.is_detour(SEED, "hub:8424"), "it could not dial us, so the pipes stay"
+
+
+def test_a_hidden_worker_dials_the_pipes_at_once_and_stays_there() -> None:
+    mine = planned(HIGH, NodeLink(SEED), NodeLink(LOW, addresses=("low:1",)), NodeLink(HIGH))
+    assert due(mine, 0.0)[SEED] == "hub:8424" and not mine.is_detour(SEED, "hub:8424")
+    direct = planned(HIGH, NodeLink(SEED, addresses=("seed:1",)), NodeLink(HIGH, addresses=("high:1",)))
+    assert not direct.is_detour(SEED, "seed:1")

@@ -490,12 +490,14 @@ class LearnerOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[LearnerWelcome, _Mapping]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., broadcast_plan: _Optional[_Union[_broadcast_pb2.BroadcastPlan, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., banned: _Optional[_Union[WorkerBanned, _Mapping]] = ..., wanted: _Optional[_Union[RolloutsWanted, _Mapping]] = ...) -> None: ...
 
 class LearnerWelcome(_message.Message):
-    __slots__ = ("run_id", "heartbeat_interval_s")
+    __slots__ = ("run_id", "heartbeat_interval_s", "relay_address")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_interval_s: float
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_interval_s: _Optional[float] = ...) -> None: ...
+    relay_address: str
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_interval_s: _Optional[float] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class PlanUpdate(_message.Message):
     __slots__ = ("kappa", "in_flight_cap_rollouts", "predicted_utilisation", "predicted_broadcast_s", "usd_per_hour", "reason")

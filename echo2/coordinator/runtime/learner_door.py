@@ -1,0 +1,85 @@
+"""Whether the learner answers where it says it does; where it does not, workers come through the relay's byte pipes.
+
+    told --answers--> direct: workers dial it     <--answers again--.
+      '---------does not, and holds a place at our relay--> piped --' looked at every LOOK_HIDDEN_S
+
+Guarantees: the dial back is a TLS handshake that must show the learner's own certificate; a learner that does not answer and
+holds no place is left as it is, and the event log says what to do. Waits: for the learner to come, LOOK_S between looks, MISSED_S
+before a look that failed is believed. Leaves to others: byte pipes (broadcast.runtime), telling workers (learner_side).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.pipe_hello import pipe_address
+from echo2.broadcast.runtime.dial_back import shows_certificate
+
+if TYPE_CHECKING:
+    from echo2.coordinator.runtime.hub import Hub
+
+LOOK_S, LOOK_HIDDEN_S = 300.0, 30.0
+MISSED_S = 2.0
+LOOKS = 3
+
+
+class LearnerDoor:
+    """One per coordinator. A run without a relay crosses no NAT, and nothing is looked at."""
+
+    def __init__(self, hub: Hub, authority_pem: bytes) -> None:
+        self._hub, self._authority_pem = hub, authority_pem
+        self._told = ""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        learner, board = self._hub.learner, self._hub.board
+        while True:
+            with contextlib.suppress(TimeoutError):
+                pause_s = LOOK_HIDDEN_S if board.pipe_address or self._told else LOOK_S
+                await asyncio.wait_for(learner.has_come.wait(), pause_s)
+            learner.has_come.clear()
+            if learner.session is not None and self._hub.relay_address:
+                await self._look()
+
+    async def _look(self) -> None:
+        board = self._hub.board
+        assert board.hello is not None and board.peer_id is not None, "it has come"
+        address, peer_id = board.hello.address, board.peer_id
+        is_there = await self._answers(address, peer_id)
+        if board.hello.address != address or board.peer_id != peer_id:
+            return  # it came again meanwhile, and is looked at again
+        is_piped = self._hub.relay is not None and self._hub.relay.is_piped(peer_id)
+        pipes = pipe_address(self._hub.relay_address) if is_piped and not is_there else ""
+        if is_there:
+            self._tell("")
+        elif pipes:
+            self._tell(
+                f"does not answer at {address}: workers reach it through the byte pipes of this coordinator, at {pipes}"
+            )
+        else:
+            self._tell(
+                f"does not answer at {address}, and holds no place at the byte pipes of this coordinator: expected workers to "
+                "reach it; open learner.port in its firewall, or map a port to it and name that by learner.advertise"
+            )
+        if pipes != board.pipe_address:
+            board.pipe_address = pipes
+            self._hub.learner.moved()
+
+    def _tell(self, text: str) -> None:
+        if text != self._told:
+            self._hub.note("learner", text or "answers at its own address again")
+            self._told = text
+
+    async def _answers(self, address: str, peer_id: PeerId) -> bool:
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            return False
+        for turn in range(LOOKS):
+            if turn:
+                await asyncio.sleep(MISSED_S)
+            if await asyncio.to_thread(shows_certificate, host.strip("[]"), int(port), peer_id, self._authority_pem):
+                return True
+        return False
