@@ -224,7 +224,7 @@ async def _killed(
     copy = copied_state(folder, copy_to)
     # Judged before another answer can come: nothing that was told may be missing.
     judging = time.monotonic()
-    found = history.judge_saved(loaded(copy))
+    found = history.judge_saved(loaded(copy), history.welcomed - ledger.connected)
     outcome.violations += [f"at kill {len(states) + 1}: {violation}" for violation in found]
     at += time.monotonic() - judging
     states.append((copy, offered))

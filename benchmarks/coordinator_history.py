@@ -16,7 +16,7 @@ Invariants (numbers: those of the design's "what must always hold"):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
@@ -127,8 +127,11 @@ class History:
 
     # ---- judging
 
-    def judge_saved(self, saved: SavedState) -> list[str]:
-        """The state that a new process will load, against what was told before the kill."""
+    def judge_saved(self, saved: SavedState, away: Collection[PeerId] = ()) -> list[str]:
+        """The state that a new process will load, against what was told before the kill. `away`: workers without a stream.
+
+        A lease of theirs may have been taken back after `gone_after_s`, and they cannot have heard of it.
+        """
         found = []
         members = {member.peer_id for member in saved.members}
         found += [f"worker {worker} was welcomed and is not in the state" for worker in sorted(self.welcomed - members)]
@@ -138,6 +141,8 @@ class History:
             if lease.group_id in self.said_closed:
                 continue
             kept = leases.get(lease.lease_id)
+            if kept is None and lease.worker in away and lease.group_id in groups:
+                continue
             if kept is None:
                 found.append(f"lease {lease.lease_id} was told to {lease.worker} and is not in the state")
             elif (kept.worker_id, kept.attempt) != (lease.worker, lease.attempt):

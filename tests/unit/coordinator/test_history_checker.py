@@ -80,6 +80,14 @@ def test_each_violation_on_the_fleets_side_is_found(spoil: Callable[[History], o
     assert [one for one in history.judge(kept(), []) if expected in one]
 
 
+def test_a_lease_taken_back_from_a_worker_without_a_stream_is_no_loss_unless_its_group_is_gone_too() -> None:
+    taken_back = SavedState(members=(member(A), member(B)), groups=(group("h"), group("i", attempts=0)))
+    assert any("is not in the state" in one for one in good().judge_saved(taken_back))
+    assert good().judge_saved(taken_back, {B}) == []
+    lost = SavedState(members=(member(A), member(B)), groups=(group("i", attempts=0),))
+    assert any("is not in the state" in one for one in good().judge_saved(lost, {B}))
+
+
 def test_a_revoke_is_right_when_its_group_is_closed_or_has_gone_on() -> None:
     history = good()
     history.is_granted("h/2", "h", A, 2, 9.0)
