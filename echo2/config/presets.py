@@ -16,18 +16,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     # One building: links are fast, machines answer within seconds.
     "lan": {
         "coordinator": {
-            "host": "0.0.0.0", "heartbeat_interval": "2s", "suspect_after": "8s", "gone_after": "20s",
+            "host": "::", "heartbeat_interval": "2s", "suspect_after": "8s", "gone_after": "20s",
             "lease_timeout": "60s",
         },
-        "learner": {"host": "0.0.0.0"},
-        "worker": {"host": "0.0.0.0"},
+        "learner": {"host": "::"},
+        "worker": {"host": "::"},
         "broadcast": {"chunk_bytes": "1MiB"},
     },
     # Rented machines across the Internet: patience with silence, smaller chunks so that relaying starts early.
     "wan": {
-        "coordinator": {"host": "0.0.0.0"},
-        "learner": {"host": "0.0.0.0"},
-        "worker": {"host": "0.0.0.0"},
+        "coordinator": {"host": "::"},
+        "learner": {"host": "::"},
+        "worker": {"host": "::"},
         "broadcast": {"chunk_bytes": "256KiB"},
     },
 }  # fmt: skip

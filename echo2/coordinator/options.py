@@ -106,4 +106,4 @@ class CoordinatorOptions:
     def link_host(self) -> str:
         """The host that join links and certificates' replies name."""
         host = (self.advertise_host or self.host).strip("[]")
-        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)

@@ -11,6 +11,7 @@ import grpc.aio
 
 from echo2.base.errors import PortBusy, TrustError, Unreachable
 from echo2.base.hosts import joined
+from echo2.outside.families import listened, listening_socket
 from echo2.outside.guard import HandlerGuard
 from echo2.outside.net import Dialled, NetOptions, Shown
 
@@ -20,8 +21,8 @@ class GrpcNet:
         return grpc.aio.server(interceptors=[HandlerGuard()], options=list(options))
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
-        address = joined(host, port)
-        check_free(host.strip("[]"), port, address)
+        address = joined(listened(host), port)
+        check_free(host, port, address)
         try:
             bound = server.add_secure_port(address, _server_credentials(shown))
         except RuntimeError:
@@ -64,11 +65,9 @@ def check_free(host: str, port: int, address: str) -> None:
     """PortBusy for a port that is taken. gRPC's own message does not tell a busy port from a foreign address; the system's does."""
     if port == 0:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with listening_socket(host) as probe:
         try:
-            probe.bind((host, port))
+            probe.bind((listened(host), port))
         except OSError as error:
             raise PortBusy(f"expected to listen on {address}: {error.strerror}") from None
 

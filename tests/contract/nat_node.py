@@ -1,4 +1,6 @@
-"""One node of test_nat.py: ROLE NAME ADDRESS HUB_ADDRESS FOLDER. Writes what it sees as JSON lines, reads commands.
+"""One node of test_nat.py: ROLE NAME ADDRESSES HUB_ADDRESS FOLDER. Writes what it sees as JSON lines, reads commands.
+
+Between addresses there is a comma.
 
 The hub is the coordinator's part of it: run authority, relay, and the plan from what the workers found out, which it
 keeps in files of the folder that all namespaces share. The broadcast, its transports and the rules are the real ones.
@@ -12,6 +14,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId, Version
@@ -56,9 +59,15 @@ def credentials_of(name: str, role: Role, folder: Path) -> tls.Credentials:
     )
 
 
-async def hub(address: str, folder: Path) -> None:
+def of_family(addresses: Sequence[str], own: str) -> str:
+    """One that a node with `own` addresses can dial; the first where there is none."""
+    has_4 = any("[" not in one for one in own.split(","))
+    return next((one for one in addresses if ("[" not in one) == has_4), addresses[0])
+
+
+async def hub(folder: Path) -> None:
     transport = MixedTransport(credentials_of("hub", Role.COORDINATOR, folder))
-    await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
+    await transport.serve(P2pSettings("::", RELAY_PORT, book=RelayBook(RelayLimits())))
     say("ready", peer_id=PEERS["hub"])
     await asyncio.Event().wait()
 
@@ -72,6 +81,12 @@ def outer_port(folder: Path, name: str) -> int:
 def is_hidden(folder: Path, name: str) -> bool:
     """Of the learner: whether it is behind a NAT, as the coordinator finds when it dials back."""
     return (folder / f"{name}.hidden").exists()
+
+
+def outer_address(folder: Path, name: str, own: str) -> str:
+    """Of a learner with a mapped port that of its router, as learner.advertise says it."""
+    path = folder / f"{name}.outer"
+    return path.read_text() if path.exists() else own
 
 
 def access_of(folder: Path, name: str) -> Access | None:
@@ -111,11 +126,12 @@ async def tell(node: BroadcastNode, transport: MixedTransport, name: str, addres
         say("received", **{peer: link.received_bytes for peer, link in links.items()})
         facts = transport.facts
         met = tuple(PEERS[p] for p, link in links.items() if link.way.kind is LinkKind.HOLE_PUNCHED)
-        at = () if is_hidden(folder, name) else (f"{address}:{GRPC_PORT}",)
+        own = tuple(f"{one}:{outer_port(folder, name)}" for one in outer_address(folder, name, address).split(","))
+        at = () if is_hidden(folder, name) else own
         access = Access(at) if name == "learner" else None
         if name != "learner" and facts.is_reachable is not None:
             say("facts", is_reachable=facts.is_reachable, public_host=facts.public_host, relays=list(facts.relays))
-            reach = reach_of(facts, [f"{address}:{GRPC_PORT}"], outer_port(folder, name), PEERS["hub"])
+            reach = reach_of(facts, list(own), outer_port(folder, name), PEERS["hub"])
             assert reach is not None, "the relay has said"
             hidden = access_from_message(reach.access)
             access = dataclasses.replace(hidden, addresses=tuple(reach.addresses), met=met)
@@ -151,15 +167,15 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
         lambda connection: made.accept(connection),  # noqa: PLW0108 - the node is made next
         P2pSettings(grpc_port=outer_port(folder, name)),
     )
-    options = NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10, bulk_host="0.0.0.0")
+    options = NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10, bulk_host="::")
     made = BroadcastNode(credentials, options, transport)
     server = tls.new_server()
     made.add_to_server(server)
-    tls.bind_server(server, f"0.0.0.0:{GRPC_PORT}", tls.server_credentials(credentials))
+    tls.bind_server(server, f"[::]:{GRPC_PORT}", tls.server_credentials(credentials))
     await server.start()
     await made.start()
     if role == "learner":
-        await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
+        await transport.serve(P2pSettings("::", RELAY_PORT, book=RelayBook(RelayLimits())))
         transport.hold_pipe_place(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
         made.serves_grpc_at(("127.0.0.1", GRPC_PORT))
     else:
@@ -171,7 +187,8 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
         pipes = f"{hub_address}:{RELAY_PORT + 1}"
         made.set_publisher(PEERS["learner"], learner.addresses[0] if learner.addresses else pipes)
         if learner.addresses:
-            transport.use_relay(PEERS["learner"], f"{learner.addresses[0].rpartition(':')[0]}:{RELAY_PORT}")
+            there = of_family(learner.addresses, address)
+            transport.use_relay(PEERS["learner"], f"{there.rpartition(':')[0]}:{RELAY_PORT}")
     say("ready", peer_id=PEERS[name])
     parts = [follow_plans(made, folder), tell(made, transport, name, address, folder), obey(made)]
     await asyncio.gather(*parts, *([consume(made)] if role != "learner" else []))
@@ -180,7 +197,7 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", stream=sys.stdout)
     role, name, address, hub_address, folder = sys.argv[1:]
-    asyncio.run(hub(address, Path(folder)) if role == "hub" else node(role, name, address, hub_address, Path(folder)))
+    asyncio.run(hub(Path(folder)) if role == "hub" else node(role, name, address, hub_address, Path(folder)))
 
 
 if __name__ == "__main__":

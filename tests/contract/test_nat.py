@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.contract.nat_lab import NatLab, reason_unavailable
+from tests.contract.nat_lab import Families, NatKind, NatLab, reason_unavailable
 
 pytestmark = pytest.mark.network_namespaces
 WAIT_S = 60.0
@@ -61,8 +61,8 @@ class Run:
             _NODE,
             role,
             name,
-            self.lab.addresses[name],
-            self.lab.addresses["hub"],
+            ",".join(at[name] for at in (self.lab.addresses, self.lab.addresses_6) if name in at),
+            self.lab.address("hub", name),
             str(self.folder),
         ]
         with log.open("w") as out:
@@ -120,18 +120,21 @@ def running(
     mapped: str = "",
     named: tuple[str, ...] = (),
     hidden: tuple[str, ...] = ("left", "right"),
+    kinds: Mapping[str, NatKind] | None = None,
+    families: Mapping[str, Families] | None = None,
 ) -> Iterator[Run]:
     """`mapped`: port OUTER_PORT of its router goes to its own; `named`: these advertise that port; `hidden`: these are behind
-    routers."""
+    routers; `kinds`, `families`: as of NatLab."""
     if reason := reason_unavailable():
         pytest.skip(reason)
     public = tuple(name for name in ("hub", "learner", "left", "right") if name not in hidden)
-    with NatLab(public, hidden, is_symmetric=is_symmetric) as lab:
+    with NatLab(public, hidden, is_symmetric=is_symmetric, kinds=kinds, families=families) as lab:
         run = Run(lab, folder)
-        for name in hidden:
+        for name in {*hidden, *(kinds or {})} - {mapped}:
             (folder / f"{name}.hidden").touch()
         if mapped:
-            lab.map_port(mapped, OUTER_PORT, GRPC_PORT)
+            outer = lab.map_port(mapped, OUTER_PORT, GRPC_PORT)
+            (folder / f"{mapped}.outer").write_text(outer.rpartition(":")[0])
         for name in named:
             (folder / f"{name}.advertise").write_text(str(OUTER_PORT))
         try:

@@ -25,7 +25,7 @@ def outward_host(listen_host: str, towards: str) -> str:
 def loopback_of(listen_host: str) -> str:
     """Where this machine itself reaches what listens there."""
     host = listen_host.strip("[]")
-    return ("::1" if ":" in host else "127.0.0.1") if _is_any(host) else host
+    return "127.0.0.1" if _is_any(host) else host
 
 
 def is_loopback(address: str) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import EchoError, Unreachable
@@ -27,6 +27,7 @@ from echo2.broadcast.places import Place, giving_way
 from echo2.broadcast.reachability import relay_of
 from echo2.broadcast.runtime.bans import Bans, deserves_ban
 from echo2.broadcast.runtime.dialling import Dialling, Target
+from echo2.broadcast.runtime.eyeballs import first_of
 from echo2.broadcast.runtime.inbox import Hello
 from echo2.broadcast.runtime.link import LinkCalls, PeerLink, hello_of
 from echo2.broadcast.runtime.pipe_member import PipeMember
@@ -108,7 +109,9 @@ class Connections:
 
     async def _dial(self, target: Target, address: str) -> None:
         try:
-            connection = await self._transport.dial(address, target.peer_id)
+            connection, address = await first_of(
+                _beside(address, target.addresses), lambda one: self._transport.dial(one, target.peer_id)
+            )
         except EchoError as error:  # also a peer ID that is none, of a plan
             if target.failures == 0:
                 log.info("%s", error)
@@ -214,3 +217,9 @@ class Connections:
         await self.pipe_member.close()
         await self._bulk.close()
         self.links.clear()
+
+
+def _beside(address: str, known: Sequence[str]) -> list[str]:
+    """The address whose turn it is, then one of the other family where the peer has one; circuits are tried alone."""
+    others = [one for one in known if relay_of(one) is None and ("[" in one) != ("[" in address)]
+    return [address] if relay_of(address) is not None else [address, *others[:1]]

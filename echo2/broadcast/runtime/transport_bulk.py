@@ -25,6 +25,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.bulk_frames import FrameCutter, head_of
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Accept
+from echo2.outside.families import listened, listening_socket
 from echo2.outside.guard import Refusals
 from echo2.trust.identity import PeerIdentity, Role, dns_name_of
 from echo2.trust.runtime.doors import DOORS
@@ -37,6 +38,7 @@ DIAL_TIMEOUT_S = 6.0
 HANDSHAKE_S = BULK.handshake_s
 STALLED_S = 30.0
 GONE_S = 18
+NEXT_ADDRESS_S = 0.25  # RFC 8305 5: after that a name's next address is tried beside the first
 SHUTDOWN_S = 2.0
 UNSENT_BYTES_MAX = 256 << 10
 """Encrypted, in this process; what the kernel holds is sockets' to limit."""
@@ -262,6 +264,7 @@ class BulkTransport:
                 await asyncio.get_running_loop().create_connection(
                     lambda: connection, host.strip("[]"), port, ssl=self._tls.dialling,
                     server_hostname=dns_name_of(peer_id), ssl_shutdown_timeout=SHUTDOWN_S,
+                    happy_eyeballs_delay=NEXT_ADDRESS_S,
                 )  # fmt: skip
             connection.prove(peer_id)
         except TimeoutError:
@@ -287,15 +290,10 @@ class BulkTransport:
 def listener_at(host: str, port: int, *, is_any_else: bool = False) -> socket.socket:
     """Listens. OSError where it cannot; `is_any_else`: where the port is taken any will do, peers are told which one it is. On the
     addresses of both families for `::`."""
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for wanted in (port, 0) if is_any_else else (port,):
-        made = socket.socket(family, socket.SOCK_STREAM)
+        made = listening_socket(host)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            made.bind((host, wanted))
+            made.bind((listened(host), wanted))
             made.listen(128)
         except OSError:
             made.close()

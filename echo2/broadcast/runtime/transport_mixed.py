@@ -23,6 +23,7 @@ from echo2.broadcast.runtime.p2p.host_facts import HostFacts, HostOptions
 from echo2.broadcast.runtime.pipe_relay import PipeRelay
 from echo2.broadcast.runtime.transport import Accept, Connection, refuse_exchange
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.outside.families import EVERY_ADDRESS
 from echo2.outside.grpc_net import check_free
 from echo2.trust.runtime.tls import Credentials
 
@@ -42,7 +43,7 @@ def _p2p_transport() -> type[P2pTransport]:
 class P2pSettings:
     """`grpc_port`: of this node's broadcast service, for the question whether it can be dialled; 0: not asked."""
 
-    listen_host: str = "0.0.0.0"
+    listen_host: str = EVERY_ADDRESS
     port: int = 0
     grpc_port: int = 0
     book: RelayBook | None = None

@@ -6,6 +6,7 @@ from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast.runtime.addresses import is_loopback, outward_host
 from echo2.broadcast.runtime.p2p.host_facts import HostFacts
+from echo2.outside.families import EVERY_ADDRESS
 from echo2.trust.identity import JoinLink
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
 from echo2.worker.options import WorkerOptions
@@ -25,7 +26,7 @@ def own_addresses(options: WorkerOptions, link: JoinLink, port: int) -> list[str
 def listen_host(options: WorkerOptions, link: JoinLink) -> str:
     """As told; else loopback for a run of this machine's own, and every address for any other."""
     own = link.host if ":" in link.host else "127.0.0.1"  # ::1 and 127.0.0.1 are two hosts to whoever sees us come
-    return options.listen_host or (own if is_loopback(link.host) else "0.0.0.0")
+    return options.listen_host or (own if is_loopback(link.host) else EVERY_ADDRESS)
 
 
 def dialled_port(options: WorkerOptions, port: int) -> int:

@@ -7,6 +7,7 @@ others: which relays there are (host), the rule (broadcast/dialable).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from libp2p.host.basic_host import BasicHost
 from libp2p.network.exceptions import SwarmException
@@ -32,7 +33,7 @@ class DialGate:
                 raise SwarmException(
                     f"{address}: expected a relay of the run or an address where a hole may be punched"
                 )
-            return choose(address)
+            return _Dialler(choose(address), address)
 
         manager.transport_for_dialing = asked
 
@@ -45,6 +46,24 @@ class DialGate:
     def lets_through(self, address: Multiaddr) -> bool:
         found = _host_and_port(address)
         return found is not None and (found in self._relays or is_punchable(*found, self._own_host()))
+
+
+class _Dialler:
+    """A transport of the library's that tells a connection its other end: of an IPv6 one the library knows none (0.8.1), and
+    believes nothing of what is observed over it."""
+
+    def __init__(self, transport: Any, address: Multiaddr) -> None:
+        self._transport, self._other = transport, _host_and_port(address)
+
+    async def dial(self, address: Multiaddr) -> Any:
+        return self._named(await self._transport.dial(address))
+
+    async def dial_with_source(self, address: Multiaddr, source: tuple[str, int]) -> Any:
+        return self._named(await self._transport.dial_with_source(address, source))
+
+    def _named(self, connection: Any) -> Any:
+        connection.stream._cached_remote_address = self._other
+        return connection
 
 
 def _host_and_port(address: Multiaddr) -> tuple[str, int] | None:

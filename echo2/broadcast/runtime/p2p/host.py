@@ -42,6 +42,7 @@ from echo2.broadcast.runtime.p2p.membership import Members
 from echo2.broadcast.runtime.p2p.punching import HolePuncher
 from echo2.broadcast.runtime.p2p.relay import MemberRelay, dial_circuit, peer_of_stream, reserve, reset
 from echo2.broadcast.runtime.p2p.yamux import widen
+from echo2.outside.families import EVERY_ADDRESS, listened, listening_socket
 from echo2.trust.identity import PeerIdentity
 from echo2.trust.runtime.tls import Credentials
 
@@ -103,8 +104,7 @@ class P2pHost:
         host = new_host(key_pair=create_new_key_pair(secret), listen_addrs=[], connection_config=few)
         assert isinstance(host, BasicHost)
         self._host = host
-        kind = "ip6" if ":" in self.options.listen_host else "ip4"
-        listen = Multiaddr(f"/{kind}/{self.options.listen_host}/tcp/{self.port}")
+        listens = [Multiaddr(f"/{_kind(one)}/{one}/tcp/{self.port}") for one in _hosts(self.options.listen_host)]
         self._autonat = ReachabilityService(
             host, self._members, is_serving=self.options.book is not None, proven=self.options.proven
         )
@@ -114,7 +114,7 @@ class P2pHost:
         puncher = self._puncher = HolePuncher(host, self._members, self._gate)
         host.set_stream_handler(membership.PROTOCOL, self._show_membership)
         host.set_stream_handler(EXCHANGE, self._accept)
-        async with host.run([listen]), background_trio_service(relay), background_trio_service(puncher):
+        async with host.run(listens), background_trio_service(relay), background_trio_service(puncher):
             await relay.event_started.wait()
             await puncher.event_started.wait()
             self._members_first(host)
@@ -210,21 +210,23 @@ class P2pHost:
             scope.cancel()
 
     async def _keep_relay(self, peer: PeerId, address: str, scope: trio.CancelScope) -> None:
-        pause_s = RETRY_S_MIN
+        pause_s, turn = RETRY_S_MIN, 0
         try:
             with scope:
                 while not scope.cancel_called:
-                    pause_s = min(RETRY_S_MAX, pause_s * 2) if not await self._visit(peer, address) else RETRY_S_MIN
+                    has_settled = await self._visit(peer, address, turn)
+                    turn += not has_settled
+                    pause_s = RETRY_S_MIN if has_settled else min(RETRY_S_MAX, pause_s * 2)
                     await self._close(peer)
                     await trio.sleep(pause_s)
         finally:
             self._without(peer, "")
 
-    async def _visit(self, peer: PeerId, address: str) -> bool:
+    async def _visit(self, peer: PeerId, address: str, turn: int) -> bool:
         """One stay at a relay, from connecting to its end; whether there was one."""
         has_settled = False
         try:
-            await self._settle_at(peer, address)
+            await self._settle_at(peer, address, turn)
             has_settled = True
             self._told.pop(peer, None)
             await self._stay_at(peer)
@@ -236,10 +238,10 @@ class P2pHost:
             self._without(peer, text)
         return has_settled
 
-    async def _settle_at(self, peer: PeerId, address: str) -> None:
+    async def _settle_at(self, peer: PeerId, address: str, turn: int) -> None:
         """Connected, known as members to one another, a place taken, and our own port judged."""
         with trio.fail_after(CONNECT_S):
-            relay = await _multiaddr_of(address, self.options.listen_host)
+            relay = await _multiaddr_of(address, self.options.listen_host, turn)
             info = PeerInfo(ID.from_base58(peer), [relay])
             self._gate.know_relay(relay)
             await self._host.connect(info)
@@ -373,18 +375,30 @@ class P2pHost:
 
 def _free_port(host: str) -> int:
     """The library shows the port it was asked for, not the one it got, so 0 is resolved before."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    with listening_socket(host) as probe:
+        probe.bind((listened(host), 0))
         return int(probe.getsockname()[1])
 
 
-async def _multiaddr_of(address: str, own_host: str = "") -> Multiaddr:
-    """Of the family in which this node listens, where the name has one of it: that is where it is to be seen."""
+def _hosts(listen_host: str) -> tuple[str, ...]:
+    """For every address both families': the library dials from a listener of the other end's family, to punch holes."""
+    bare = listened(listen_host)
+    return ("0.0.0.0", bare) if bare == EVERY_ADDRESS else (bare,)
+
+
+def _kind(host: str) -> str:
+    return "ip6" if ":" in host else "ip4"
+
+
+async def _multiaddr_of(address: str, own_host: str = "", turn: int = 0) -> Multiaddr:
+    """Of a family in which this node listens, where the name has one of it: that is where it is to be seen. Of several the next
+    one each turn."""
     host, _, port = address.rpartition(":")
     found = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     if not found:
         raise Unreachable(f"{address}: expected a host that can be resolved")
-    own = socket.AF_INET6 if ":" in own_host else socket.AF_INET
-    family, ip = next(((one[0], one[4][0]) for one in found if one[0] == own), (found[0][0], found[0][4][0]))
-    return Multiaddr(f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{ip}/tcp/{port}")
+    ips = list(dict.fromkeys(str(one[4][0]) for one in found))
+    own = {_kind(one) for one in _hosts(own_host)}
+    ips = [ip for ip in ips if _kind(ip) in own] or ips
+    ip = ips[turn % len(ips)]
+    return Multiaddr(f"/{_kind(ip)}/{ip}/tcp/{port}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.relay_book import RelayBook
+from echo2.outside.families import EVERY_ADDRESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class HostOptions:
     `is_barred`: members that get nothing here; `proven`: told where a member was dialled back (both in trio).
     """
 
-    listen_host: str = "0.0.0.0"
+    listen_host: str = EVERY_ADDRESS
     port: int = 0
     grpc_port: int = 0
     book: RelayBook | None = None

@@ -77,6 +77,14 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
         kept = [address for address in addrs if self._gate.lets_through(address)][:ADDRESSES_MAX]
         return bool(await super()._perform_hole_punch(peer_id, kept, as_responder))
 
+    async def _dial_peer(
+        self, peer_id: ID, addr: Multiaddr, source: tuple[str, int] | None = None, as_responder: bool = False
+    ) -> None:
+        """From the listener of the address's own family: the library takes the first that it finds."""
+        if source is not None:
+            source = ("::" if "/ip6/" in str(addr) else "0.0.0.0", source[1])
+        await super()._dial_peer(peer_id, addr, source, as_responder)
+
     async def _spam_udp_for_hole_punch(self, *_: Any) -> None:
         """TCP is what is punched."""
 

@@ -21,6 +21,7 @@ from echo2.coordinator.runtime.commands import Commands
 from echo2.coordinator.runtime.web.acceptor import Acceptor, PageConnection
 from echo2.coordinator.runtime.web.app import Web
 from echo2.coordinator.runtime.web.guard import WebGuard, is_loopback
+from echo2.outside.families import listened, listening_socket
 from echo2.trust.runtime.tls import Credentials, read_secret, write_secret
 
 STOP_GRACE_S = 1
@@ -58,11 +59,9 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
 
 def listening(host: str, port: int) -> socket.socket:
     """A listening socket; PortBusy names an address that is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = listening_socket(host)
     try:
-        listener.bind((host.strip("[]"), port))
+        listener.bind((listened(host), port))
     except OSError as error:
         listener.close()
         raise PortBusy(
