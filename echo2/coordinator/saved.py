@@ -54,7 +54,10 @@ class PaidAction:
 
 @dataclass(slots=True)
 class StoreChanges:
-    """What to write in one transaction. Removals are carried out after the writes."""
+    """What to write in one transaction. Removals are carried out after the writes.
+
+    `must_last`: it outlives a power cut too: nobody would tell it again (a ban, a revoked token, a machine that costs money).
+    """
 
     groups: list[OpenGroup] = field(default_factory=list)
     groups_dropped: list[str] = field(default_factory=list)
@@ -67,6 +70,7 @@ class StoreChanges:
     paid: list[PaidAction] = field(default_factory=list)
     machines: list[RentedMachine] = field(default_factory=list)
     meta: dict[str, str] = field(default_factory=dict)
+    must_last: bool = False
 
     def is_empty(self) -> bool:
         return not (

@@ -32,6 +32,7 @@ class VirtualDisk:
         self.is_full = False
         self.boots = 1
         self._synced: dict[str, int] = {}  # path in the folder -> bytes that stay
+        self._logs: dict[str, tuple[bytes, int]] = {}  # SQLite's, by path: frames that stay, and of which log
         self._renamed: dict[str, bytes | None] = {}  # names not synced with their folder yet -> what they stood for
 
     def key(self, path: Path) -> str | None:
@@ -48,6 +49,8 @@ class VirtualDisk:
                 del self._renamed[name]
             return
         self._synced[key] = path.stat().st_size
+        if path.name.endswith("-wal"):
+            self._logs[key] = _frames_of(path.read_bytes())
 
     def renamed(self, old: Path, new: Path, before: bytes | None) -> None:
         old_key, new_key = self.key(old), self.key(new)
@@ -71,7 +74,9 @@ class VirtualDisk:
     def power_cut(self, rng: random.Random) -> int:
         """After `crash`: takes away what was not synced; returns how many files lost something."""
         self.boots += 1
-        lost = sum(_cut_log(path, rng) for path in sorted(self.folder.rglob("*.sqlite-wal")))
+        lost = 0
+        for path in sorted(self.folder.rglob("*.sqlite-wal")):
+            lost += _cut_log(path, rng, self._logs.get(str(path.relative_to(self.folder))))
         for path in sorted(self.folder.rglob("*")):
             key = str(path.relative_to(self.folder))
             if not path.is_file() or path.name.endswith(SELF_SYNCED) or "-wal" in path.name or "-shm" in path.name:
@@ -170,21 +175,33 @@ LOG_HEADER_BYTES, FRAME_HEADER_BYTES, BACKFILLED_AT = 32, 24, 96
 """Of SQLite's write-ahead log, and where its index says how many frames are in the database's file."""
 
 
-def _cut_log(path: Path, rng: random.Random) -> bool:
-    """Cuts a log somewhere behind what its database's file already holds; False where nothing is lost."""
+def _frame_bytes(log: bytes) -> int:
+    return FRAME_HEADER_BYTES + int.from_bytes(log[8:12], "big")
+
+
+def _frames_of(log: bytes) -> tuple[bytes, int]:
+    """The log's salt, which changes when it starts over, and its frames."""
+    salt, size, count = log[16:24], _frame_bytes(log), 0
+    while log[(at := LOG_HEADER_BYTES + count * size) + 8 : at + 16] == salt and at + size <= len(log):
+        count += 1
+    return salt, count
+
+
+def _cut_log(path: Path, rng: random.Random, synced: tuple[bytes, int] | None) -> bool:
+    """Cuts a log somewhere behind what its database's file already holds and what was `synced`; False: nothing is lost."""
     log, index = path.read_bytes(), path.with_name(path.name.replace("-wal", "-shm"))
     if len(log) < LOG_HEADER_BYTES or not index.exists():
         return False
-    frame_bytes = FRAME_HEADER_BYTES + int.from_bytes(log[8:12], "big")
-    salt, count = log[16:24], 0
-    while log[(at := LOG_HEADER_BYTES + count * frame_bytes) + 8 : at + 16] == salt and at + frame_bytes <= len(log):
-        count += 1
+    salt, count = _frames_of(log)
+    frame_bytes = _frame_bytes(log)
     with index.open("rb") as file:
         file.seek(BACKFILLED_AT)
-        backfilled = int.from_bytes(file.read(4), sys.byteorder)
-    if backfilled >= count:
+        kept = int.from_bytes(file.read(4), sys.byteorder)
+    if synced is not None and synced[0] == salt:
+        kept = max(kept, synced[1])
+    if kept >= count:
         return False
-    end = LOG_HEADER_BYTES + rng.randint(backfilled, count) * frame_bytes
+    end = LOG_HEADER_BYTES + rng.randint(kept, count) * frame_bytes
     os.truncate(path, min(len(log), end + rng.randrange(frame_bytes)))
     return True
 

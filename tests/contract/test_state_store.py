@@ -347,6 +347,17 @@ def test_after_a_power_cut_the_last_moments_may_be_missing_but_nothing_that_was_
         kept_in(tmp_path / "older")
 
 
+def test_what_must_last_is_synced_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(files.MachineFiles, "sync_path", lambda _, path: synced.append(path))
+    with closing(kept_in(tmp_path)) as store:
+        store.write(ALL)
+        assert not synced, "most changes are told again after a power cut, and wait for no disk"
+        store.write(StoreChanges(members=[BANNED], must_last=True))
+        assert synced == [tmp_path / "state.sqlite-wal"]
+        assert store._mark is not None and store._mark._opened().safe == 2
+
+
 def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(kept_in(tmp_path)) as store:
         store.write(ALL)

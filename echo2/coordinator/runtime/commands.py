@@ -84,6 +84,7 @@ class Commands:
         secret = urlsafe_b64encode(here().rng.randbytes(32)).rstrip(b"=").decode()
         token = self.hub.tokens.create(secret, role, label, lifetime_s, use_limit, self.hub.clock.now())
         self.hub.keeper.token(token.token_id)
+        self.hub.keeper.lasting()
         self.hub.note("token", f"{token.token_id} ({label or role}) made for the role {role}")
         self.hub.flush_now()
         return token, self.join_link(secret)
@@ -91,6 +92,7 @@ class Commands:
     def revoke_token(self, token_id: str) -> None:
         token = self.hub.tokens.revoke(token_id)
         self.hub.keeper.token(token.token_id)
+        self.hub.keeper.lasting()
         self.hub.note("token", f"{token.token_id} ({token.label or token.role}) revoked")
         self.hub.flush_now()
 

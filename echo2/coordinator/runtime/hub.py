@@ -287,6 +287,8 @@ class Hub:
             silent_s = now - member.heard_at
             self.note("worker", f"{member.name} is {change.after.value}: last heard {silent_s:.1f} s ago")
         if change.activation is not change.worked and change.worked is not None:
+            if change.activation.is_barred or change.worked.is_barred:
+                self.keeper.lasting()
             self._tell_activation(change)
         if change.after is Liveness.GONE or change.activation.is_barred:
             why = change.after if change.after is Liveness.GONE else change.activation
@@ -323,6 +325,7 @@ class Hub:
         if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
             member.is_wanted = member.peer_id in self.plan.pool or member.is_on_trial
         self.keeper.member(peer_id)
+        self.keeper.lasting()
         self._review(self.membership.change_of(member, self.clock.now()))
         self.flush_now()
 

@@ -47,6 +47,10 @@ class Keeper:
     def token(self, token_id: str) -> None:
         self._token_ids.add(token_id)
 
+    def lasting(self) -> None:
+        """What is noted for this flush is on the disk itself when it returns. For what is rare: it waits for the disk."""
+        self._changes.must_last = True
+
     def event(self, event: LoggedEvent) -> None:
         self.events.append(event)
         self._changes.events.append(event)

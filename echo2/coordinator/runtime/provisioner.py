@@ -314,6 +314,7 @@ class Provisioner:
             PaidAction(now, action, machine.machine_id, reason[:REASON_CHARS_MAX], machine.usd_per_hour, spent)
         )
         cost = f", {spent:.4f} USD so far" if spent >= 0.0001 else ""
+        self._hub.keeper.lasting()
         self._hub.note("machine", f"{action}: {machine.machine_id} at {machine.usd_per_hour:g} USD/h{cost}: {reason}")
         self._keep(machine)
 

@@ -1,8 +1,9 @@
 """The coordinator's state in SQL: SQLite (WAL) in the run's folder by default, PostgreSQL by its URL.
 
 Guarantees: see `StateStore`. SQLite runs with synchronous=NORMAL: what `write` has kept outlives a kill of the process;
-a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. A `write` waits
-for no disk: the log's way into the database file, with its fsyncs, is `checkpoint`, on whatever thread calls it. The schema
+a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. What nobody would
+tell again (`must_last`) is synced before `write` returns; else a `write` waits for no disk: the log's way into the database
+file, with its fsyncs, is `checkpoint`, on whatever thread calls it. The schema
 carries a version and is migrated forward, one step at a time, in a transaction; a newer one than ours is refused. A
 database that is missing, damaged or older than it was is refused as well: SQLite's own check, a sum of each row that stands
 for a group, lease, member, token or machine (rows), and the mark beside it (store_mark).
@@ -33,6 +34,7 @@ from echo2.coordinator.runtime import row_sums
 from echo2.coordinator.runtime.store_mark import StoreMark
 from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, SavedState, StoreChanges
 from echo2.coordinator.tokens import Token
+from echo2.outside import here
 from echo2.wire.coordinator import heartbeat_from_message, heartbeat_to_message, worker_hello_from_message
 from echo2.wire.coordinator import worker_hello_to_message as hello_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
@@ -235,6 +237,19 @@ class SqlStore:
         self._written += 1
         if self._mark is not None:
             self._mark.note(self._written, is_safe=self._engine.dialect.name != "sqlite")
+        if changes.must_last:
+            self._sync_log()
+
+    def _sync_log(self) -> None:
+        """SQLite's log, up to the last transaction. PostgreSQL syncs each by itself."""
+        if (database := self._database_file()) is None:
+            return
+        try:
+            here().files.sync_path(database.with_name(f"{database.name}-wal"))
+        except OSError as error:
+            raise self._error(error) from None
+        if self._mark is not None:
+            self._mark.note_safe(self._written)
 
     def _put(self, connection: Connection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
         found = list(row_sums.summed(table, rows) if table in _SUMMED else rows)

@@ -22,6 +22,7 @@ from echo2.coordinator.runtime.consolidation import consolidate
 from echo2.coordinator.runtime.hub import Hub
 from echo2.coordinator.runtime.provisioner import Provisioner
 from echo2.coordinator.runtime.store import SqlStore
+from echo2.coordinator.saved import StoreChanges
 from echo2.coordinator.telemetry import Heartbeat, WorkerHello
 from echo2.trust.identity import Identity
 from tests.unit.coordinator.test_daemon import RUN, options
@@ -105,6 +106,35 @@ class Scene:
 
     def journal(self) -> list[tuple[str, float]]:
         return [(one.action, round(one.usd_spent, 4)) for one in self.hub.keeper.paid]
+
+
+def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[StoreChanges] = []
+    write = SqlStore.write
+    monkeypatch.setattr(SqlStore, "write", lambda self, changes: (written.append(changes), write(self, changes)))
+
+    async def scene() -> None:
+        one = Scene(tmp_path, Cloud())
+        one.cloud.answers.clear()
+        renting = asyncio.create_task(one.commands.provisioner.rent("gpu", "", "a test"))
+        await asyncio.sleep(0.05)
+        assert not one.cloud.there, "the provider has not been asked to the end"
+        asked = [changes for changes in written if changes.machines or changes.tokens]
+        assert asked and all(changes.must_last for changes in asked)
+        one.cloud.answers.set()
+        machine = await renting
+        worker = one.join(machine)
+        written.clear()
+        one.commands.set_worker(worker, OperatorSetting.BANNED.value, "it lies")
+        assert any(changes.must_last and changes.members for changes in written)
+        token, _ = one.commands.create_token("worker", "", 60.0, 1)
+        written.clear()
+        one.commands.revoke_token(token.token_id)
+        assert written[0].must_last
+
+    asyncio.run(scene())
 
 
 def play(scene: Callable[[], Any]) -> None:

@@ -24,7 +24,7 @@ def test_of_a_file_what_was_synced_stays(tmp_path: Path) -> None:
     assert 100 <= (disk.folder / "journal").stat().st_size < 200
 
 
-def rows_after_a_power_cut(folder: Path, seed: int) -> int:
+def rows_after_a_power_cut(folder: Path, seed: int, synced_after: int = -1) -> int:
     disk = VirtualDisk(folder)
     writing = sqlite3.connect(disk.folder / "state.sqlite", isolation_level=None)
     writing.execute("PRAGMA journal_mode=WAL")
@@ -34,6 +34,8 @@ def rows_after_a_power_cut(folder: Path, seed: int) -> int:
         writing.execute("INSERT INTO rows VALUES (?, ?)", (number, "x" * 500))
         if number == 9:
             writing.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        if number == synced_after:
+            VirtualFiles(disk, lambda: 0.0, lambda: None).sync_path(disk.folder / "state.sqlite-wal")
     disk.crash()
     writing.close()
     disk.power_cut(random.Random(seed))
@@ -49,3 +51,8 @@ def test_of_a_database_what_a_checkpoint_has_folded_in_stays_and_what_came_since
     counts = [rows_after_a_power_cut(tmp_path / str(seed), seed) for seed in range(12)]
     assert all(10 <= count <= 30 for count in counts)
     assert len(set(counts)) > 4
+
+
+def test_what_was_synced_of_a_databases_log_stays(tmp_path: Path) -> None:
+    counts = [rows_after_a_power_cut(tmp_path / str(seed), seed, synced_after=24) for seed in range(12)]
+    assert min(counts) == 25 and max(counts) > 25

@@ -22,7 +22,7 @@ from echo2.sim.world_run import outcome_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SEEDS = (2, 9, 130, 4571)
-"""With storms; 9 has a long outage of the learner, as 13 (below); in 4571 a worker is back only after training has long stood still."""
+"""With storms; 9 has a long outage of the learner, as 13 below; in 4571 a worker is back when training has long stood still."""
 
 
 def told(outcome: WorldOutcome) -> str:
@@ -154,6 +154,12 @@ def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up() -> None:
     outcome = world.run(STORM_S)
     assert not outcome.failure, told(outcome)
     assert outcome.faults[Fault.BIT_ROT.value] > 30
+
+
+def test_a_machine_rented_just_before_a_power_cut_joins_all_the_same() -> None:
+    """Its token went with the cut: its worker was refused for good, and cost money."""
+    found = outcome_of(3039)
+    assert not found.failure, told(found)
 
 
 def test_what_has_stopped_coming_in_a_long_outage_is_tried_again() -> None:
