@@ -26,7 +26,8 @@ class NodeLink:
     `access` says how other such nodes meet it. Late: trees push it nothing and only tell it whom to pull from, which
     its neighbours answer when nothing else waits (weighting.py). A worker with a `deferred_share` takes chunks at a pace of its
     own (paces.py): trees do not wait for it, and that share of the chunks is pushed to it only when nothing else waits, to those
-    of the lower `turn` first.
+    of the lower `turn` first. `region`: of its provider, empty where it is not known; `egress_usd_per_gib`: of what it sends to
+    another region (regions.py). Nodes are not told of these two.
     """
 
     peer_id: PeerId
@@ -39,6 +40,8 @@ class NodeLink:
     is_late: bool = False
     deferred_share: float = 0.0
     turn: int = 0
+    region: str = ""
+    egress_usd_per_gib: float = 0.0
 
     @property
     def whole_access(self) -> Access:
@@ -101,6 +104,7 @@ class BroadcastPlan:
     predicted_s: tuple[float, ...] = ()  # per worker, for `predicted_bytes`
     predicted_bytes: int = 0
     reason: str = ""
+    egress_usd: float = 0.0  # of an artifact of `predicted_bytes`
     _index: dict[PeerId, int] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echo2.broadcast.paces import own_earliest, paced_s, paced_trees, stages
+from echo2.broadcast.regions import egress_usd, regional
 from echo2.broadcast.topology import (
     DEGREE_MAX,
     BroadcastPlan,
@@ -207,13 +208,19 @@ def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -
     return min(candidates, key=best, default=())
 
 
-def _builders(count: int, degree_max: int) -> dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]]:
-    """Of candidates for so many nodes: all are connected to all where that is within the degree."""
+def _builders(
+    nodes: Sequence[NodeLink], degree_max: int
+) -> dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]]:
+    """Of candidates: all are connected to all where that is within the degree; where traffic is charged, by regions too."""
+    count = len(nodes)
     found: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
     if count <= degree_max + 1:
         found["multi_tree"] = weighted_multi_tree
     else:
         found["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
+    if any(node.egress_usd_per_gib for node in nodes):
+        by_region = functools.partial(regional, degree_max=degree_max, striped=striped)
+        found |= {"regional": by_region, "regional_chain": functools.partial(by_region, is_chain=True)}
     return found
 
 
@@ -225,6 +232,7 @@ class TreeChoice:
     nodes: tuple[NodeLink, ...]
     trees: tuple[Tree, ...]
     worker_s: tuple[float, ...]
+    usd: float = 0.0
 
     @property
     def all_s(self) -> float:
@@ -243,20 +251,23 @@ def plan(
     degree_max: int = DEGREE_MAX,
     weights: Sequence[float] = (),
     is_paced: bool = True,
+    usd_per_s: float = 0.0,
 ) -> BroadcastPlan:
     """The candidate with the least predicted time until every worker holds an artifact; of those within a few per cent of it, the
     one with the least mean time of the workers, by `weights` (alike where none is given); not
-    `is_paced`: only by the first. `nodes[0]` is the seed."""
+    `is_paced`: only by the first. Where traffic is charged, the one with the least charge and price of
+    its time, `usd_per_s` a second. `nodes[0]` is the seed."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     weighed = tuple(weights) if sum(weights) > 0 else (1.0,) * (len(nodes) - 1)
     found: list[TreeChoice] = []
-    for name, build in _builders(len(nodes), degree_max).items():
+    for name, build in _builders(nodes, degree_max).items():
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             guess = predict(nodes, trees, artifact_bytes, size)
-            found.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s))
+            usd = egress_usd(nodes, trees, artifact_bytes)
+            found.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s, usd))
     paced = _paced(nodes, weighed, artifact_bytes, chunk_bytes, degree_max) if is_paced else None
     found += [paced] if paced is not None else []
     in_limit = [f for f in found if degree_of(f.trees, len(nodes)) <= degree_max] or found
@@ -267,8 +278,24 @@ def plan(
         is_first = chosen.all_s > SLOWEST_NEAR * fastest.all_s
         if is_near and (is_first or candidate.mean_s(weighed) < chosen.mean_s(weighed) / MEAN_GAIN_MIN):
             chosen = candidate
+    chosen = _worth_its_price(chosen, in_limit, fastest, usd_per_s)
     reason = _reason(chosen, found, nodes, weighed, artifact_bytes)
-    return BroadcastPlan(epoch, chosen.nodes, chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason)
+    return BroadcastPlan(
+        epoch, chosen.nodes, chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd
+    )
+
+
+def _worth_its_price(
+    chosen: TreeChoice, in_limit: Sequence[TreeChoice], fastest: TreeChoice, usd_per_s: float
+) -> TreeChoice:
+    """The least of charge and time's price; of those near the fastest alone where time has no price. What is chosen stays unless
+    another is cheaper by more than predictions are good for."""
+    if not any(one.usd for one in in_limit):
+        return chosen
+    near = [one for one in in_limit if usd_per_s > 0 or one.all_s <= SLOWEST_NEAR * fastest.all_s]
+    cheapest = min(near, key=lambda one: one.usd + usd_per_s * one.all_s)
+    is_cheaper = (cheapest.usd + usd_per_s * cheapest.all_s) * MEAN_GAIN_MIN < chosen.usd + usd_per_s * chosen.all_s
+    return cheapest if is_cheaper else chosen
 
 
 def _paced(
@@ -287,14 +314,22 @@ def _paced(
     late = latencies(nodes, trees, artifact_bytes, size)
     times = paced_s(with_paces, made, trees)
     worker_s = tuple(artifact_bytes * time_s + late_s for time_s, late_s in zip(times, late, strict=True))
-    return TreeChoice("paced_multi_tree", with_paces, trees, worker_s)
+    return TreeChoice("paced_multi_tree", with_paces, trees, worker_s, egress_usd(nodes, trees, artifact_bytes))
 
 
 def _reason(
     chosen: TreeChoice, found: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
 ) -> str:
     bound, earliest = fluid_bound(nodes), own_earliest(nodes)
-    times = ", ".join(f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s" for other in found)
+    is_charged = any(other.usd for other in found)
+    times = ", ".join(
+        f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s"
+        + (f", {other.usd:.2f} USD of traffic" if is_charged else "")
+        for other in found
+    )
+    if is_charged and chosen.all_s > SLOWEST_NEAR * min(other.all_s for other in found):
+        whom = f"{size / 1e6:.1f} MB to {len(nodes) - 1} workers"
+        return f"{chosen.name} costs least, time and traffic together, for {whom} ({times})"
     by_mean = ", with the least mean time of those near the fastest," if chosen.name.startswith("paced") else ""
     return (
         f"{chosen.name} is predicted fastest{by_mean} for {size / 1e6:.1f} MB to {len(nodes) - 1} workers ({times}); "

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
+from echo2.broadcast.regions import egress_usd
 from echo2.broadcast.topology import DEGREE_MAX, BroadcastPlan, NodeLink, Tree, can_connect, fluid_bound, is_sound
 from echo2.broadcast.trees import PLAN_ARTIFACT_BYTES, PLAN_CHUNK_BYTES, plan
 
@@ -108,10 +109,11 @@ def weighted_plan(
     epoch: int,
     artifact_bytes: int = PLAN_ARTIFACT_BYTES,
     chunk_bytes: int = PLAN_CHUNK_BYTES,
+    usd_per_s: float = 0.0,
 ) -> BroadcastPlan:
     """The plan with which the needed part is predicted to be done first; of such, with which all are. `nodes[0]` is the
-    seed."""
-    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, weights=needs.weights)
+    seed; `usd_per_s`: what a second is worth where traffic is charged (trees.plan)."""
+    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, weights=needs.weights, usd_per_s=usd_per_s)
     late = late_of(nodes, needs)
     if not late:
         return for_all
@@ -119,7 +121,7 @@ def weighted_plan(
     needed = [node for number, node in enumerate(nodes) if number not in late]
     weights = [weight for number, weight in enumerate(needs.weights, start=1) if number not in late]
     degree_max = DEGREE_MAX - (0 if are_all_connected else HOSTS)
-    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, weights)
+    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, weights, usd_per_s=usd_per_s)
     trees = _with_late(nodes, late, first)
     assert is_sound(nodes, trees), "late workers hang where they can connect"
     times = _times(nodes, late, first)
@@ -134,7 +136,8 @@ def weighted_plan(
     )
     paced = iter(first.nodes)
     marked = tuple(replace(node, is_late=True) if number in late else next(paced) for number, node in enumerate(nodes))
-    return BroadcastPlan(epoch, marked, trees, first.topology, times, artifact_bytes, reason)
+    usd = egress_usd(nodes, trees, artifact_bytes)
+    return BroadcastPlan(epoch, marked, trees, first.topology, times, artifact_bytes, reason, usd)
 
 
 def _with_late(nodes: Sequence[NodeLink], late: frozenset[int], first: BroadcastPlan) -> tuple[Tree, ...]:

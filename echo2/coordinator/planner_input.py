@@ -315,9 +315,26 @@ def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[Node
     # A learner that only byte pipes reach dials whom it can itself; pipes count only where nobody can be dialled.
     is_dialling = bool(board.pipe_address) and len(hidden) < len(there)
     access = Access() if is_dialling else Access(addresses=(board.address,))
-    return [_node(seed, "learner", access, hello.link)] + [
-        _node(m.peer_id, m.name, _access(m, hidden), m.link) for m in sorted(there, key=lambda m: m.peer_id)
+    workers = [
+        replace(
+            _node(m.peer_id, m.name, _access(m, hidden), m.link),
+            region=region_of(m),
+            egress_usd_per_gib=EGRESS_USD_PER_GIB.get(m.hello.provider.lower(), 0.0),
+        )
+        for m in sorted(there, key=lambda m: m.peer_id)
     ]
+    return [_node(seed, "learner", access, hello.link), *workers]
+
+
+def region_of(member: Member) -> str:
+    """Within it traffic is free. Empty where it is not known: a provider's regions charge one another."""
+    hello = member.hello
+    return f"{hello.provider.lower()}/{hello.region.lower()}" if hello.provider and hello.region else ""
+
+
+def pool_usd_per_s(members: Iterable[Member]) -> float:
+    """What a second of the pool costs: no second of waiting for a version is worth more."""
+    return sum(m.hello.price_usd_per_hour for m in members if m.last_activation is Activation.ACTIVE) / 3600
 
 
 def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: Plan | None) -> Needs:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.weighting import is_fit, weighted_plan
 from echo2.coordinator.membership import Liveness
 from echo2.coordinator.options import PlannerMode
-from echo2.coordinator.planner_input import SnapshotMaker, broadcast_nodes, mark_shunned, needs_of, plan_config
+from echo2.coordinator.planner_input import (
+    SnapshotMaker,
+    broadcast_nodes,
+    mark_shunned,
+    needs_of,
+    plan_config,
+    pool_usd_per_s,
+)
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
 from echo2.coordinator.runtime.experience_file import known
 from echo2.coordinator.runtime.hub import Hub
@@ -112,7 +120,8 @@ class Planning:
             return
         size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
         self._epoch = max(self._epoch + 1, int(unix_now() * 1000))
-        plan = await self._hub.aside.run(len(nodes), weighted_plan, nodes, needs, self._epoch, max(1, size))
+        make = functools.partial(weighted_plan, usd_per_s=pool_usd_per_s(members.values()))
+        plan = await self._hub.aside.run(len(nodes), make, nodes, needs, self._epoch, max(1, size))
         if known is not None and (known.nodes, known.trees) == (plan.nodes, plan.trees):
             return
         for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):

@@ -23,6 +23,7 @@ from echo2.coordinator.planner_input import (
     measured_speed,
     needs_of,
     plan_config,
+    pool_usd_per_s,
     prior_speed,
 )
 from echo2.coordinator.reckoning import Reckoning
@@ -260,3 +261,30 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     seed, *pool = [LinkEstimate(node.up, node.down, node.rtt_s) for node in nodes[:-1]]
     assert known.predicted_needed_s == pytest.approx(TreeBroadcast(1.0).predict(1e8, seed, pool), rel=0.02)
     assert known.predicted_all_s > 5 * known.predicted_needed_s
+
+
+def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_a_second_of_the_pool_does() -> None:
+    membership, made = fleet("A100", "A100", "A100"), board(10.0)
+    members = membership.members
+    places = (("AWS", "us-east-1"), ("aws", ""), ("", "here"))
+    for member, (provider, region) in zip(members.values(), places, strict=True):
+        member.hello = replace(member.hello, provider=provider, region=region, price_usd_per_hour=1.2)
+    nodes = broadcast_nodes(made, list(members.values()))
+    assert [(node.region, node.egress_usd_per_gib) for node in nodes] == [
+        ("", 0.0), ("aws/us-east-1", 0.09), ("", 0.09), ("", 0.0)
+    ]  # fmt: skip
+    members[PeerId("w2")].is_wanted = False
+    membership.change_of(members[PeerId("w2")], 1.0)
+    assert pool_usd_per_s(members.values()) == pytest.approx(2 * 1.2 / 3600)
+
+
+def test_a_learner_that_only_byte_pipes_reach_is_met_there_where_no_worker_can_be_dialled() -> None:
+    membership, made = fleet("A100", "A100"), board(10.0)
+    members = membership.members
+    made.pipe_address = "hub:8424"
+    assert broadcast_nodes(made, list(members.values()))[0].addresses == ("hub:8424",)
+    first = members[PeerId("w0")]
+    first.hello = replace(first.hello, addresses=("w0:1",))
+    assert broadcast_nodes(made, list(members.values()))[0].addresses == ()
+    made.pipe_address = ""
+    assert broadcast_nodes(made, list(members.values()))[0].addresses == ("a:1",)

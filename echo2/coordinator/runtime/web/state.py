@@ -204,6 +204,7 @@ class StateView:
             took = newest.live_after_s if newest else {}
             value |= {
                 "epoch": plan.epoch, "topology": plan.topology, "reason": plan.reason,
+                "egress_usd": round(plan.egress_usd * scale, 4),
                 "predicted_bytes": plan.predicted_bytes, "node_count": len(plan.nodes),
                 "nodes": [{"id": node.peer_id, "name": node.name} for node in plan.nodes] if is_small else [],
                 "trees": [

@@ -1,0 +1,122 @@
+"""Fleets in regions: what a set of trees costs in traffic, and trees that cross into each region about once.
+
+A byte from one region to another is what slow paths and providers' bills are about; inside a region it is fast and free. So one
+worker of each region, its gateway, takes everything from outside, and the others have it from each other.
+
+    seed --one copy--> gateway of region A --stripes inside A--> all others of A
+      '----one copy--> gateway of region B --stripes inside B--> all others of B       or A's gateway passes on to B's
+
+Guarantees: pure; `regional` gives trees that reach everybody, or none; workers of no known region are a group of their own.
+Leaves to others: which set of trees is taken and how stripes are made (trees), prices (coordinator).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from echo2.broadcast.topology import NodeLink, Tree, can_connect, is_sound
+
+GIB = float(1 << 30)
+GATEWAYS_MAX = 8  # neighbours of a gateway in other regions
+STRIPES = (16, 8, 4, 2, 1)
+Striped = Callable[[Sequence[NodeLink], int, int], tuple[Tree, ...]]
+"""Of nodes, the first of which has everything, so many equal stripes within a degree; empty: there are none."""
+
+
+def is_crossing(parent: NodeLink, child: NodeLink) -> bool:
+    """Whether bytes between the two leave a region; one that is not known is nobody's own."""
+    return not parent.region or parent.region != child.region
+
+
+def egress_usd(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: int) -> float:
+    """What providers charge for one artifact: each byte that leaves the sender's region, at the sender's price."""
+    total = 0.0
+    for tree in trees:
+        for child, parent in enumerate(tree.parents, start=1):
+            if nodes[parent].egress_usd_per_gib and is_crossing(nodes[parent], nodes[child]):
+                total += tree.weight * nodes[parent].egress_usd_per_gib
+    return total * artifact_bytes / GIB
+
+
+def crossings(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> dict[str, float]:
+    """By region, how many copies of an artifact come into it from outside."""
+    found: dict[str, float] = defaultdict(float)
+    for tree in trees:
+        for child, parent in enumerate(tree.parents, start=1):
+            if is_crossing(nodes[parent], nodes[child]):
+                found[nodes[child].region] += tree.weight
+    return dict(found)
+
+
+def regional(
+    nodes: Sequence[NodeLink], degree_max: int, striped: Striped, *, is_chain: bool = False
+) -> tuple[Tree, ...]:
+    """Equal stripes; `is_chain`: gateways pass on to one another, strongest uplink first, where the seed's own cannot feed them
+    all. Empty where there are not two regions, or no stripes within the degree."""
+    groups = _groups(nodes)
+    if not 2 <= len({nodes[0].region, *groups}) <= GATEWAYS_MAX:
+        return ()
+    for stripes in STRIPES:
+        inside = {region: _inside(nodes, members, stripes, degree_max, striped) for region, members in groups.items()}
+        if all(inside.values()):
+            made = _joined(nodes, groups, inside, stripes, is_chain)
+            return made if is_sound(nodes, made) else ()
+    return ()
+
+
+def _groups(nodes: Sequence[NodeLink]) -> dict[str, list[int]]:
+    """Workers by region, each region's gateway first: the strongest uplink among those that can be dialled, or the seed in its
+    own."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for number, node in enumerate(nodes[1:], start=1):
+        found[node.region].append(number)
+    for region, members in found.items():
+        members.sort(key=lambda number: (not nodes[number].addresses, -nodes[number].up, number))
+        if region == nodes[0].region:
+            members.insert(0, 0)
+    return dict(found)
+
+
+def _inside(
+    nodes: Sequence[NodeLink], members: Sequence[int], stripes: int, degree_max: int, striped: Striped
+) -> list[tuple[int, ...]]:
+    """For each stripe the parents of all members but the gateway, by their place among the members; empty: there are none."""
+    local = [nodes[number] for number in members]
+    if len(local) < 2:
+        return [()] * stripes
+    if len(local) == 2:
+        return [(0,)] * stripes if can_connect(*local) else []
+    made = striped(local, stripes, degree_max - GATEWAYS_MAX)
+    return [tree.parents for tree in made] if is_sound(local, made) else []
+
+
+def _joined(
+    nodes: Sequence[NodeLink],
+    groups: dict[str, list[int]],
+    inside: dict[str, list[tuple[int, ...]]],
+    stripes: int,
+    is_chain: bool,
+) -> tuple[Tree, ...]:
+    above = _gateways_above(nodes, [members[0] for members in groups.values() if members[0]], is_chain=is_chain)
+    trees = []
+    for stripe in range(stripes):
+        parents = [0] * (len(nodes) - 1)
+        for gateway, parent in above.items():
+            parents[gateway - 1] = parent
+        for region, members in groups.items():
+            for place, parent in enumerate(inside[region][stripe], start=1):
+                parents[members[place] - 1] = members[parent]
+        trees.append(Tree(1.0 / stripes, tuple(parents)))
+    return tuple(trees)
+
+
+def _gateways_above(nodes: Sequence[NodeLink], gateways: Sequence[int], *, is_chain: bool) -> dict[int, int]:
+    """Of each gateway the node that it has everything from."""
+    if not is_chain:
+        return dict.fromkeys(gateways, 0)
+    found, before = dict[int, int](), 0
+    for gateway in sorted(gateways, key=lambda number: (not nodes[number].addresses, -nodes[number].up, number)):
+        found[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
+        before = gateway
+    return found
