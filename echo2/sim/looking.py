@@ -26,6 +26,8 @@ DEADLINE_SLACK_S = 10.0
 STALL_SLACK_S = 7.0
 AGREE_S = 14.0
 """So long the learner's and the coordinator's lists of groups may differ: three reminders."""
+QUEUED_S = 1.0
+"""With more queued on an uplink, a message longer than a packet is not expected to have come."""
 UNASKED_S = 9.0
 UNKNOWN_S = 60.0
 """So long a machine may cost money that the journal does not have as rented: some looks, of which the cloud answers most."""
@@ -169,6 +171,8 @@ class Looking:
             return
         if self._wires.is_blocked("learner", "coordinator") or self._wires.is_blocked("coordinator", "learner"):
             return  # neither knows of it yet
+        if any(self._machines[name].link.up_free_at - self._now() > QUEUED_S for name in ("learner", "coordinator")):
+            return  # what the one has said waits behind chunks on its uplink
         shift, hub = learner.shift, coordinator.hub
         if hub is None or hub.learner.session is None or shift is None or not shift.session.is_connected:
             return
