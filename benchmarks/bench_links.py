@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", nargs=4)
     parser.add_argument("--send", nargs=3)
-    parser.add_argument("--only", default="", help="kinds, by commas; writes no results")
+    parser.add_argument("--only", default="", help="kinds, by commas; their rows replace the old ones")
     own = parser.parse_args()
     if own.serve:
         asyncio.run(serve(*own.serve[:3], Path(own.serve[3])))
@@ -218,8 +218,15 @@ def main() -> None:
                 "better": "lower",
             }
         )
-    if not missing and not chosen:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    if not missing:
+        keep(rows)
+
+
+def keep(rows: list[dict[str, object]]) -> None:
+    """A row replaces that of its name."""
+    found = {row["name"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    found.update({row["name"]: row for row in rows})
+    RESULTS.write_text(json.dumps(list(found.values()), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,3 +57,28 @@ def test_hidden_workers_join_without_flags_train_and_meet(tmp_path: Path, run_co
             for name in ("w0", "w1"):
                 cluster.wait_until(lambda n=name: status(cluster, n).get("relays") == 2, 60, f"both relays at {name}")  # type: ignore[misc]
                 assert kinds(cluster, name) == ["direct", "hole-punched"]
+
+
+def test_a_learner_behind_a_nat_trains_on_workers_that_it_can_dial_and_on_hidden_ones(
+    tmp_path: Path, run_config: str
+) -> None:
+    """Rollouts, leases' reports and weights of all three; the coordinator's relay is killed on the way."""
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    with NatLab(("hub", "right"), ("learner", "left")) as lab:
+        config = (
+            run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n')
+            .replace("[learner]\n", '[learner]\nhost = "::"\n')
+            .replace("steps = 30", "steps = 400")
+        )
+        with Cluster(tmp_path, config) as cluster:
+            cluster.placed = lambda name, argv: lab.command(HOSTS[name], argv)
+            cluster.start_all()
+            cluster.wait_until(lambda: cluster.step() >= 2, 120, "two steps of training")
+            assert "through the byte pipes of this coordinator" in cluster.log("coordinator")
+            cluster.wait_until(lambda: kinds(cluster, "w0") == ["direct", "relayed"], 60, "links of the hidden worker")
+            cluster.wait_until(lambda: kinds(cluster, "w1") == ["reverse", "reverse"], 60, "links of the open one")
+            reached = cluster.step()
+            cluster.kill("coordinator")
+            cluster.start("coordinator")
+            cluster.wait_until(lambda: cluster.step() >= reached + 3, 180, "three more steps")

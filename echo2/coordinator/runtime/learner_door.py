@@ -5,7 +5,8 @@
 
 Guarantees: the dial back is a TLS handshake that must show the learner's own certificate; a learner that does not answer and
 holds no place is left as it is, and the event log says what to do. Waits: for the learner to come, LOOK_S between looks, MISSED_S
-before a look that failed is believed. Leaves to others: byte pipes (broadcast.runtime), telling workers (learner_side).
+before a look that failed is believed where one has succeeded before, PLACE_S for the learner to take its place.
+Leaves to others: byte pipes (broadcast.runtime), telling workers (learner_side).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 LOOK_S, LOOK_HIDDEN_S = 300.0, 30.0
 MISSED_S = 2.0
 LOOKS = 3
+PLACE_S, PLACE_LOOK_S = 5.0, 0.1
 
 
 class LearnerDoor:
@@ -32,6 +34,7 @@ class LearnerDoor:
     def __init__(self, hub: Hub, authority_pem: bytes) -> None:
         self._hub, self._authority_pem = hub, authority_pem
         self._told = ""
+        self._has_answered = False
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -51,8 +54,7 @@ class LearnerDoor:
         is_there = await self._answers(address, peer_id)
         if board.hello.address != address or board.peer_id != peer_id:
             return  # it came again meanwhile, and is looked at again
-        is_piped = self._hub.relay is not None and self._hub.relay.is_piped(peer_id)
-        pipes = pipe_address(self._hub.relay_address) if is_piped and not is_there else ""
+        pipes = pipe_address(self._hub.relay_address) if not is_there and await self._is_piped(peer_id) else ""
         if is_there:
             self._tell("")
         elif pipes:
@@ -68,6 +70,14 @@ class LearnerDoor:
             board.pipe_address = pipes
             self._hub.learner.moved()
 
+    async def _is_piped(self, peer_id: PeerId) -> bool:
+        """Whether it holds a place, or takes one soon: it is told of the relay as it comes."""
+        for _ in range(round(PLACE_S / PLACE_LOOK_S)):
+            if self._hub.relay is not None and self._hub.relay.is_piped(peer_id):
+                return True
+            await asyncio.sleep(PLACE_LOOK_S)
+        return False
+
     def _tell(self, text: str) -> None:
         if text != self._told:
             self._hub.note("learner", text or "answers at its own address again")
@@ -77,9 +87,10 @@ class LearnerDoor:
         host, _, port = address.rpartition(":")
         if not port.isdigit():
             return False
-        for turn in range(LOOKS):
+        for turn in range(LOOKS if self._has_answered else 1):
             if turn:
                 await asyncio.sleep(MISSED_S)
             if await asyncio.to_thread(shows_certificate, host.strip("[]"), int(port), peer_id, self._authority_pem):
+                self._has_answered = True
                 return True
         return False
