@@ -26,6 +26,9 @@ PULL_TIMEOUT_S = 1.5
 PULL_CHUNKS_MAX = 32
 REQUESTS_HELD_MAX = 256
 REPLAYS_MAX = 16
+ANSWERED_AGAIN_AFTER_S = 30.0
+"""A link loses nothing while it stands: who asks for the same chunk again has waited for a full uplink. Those who ask anew every
+ten seconds had it send the same chunks over and over, and nothing else."""
 
 
 class Pacer:

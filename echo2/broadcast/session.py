@@ -299,6 +299,8 @@ class BroadcastSession:
             peer.in_transport = max(0, peer.in_transport - 1)
             peer.send_s = 0.8 * peer.send_s + 0.2 * (now - peer.taken_at)
             peer.taken_at, peer.is_stuck = now, False
+            if event.is_lost:
+                peer.answered.pop((event.key, event.index), None)
         self._acknowledge(self._relaying.done((event.key, event.index), event.peer))
 
     def _uplink_seen(self, event: UplinkSeen, now: float) -> None:
@@ -398,9 +400,8 @@ class BroadcastSession:
             self._served += 1
             peer.served_at = self._served
             peer.note(outgoing.key, outgoing.index)  # from now on nobody else's plan brings it there
-            peer.remember_sent((outgoing.key, outgoing.index), now)
-            size = self.artifacts[outgoing.key].sizes.get(outgoing.index, 0)
-            self._pacer.spend(size, now)
+            peer.remember_sent((outgoing.key, outgoing.index), now, outgoing.is_answer)
+            self._pacer.spend(self.artifacts[outgoing.key].sizes.get(outgoing.index, 0), now)
             self._actions += self._gossip.header(peer, outgoing.key)
             self._actions.append(
                 SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route, outgoing.is_answer)
@@ -446,8 +447,8 @@ class BroadcastSession:
         artifact = self.artifacts.get(outgoing.key)
         if artifact is None or not artifact.held >> outgoing.index & 1:
             return False
-        if outgoing.is_answer:  # a request may cross a push of the same chunk
-            return now - peer.sent.get((outgoing.key, outgoing.index), float("-inf")) > policy.PULL_AFTER_S
+        if outgoing.is_answer:
+            return peer.may_be_answered((outgoing.key, outgoing.index), now)
         return not peer.has(outgoing.key, outgoing.index)
 
     # ---- time

@@ -11,7 +11,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.chunks import all_of, bitmap_of, indices_of, those_in
 from echo2.broadcast.events import LinkWidened, Route, WidthWished
 from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.policy import RateEstimate
+from echo2.broadcast.policy import ANSWERED_AGAIN_AFTER_S, PULL_AFTER_S, RateEstimate
 
 Ref = tuple[bytes, int]
 SENT_REMEMBERED_MAX = 512
@@ -155,6 +155,7 @@ class Peer:
     asked: dict[ArtifactKey, int] = field(default_factory=dict)  # ever asked for
     given: dict[ArtifactKey, int] = field(default_factory=dict)  # ever sent to us
     sent: dict[Ref, float] = field(default_factory=dict)  # to it, lately
+    answered: dict[Ref, float] = field(default_factory=dict)  # of these, what it had asked for
     replays: int = 0
     rate: RateEstimate = field(default_factory=RateEstimate)
 
@@ -191,11 +192,19 @@ class Peer:
         has_one = any(self.haves.get(key, 0) & whole == whole for key, whole in wholes.items())
         return self.is_queued or self.in_transport > 0 or (bool(wholes) and not has_one)
 
-    def remember_sent(self, ref: Ref, now: float) -> None:
-        self.sent.pop(ref, None)
-        self.sent[ref] = now
-        if len(self.sent) > SENT_REMEMBERED_MAX:
-            del self.sent[next(iter(self.sent))]
+    def remember_sent(self, ref: Ref, now: float, is_answer: bool) -> None:
+        for table in (self.sent, self.answered) if is_answer else (self.sent,):
+            table.pop(ref, None)
+            table[ref] = now
+            if len(table) > SENT_REMEMBERED_MAX:
+                del table[next(iter(table))]
+
+    def may_be_answered(self, ref: Ref, now: float) -> bool:
+        """Not while an answer is on its way: a second one only makes the queue longer that holds it up."""
+        never = float("-inf")
+        if now - self.answered.get(ref, never) <= ANSWERED_AGAIN_AFTER_S:
+            return False
+        return now - self.sent.get(ref, never) > PULL_AFTER_S  # a request may cross a push of the same chunk
 
     def note_width(self, event: LinkWidened | WidthWished) -> None:
         if isinstance(event, LinkWidened):

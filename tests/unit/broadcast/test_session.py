@@ -15,6 +15,7 @@ from echo2.broadcast.events import (
     HeaderSeen,
     PeerUp,
     PlanSet,
+    RequestSeen,
     SealSeen,
     SendChunk,
     SendRequest,
@@ -188,6 +189,29 @@ def test_request_that_is_not_answered_goes_to_another_holder() -> None:
         now += 0.1
     assert set(asked) == {PeerId("a"), PeerId("b")}
     assert now < 10.0
+
+
+def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_on_its_way() -> None:
+    """Answers that wait in a full uplink were sent anew each time that a peer lost its patience, and nothing else went out."""
+    session = _session()
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    session.handle(ChunkSeen(None, KEY, 0, 1000), 0.0)
+    peer = PeerId("w")
+    session.handle(PeerUp(peer), 0.0)
+    sent: list[float] = []
+
+    def ask(now: float, is_lost: bool = False) -> None:
+        actions = session.handle(RequestSeen(peer, KEY, (0,)), now) + session.handle(Woken(), now + 0.06)
+        if any(isinstance(action, SendChunk) for action in actions):
+            sent.append(now)
+            session.handle(ChunkSent(peer, KEY, 0, is_lost), now + 0.1)
+
+    for now in (10.0, 20.0, 30.0, 39.0):
+        ask(now)
+    assert sent == [10.0]
+    ask(41.0, is_lost=True)
+    ask(43.0)
+    assert sent == [10.0, 41.0, 43.0], "the disk did not have it the second time, so it was not on its way"
 
 
 def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
