@@ -74,6 +74,23 @@ def test_chunks_and_acknowledgements_go_over_bulk_connections_and_none_over_grpc
     asyncio.run(scene())
 
 
+def test_a_bulk_connection_that_comes_after_its_link_was_replaced_joins_no_other(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            await all_have_bulk(f)
+            learner, worker = (m.node for m in f.members)
+            node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
+            former = PeerLink(
+                link_to(node, other).connection, node._connections._link_calls, link_to(node, other).address
+            )
+            former.bulk_port = link_to(node, other).bulk_port
+            with pytest.raises(Unreachable, match="has ended"):
+                await node._connections._dial_further(former)
+            assert {width_of(node, other), width_of(other, node)} == {1}
+
+    asyncio.run(scene())
+
+
 def _noting(send, link: PeerLink, kinds: list[str | None]):  # type: ignore[no-untyped-def]
     async def noted(frame: bytes, connection: object) -> None:
         if connection is link.connection:

@@ -135,6 +135,9 @@ class Connections:
             link.bulk_next_try = now + BULK_RETRY_S
             log.info("%s; chunks go over gRPC", error)
             raise
+        if self.links.get(link.peer_id) is not link:  # another took its place meanwhile, and opens its own
+            await connection.close()
+            raise Unreachable(f"peer {link.peer_id}: the link that this connection was for has ended")
         await self._serve(connection, is_further=True)
 
     async def _serve(self, connection: Connection, address: str = "", *, is_further: bool = False) -> None:
