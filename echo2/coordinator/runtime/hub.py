@@ -175,8 +175,12 @@ class Hub:
         outgoing, self._outgoing = self._outgoing, []
         for peer_id, order in outgoing:
             session = self.workers.get(peer_id)
-            if session is not None:
+            if session is not None and not self._is_dropped(order):
                 session.send(order)
+
+    def _is_dropped(self, order: pb.WorkerOrder) -> bool:
+        """A lease that was granted and ended in one turn, as after a pause of ours: it was never kept, so it is not told."""
+        return order.WhichOneof("kind") == "lease_grant" and order.lease_grant.ticket.lease_id not in self.book.leases
 
     def flush_now(self) -> None:
         """Keeps everything before the caller goes on: enrolment and operators' commands."""

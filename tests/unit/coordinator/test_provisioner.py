@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Unreachable
-from echo2.base.ids import GroupId, PeerId
+from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.fleet_advice import FleetAdvice, Surrender, Wish
@@ -133,6 +134,35 @@ def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
         written.clear()
         one.commands.revoke_token(token.token_id)
         assert written[0].must_last
+
+    asyncio.run(scene())
+
+
+def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_path: Path) -> None:
+    """After a pause of the coordinator's, a group's offer and its end are heard together."""
+
+    class Listening:
+        def __init__(self) -> None:
+            self.heard: list[str | None] = []
+
+        def send(self, order: Any) -> None:
+            self.heard.append(order.WhichOneof("kind"))
+
+    async def scene() -> None:
+        one, session = Scene(tmp_path, Cloud()), Listening()
+        worker = one.join(await one.commands.provisioner.rent("gpu", "", "a test"))
+        one.hub.workers[worker] = cast(Any, session)
+        group = GroupSpec(GroupId("g"), (1,), 1, SamplingParams(max_new_tokens=8), 0)
+        one.hub.handle(le.RolloutsWanted(worker, 1, Version(0)))
+        one.hub.handle(le.GroupsOffered((group,)))
+        assert one.hub.book.leases
+        one.hub.handle(le.GroupsClosed((GroupId("g"),), "complete"))
+        await asyncio.sleep(0.01)
+        assert "lease_grant" not in session.heard
+        one.hub.handle(le.RolloutsWanted(worker, 1, Version(0)))
+        one.hub.handle(le.GroupsOffered((replace(group, group_id=GroupId("h")),)))
+        await asyncio.sleep(0.01)
+        assert session.heard.count("lease_grant") == 1
 
     asyncio.run(scene())
 
