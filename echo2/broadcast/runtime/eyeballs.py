@@ -7,7 +7,7 @@ soon as one before has failed. Raises the error of the last that failed. Leaves 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.runtime.transport import Connection
@@ -32,14 +32,28 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[Con
                     return one.result(), address
                 error = one.exception()
     finally:
-        await _end(trying)
+        _give_up(trying)
     assert error is not None, "no address was given"
     raise error
 
 
-async def _end(trying: dict[asyncio.Future[Connection], str]) -> None:
+def _give_up(trying: Iterable[asyncio.Future[Connection]]) -> None:
+    """Without waiting: whoever called may be at its own end."""
     for one in trying:
-        one.cancel()
-    for late in await asyncio.gather(*trying, return_exceptions=True):
-        if not isinstance(late, BaseException):
-            await late.close()
+        if one.done():
+            _close_late(one)
+        else:
+            one.add_done_callback(_close_late)
+            one.cancel()
+
+
+def _close_late(one: asyncio.Future[Connection]) -> None:
+    """It was through as it was given up."""
+    if not one.cancelled() and one.exception() is None:
+        closing = asyncio.ensure_future(one.result().close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+
+
+_closing: set[asyncio.Future[None]] = set()
+"""The loop keeps no hold of what nobody awaits."""
