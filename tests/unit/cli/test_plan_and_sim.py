@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.cli.plan import add_plan_command, load_catalogue, read_toml
+from echo2.cli.plan import add_plan_command, evaluation_rollouts, load_catalogue, read_toml
 from echo2.cli.sim import add_sim_command, scenario_of
+from echo2.config.run import RunConfig
 
 SCENARIOS = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
 LONG = "--sampling.max_new_tokens=8192"
@@ -200,3 +201,9 @@ def test_help_is_printed_without_loading_the_planner() -> None:
     code = f"import sys; from echo2.cli.main import _parser; _parser(); print({heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_what_an_agents_run_does_not_evaluate_is_not_planned_for() -> None:
+    task = {"eval_prompts": 8, "eval_samples": 2, "eval_every_steps": 4}
+    assert evaluation_rollouts(RunConfig.model_validate({"task": task})) == 4.0
+    assert evaluation_rollouts(RunConfig.model_validate({"task": task, "agent": {"harness": "agent:play"}})) == 0.0
