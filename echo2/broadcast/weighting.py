@@ -113,15 +113,16 @@ def weighted_plan(
 ) -> BroadcastPlan:
     """The plan with which the needed part is predicted to be done first; of such, with which all are. `nodes[0]` is the
     seed; `usd_per_s`: what a second is worth where traffic is charged (trees.plan)."""
-    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, weights=needs.weights, usd_per_s=usd_per_s)
+    weights = () if needs.are_alike else needs.weights  # a mean by equal weights would differ in its last digit
+    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, weights=weights, usd_per_s=usd_per_s)
     late = late_of(nodes, needs)
     if not late:
         return for_all
     are_all_connected = len(nodes) <= DEGREE_MAX + 1
     needed = [node for number, node in enumerate(nodes) if number not in late]
-    weights = [weight for number, weight in enumerate(needs.weights, start=1) if number not in late]
+    kept = [weight for number, weight in enumerate(needs.weights, start=1) if number not in late]
     degree_max = DEGREE_MAX - (0 if are_all_connected else HOSTS)
-    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, weights, usd_per_s=usd_per_s)
+    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, kept, usd_per_s=usd_per_s)
     trees = _with_late(nodes, late, first)
     assert is_sound(nodes, trees), "late workers hang where they can connect"
     times = _times(nodes, late, first)

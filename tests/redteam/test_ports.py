@@ -120,7 +120,7 @@ def ended_after_s(port: int, said: bytes, drip: bytes = b"", source: str = "127.
 def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_another(ports: Ports) -> None:
     every = all_of(ports)
     by_daemon = {name: sum(one.startswith(name) for one in every) for name in ports.cluster.processes}
-    assert by_daemon == {"coordinator": 4, "learner": 4, "w0": 3}, every
+    assert by_daemon == {"coordinator": 5, "learner": 5, "w0": 3}, every
     asked = [
         (f"{name} {what}", port, said, drip)
         for name, port in every.items()
