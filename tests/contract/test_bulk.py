@@ -84,8 +84,24 @@ def test_a_bulk_connection_that_comes_after_its_link_was_replaced_joins_no_other
                 link_to(node, other).connection, node._connections._link_calls, link_to(node, other).address
             )
             former.bulk_port = link_to(node, other).bulk_port
-            with pytest.raises(Unreachable, match="has ended"):
-                await node._connections._dial_further(former)
+            async with asyncio.timeout(5):
+                await node._connections._dial_further(former)  # ends at once
+            await until(lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way")
+
+    asyncio.run(scene())
+
+
+def test_whoever_dialled_a_link_is_given_no_further_connection_of_it(tmp_path: Path) -> None:
+    """It opens them itself: one that comes was for a link that this one took the place of."""
+
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            await all_have_bulk(f)
+            learner, worker = (m.node for m in f.members)
+            node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
+            late = await other._connections._bulk.dial("127.0.0.1", bulk_port(node), node.peer_id)
+            async with asyncio.timeout(5):
+                await other._connections._serve(late, further_of=link_to(other, node))
             assert {width_of(node, other), width_of(other, node)} == {1}
 
     asyncio.run(scene())

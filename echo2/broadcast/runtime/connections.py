@@ -127,7 +127,7 @@ class Connections:
         """One more connection of a link that we dialled, until it ends. One for chunks where the peer takes those."""
         now = asyncio.get_running_loop().time()
         if not (link.has_bulk or is_bulk_offered(link, now)):
-            await self._serve(await self._transport.dial(link.address, link.peer_id), is_further=True)
+            await self._serve(await self._transport.dial(link.address, link.peer_id), further_of=link)
             return
         try:
             connection = await self._bulk.dial(*link.bulk_place, link.peer_id)
@@ -135,21 +135,19 @@ class Connections:
             link.bulk_next_try = now + BULK_RETRY_S
             log.info("%s; chunks go over gRPC", error)
             raise
-        if self.links.get(link.peer_id) is not link:  # another took its place meanwhile, and opens its own
-            await connection.close()
-            raise Unreachable(f"peer {link.peer_id}: the link that this connection was for has ended")
-        await self._serve(connection, is_further=True)
+        await self._serve(connection, further_of=link)
 
-    async def _serve(self, connection: Connection, address: str = "", *, is_further: bool = False) -> None:
-        """One connection's life: hello both ways, then whatever comes."""
+    async def _serve(self, connection: Connection, address: str = "", *, further_of: PeerLink | None = None) -> None:
+        """One connection's life: hello both ways, then whatever comes. `further_of`: the link that we opened it for."""
         peer, link = connection.peer.peer_id, PeerLink(connection, self._link_calls, address)
         try:
+            is_further = further_of is not None
             port = 0 if is_further else self._bulk.port
             told = self._calls.check_hello(
                 peer, await hello_of(connection, self._run_id, is_further=is_further, bulk_port=port)
             )
             if told.is_further or is_further:
-                await self.stripes.carry(connection)
+                await self.stripes.carry(connection, further_of)
                 return
             link.pipe = self._pipe_of(address)
             link.bulk_port = told.bulk_port if link.pipe or relay_of(address) is None else 0

@@ -24,10 +24,11 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.pipe_hello import OPENING_BYTES_MAX, TICKET_BYTES, PipeAnswer, TlsHello, opening_of
 from echo2.broadcast.relay_book import PIPES, PIPES_OF_LEARNER, RelayBook
 from echo2.broadcast.runtime.sockets import as_ipv4
-from echo2.broadcast.runtime.splicing import carry, readable
+from echo2.broadcast.runtime.splicing import carry
 from echo2.broadcast.runtime.transport_bulk import HANDSHAKE_S, SHUTDOWN_S, BulkConnection, keep_alive, listener_at
 from echo2.outside import here, monotonic
 from echo2.outside.guard import Refusals
+from echo2.outside.ready import accepted, readable
 from echo2.trust.identity import Role, dns_name_of
 from echo2.trust.runtime.port_limits import RELAY_CONNECTIONS_MAX, RELAY_SHARE, connections_within
 from echo2.trust.runtime.sockets_tls import MutualTls
@@ -82,16 +83,15 @@ class PipeRelay:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept_all(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         with listener:
             while True:
                 try:
-                    raw, address = await loop.sock_accept(listener)
+                    raw, host = await accepted(listener)
                 except OSError as error:  # no descriptor, or it was gone before it was accepted
                     self._refusals.warn("pipe port %d: a connection could not be accepted: %s", self.port, error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
-                host = as_ipv4(str(address[0]))
+                host = as_ipv4(host)
                 full = len(self._tasks) >= connections_within(RELAY_SHARE, RELAY_CONNECTIONS_MAX)
                 if full or self._openings[host] >= CALLERS_PER_HOST:
                     self._refusals.warn("pipe port %d: no room for one more of %s", self.port, host)

@@ -14,6 +14,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
+from echo2.outside.ready import until_ready
+
 PIPE_BYTES = 1 << 20
 _COPY_BYTES = 256 << 10
 _F_SETPIPE_SZ = 1031  # of fcntl.h; Linux alone
@@ -55,7 +57,7 @@ async def _spliced(source: socket.socket, target: socket.socket, moved: Moved) -
             try:
                 waiting = _splice(taking, inlet, PIPE_BYTES, flags=_FLAGS)
             except BlockingIOError:
-                await _ready(loop.add_reader, loop.remove_reader, taking)
+                await until_ready(loop.add_reader, loop.remove_reader, taking)
                 continue
             if not waiting:
                 break
@@ -64,7 +66,7 @@ async def _spliced(source: socket.socket, target: socket.socket, moved: Moved) -
                 try:
                     waiting -= _splice(outlet, giving, waiting, flags=_FLAGS)
                 except BlockingIOError:
-                    await _ready(loop.add_writer, loop.remove_writer, giving)
+                    await until_ready(loop.add_writer, loop.remove_writer, giving)
             await asyncio.sleep(0)  # a fast pair leaves the loop to others between two pieces
     _end(target)
 
@@ -84,20 +86,3 @@ def _kernel_pipe() -> Iterator[tuple[int, int]]:
     finally:
         os.close(outlet)
         os.close(inlet)
-
-
-async def readable(one: socket.socket) -> None:
-    """Something has come, or its end."""
-    loop = asyncio.get_running_loop()
-    await _ready(loop.add_reader, loop.remove_reader, one.fileno())
-
-
-async def _ready(
-    add: Callable[[int, Callable[[], None]], None], remove: Callable[[int], object], descriptor: int
-) -> None:
-    ready = asyncio.get_running_loop().create_future()
-    add(descriptor, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        await ready
-    finally:
-        remove(descriptor)

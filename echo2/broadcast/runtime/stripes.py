@@ -136,12 +136,14 @@ class Stripes:
             width.failures = width.failures + 1 if now() - begun_at < LASTING_S else 0
             width.next_try = now() + min(RETRY_MAX_S, RETRY_S * 2 ** min(width.failures, 10))
 
-    async def carry(self, connection: Connection) -> None:
-        """Serves one more connection of the link to its peer until it ends. Unreachable where it is not welcome."""
+    async def carry(self, connection: Connection, of: PeerLink | None) -> None:
+        """Serves one more connection of the link to its peer until it ends: of `of`, which we opened it for, or of the link that
+        the peer dialled. Unreachable where that link is not there any more: another took its place, and gets its own."""
         peer = connection.peer.peer_id
         link = self._links.get(peer)
-        if link is None or not isinstance(connection, Widenable):
-            raise Unreachable(f"peer {peer}: a further connection came, and no link is there that it could widen")
+        is_for_it = link is not None and (link is of if of is not None else not link.connection.is_outgoing)
+        if link is None or not is_for_it or not isinstance(connection, Widenable):
+            raise Unreachable(f"peer {peer}: a further connection came, and the link that it was for has ended")
         if link.width >= (limit := self._limit(link)):
             raise Unreachable(
                 f"peer {peer}: {link.width} connections are open, of {limit} for one of {len(self._links)} links"

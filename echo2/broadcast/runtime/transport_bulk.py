@@ -27,6 +27,7 @@ from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Accept
 from echo2.outside.families import listened, listening_socket
 from echo2.outside.guard import Refusals
+from echo2.outside.ready import accepted
 from echo2.trust.identity import PeerIdentity, Role, dns_name_of
 from echo2.trust.runtime.doors import DOORS
 from echo2.trust.runtime.port_limits import BULK
@@ -207,11 +208,10 @@ class BulkTransport:
         self._accepting = asyncio.create_task(self._accept_all(listener, accept))
 
     async def _accept_all(self, listener: socket.socket, accept: Accept) -> None:
-        loop = asyncio.get_running_loop()
         with listener:
             while True:
                 try:
-                    raw, address = await loop.sock_accept(listener)
+                    raw, host = await accepted(listener)
                 except OSError as error:  # no descriptor, or it was gone before it was accepted
                     self._refusals.warn("bulk port %d: a connection could not be accepted: %s", self.port, error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
@@ -219,7 +219,7 @@ class BulkTransport:
                 if len(self._serving) >= BULK.connections:
                     raw.close()
                     continue
-                self.take(raw, as_ipv4(str(address[0])), accept)
+                self.take(raw, as_ipv4(host), accept)
 
     def take(self, raw: socket.socket, host: str, accept: Accept) -> None:
         """Serves a connection from `host`: one that came to the port, or through a byte pipe."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from echo2.outside.ready import accepted
 from echo2.trust.runtime.port_limits import PAGE_CONNECTIONS_MAX, PAGE_SHARE, connections_within
 
 PER_HOST_MAX = 48
@@ -91,23 +92,22 @@ class Acceptor:
 
     async def run(self) -> None:
         """Until cancelled."""
-        loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         self._listener.listen(128)
         try:
             while True:
                 try:
-                    connection, address = await loop.sock_accept(self._listener)
+                    connection, host = await accepted(self._listener)
                 except OSError as error:  # no descriptor, or it was gone before it was accepted
                     _log.warning("dashboard: a connection could not be accepted: %s", error)
                     await asyncio.sleep(NO_DESCRIPTOR_PAUSE_S)
                     continue
-                if not self._has_room_for(str(address[0])):
+                if not self._has_room_for(host):
                     connection.close()
                     continue
-                task = asyncio.create_task(self._begin(connection, str(address[0])))
+                task = asyncio.create_task(self._begin(connection, host))
                 if self._tls is not None:
-                    self._shaking[task] = str(address[0])
+                    self._shaking[task] = host
                     task.add_done_callback(lambda done: self._shaking.pop(done, None))
                 await asyncio.sleep(0)  # it begins before the next is accepted
         finally:
