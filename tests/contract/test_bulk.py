@@ -86,7 +86,9 @@ def test_a_bulk_connection_that_comes_after_its_link_was_replaced_joins_no_other
             former.bulk_port = link_to(node, other).bulk_port
             async with asyncio.timeout(5):
                 await node._connections._dial_further(former)  # ends at once
-            await until(lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way")
+            await until(
+                lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way"
+            )
 
     asyncio.run(scene())
 
