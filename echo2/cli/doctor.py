@@ -159,12 +159,14 @@ def _containment(config: RunConfig) -> Iterator[Finding]:
     from echo2.tasks.executing import PLAIN_TASKS, trusted_text
 
     if config.task.trusted_rewards:
-        yield Finding("rewards", trusted_text(config.task.name, config.task.args), is_good=False)
+        for name, args in config.task.asked:
+            yield Finding("rewards", trusted_text(name, args), is_good=False)
     problem = containment_problem()
     if not problem:
         yield Finding("containment", f"rewards and tools can be contained, by {bubblewrap()}")
-    elif config.task.trusted_rewards or config.task.name in PLAIN_TASKS:
-        yield Finding("containment", f"none, and task {config.task.name} needs none as configured; {problem}")
+    elif config.task.trusted_rewards or all(name in PLAIN_TASKS for name, _ in config.task.asked):
+        names = ", ".join(name for name, _ in config.task.asked)
+        yield Finding("containment", f"none, and task {names} needs none as configured; {problem}")
     else:
         yield Finding("containment", problem, is_good=False)
 

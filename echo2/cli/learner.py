@@ -18,6 +18,7 @@ from echo2.cli.options import add_config_arguments, add_log_arguments, parse
 from echo2.cli.parser import Parser
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.resolved import gradient_checkpointing, threads, token_budget
+from echo2.cli.run_shape import turns_max
 from echo2.config.run import RunConfig
 from echo2.tasks.runtime.rewards import available_cores
 
@@ -63,8 +64,6 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
     """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
     from echo2.broadcast.link_shape import LinkShape
     from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
-    from echo2.tasks.runtime.registry import turns_of
-    from echo2.tasks.task import TaskSpec
 
     learner = config.learner
     return LearnerOptions(
@@ -102,7 +101,7 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         requires_seeds=not learner.drafting_workers,
         prunes_hopeless=learner.prune_hopeless,
         prompt_tokens_max=config.sampling.max_prompt_tokens,
-        turns_max=config.agent.turns if config.agent.is_on else turns_of(TaskSpec(config.task.name, config.task.args)),
+        turns_max=turns_max(config),
         agent=_agent_options(config),
         metrics_port=learner.metrics_port,
         sinks=learner.sinks,
@@ -137,7 +136,7 @@ def _evaluation_options(config: RunConfig) -> EvaluationOptions:
         for name, one in task.eval_sets.items()
     )
     return EvaluationOptions(
-        0 if config.agent.is_on else task.eval_prompts,  # one completion of a problem says nothing of an agent
+        sum(_held_out(config).values()),
         task.eval_every_steps,
         task.eval_samples,
         task.eval_temperature,
@@ -146,13 +145,24 @@ def _evaluation_options(config: RunConfig) -> EvaluationOptions:
     )
 
 
+def _held_out(config: RunConfig) -> dict[str, int]:
+    """By task; none where an agent is on, of which one completion of a problem says nothing."""
+    return {name: 0 if config.agent.is_on else count for name, count in config.task.held_out.items()}
+
+
 def _task_options(config: RunConfig) -> TaskOptions:
-    from echo2.learner.runtime.options import TaskOptions
+    from echo2.learner.runtime.options import MixedTask, TaskOptions
     from echo2.tasks.runtime.chat_format import ChatOptions
 
     task = config.task
+    held_out = _held_out(config)
+    mixture = tuple(
+        MixedTask(name, one.task, one.args, one.weight, held_out[name]) for name, one in task.mixture.items()
+    )
     chat = ChatOptions(task.system_prompt, task.template_args, task.plain_prompts)
-    return TaskOptions(task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable, chat)
+    return TaskOptions(
+        task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable, chat, mixture
+    )
 
 
 def _trainer_options(config: RunConfig) -> TrainerOptions:

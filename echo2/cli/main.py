@@ -93,7 +93,8 @@ def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     notes = {name: f"here: {found.value} ({found.why})" for name, found in resolved(config).items()}
     print(to_toml(config, with_descriptions=not own.plain, notes={} if own.plain else notes))
     if config.task.trusted_rewards:
-        print(f"# WARNING: {trusted_text(config.task.name, config.task.args)}", file=sys.stderr)
+        for name, args in config.task.asked:
+            print(f"# WARNING: {trusted_text(name, args)}", file=sys.stderr)
     return 0
 
 

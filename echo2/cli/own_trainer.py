@@ -43,7 +43,6 @@ from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions
 from echo2.learner.runtime.ranks import ranks_of_environment
 from echo2.learner.runtime.startup import prepare_with
 from echo2.tasks.runtime.registry import is_environment
-from echo2.tasks.task import TaskSpec
 from echo2.trust.runtime.tls import calls_have_ended
 
 CLOSE_WITHIN_S = 60.0
@@ -122,13 +121,11 @@ class Run:
             )
         place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
         options = learner_options(resolved, link, place)
-        has_turns = options.agent is not None or is_environment(
-            TaskSpec(options.task.name, options.task.args, options.seed)
-        )
+        has_turns = options.agent is not None or any(map(is_environment, options.task.specs(options.seed)))
         if has_turns or resolved.model.lora_rank:
             raise ConfigError(
                 "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
-                f"task {options.task.name} and rank {resolved.model.lora_rank}"
+                f"{', '.join(name for name, _ in resolved.task.asked)} and rank {resolved.model.lora_rank}"
             )
         self.options = replace(options, evaluation=EvaluationOptions(prompts=0))
         model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()

@@ -82,14 +82,21 @@ def _known(path: str) -> tuple[ModelSize, str] | None:
     return None
 
 
-def lengths_of(config: RunConfig) -> RunLengths:
-    """The run's longest sequence, and what its workers are told to stay below."""
+def turns_max(config: RunConfig) -> int:
+    """Completions of one rollout at most, one behind the other: of an agent, or of the task that has most turns."""
     from echo2.tasks.runtime.registry import turns_of
     from echo2.tasks.task import TaskSpec
 
+    if config.agent.is_on:
+        return config.agent.turns
+    further = ((one.task, one.args) for one in config.task.eval_sets.values())
+    return max(turns_of(TaskSpec(name, args)) for name, args in (*config.task.asked, *further))
+
+
+def lengths_of(config: RunConfig) -> RunLengths:
+    """The run's longest sequence, and what its workers are told to stay below."""
     sampling, worker = config.sampling, config.worker
-    turns = config.agent.turns if config.agent.is_on else turns_of(TaskSpec(config.task.name, config.task.args))
-    longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns)
+    longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
     return RunLengths(longest, worker.slots, worker.context_tokens)
 
 

@@ -44,6 +44,19 @@ class EvaluationSetTable(Section):
     temperature: Annotated[float, Field(ge=0, le=100, description="0 is greedy.")] = 0.0
 
 
+class MixedTaskTable(Section):
+    """One of `task.mixture`."""
+
+    task: Annotated[str, Field(description="Task adapter, as task.name.")]
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
+    weight: Annotated[
+        Positive, Field(le=1e6, description="Its share of the prompts is weight / the sum of all weights.")
+    ] = 1.0
+    eval_prompts: Annotated[
+        int, Field(ge=-1, description="Held-out prompts in each evaluation; -1: as many as task.eval_prompts.")
+    ] = -1
+
+
 class TaskSection(Section):
     name: Annotated[
         str, Field(description="Task adapter: sort_digits, reasoning_gym, math, module:Class ... (docs/tasks.md).")
@@ -72,6 +85,11 @@ class TaskSection(Section):
     eval_sets: dict[str, EvaluationSetTable] = Field(
         default_factory=dict, description="Further sets by name: task, args, prompts, samples, temperature of each."
     )
+    mixture: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")], MixedTaskTable] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Several tasks in place of task.name, by name: task, args, weight, eval_prompts of each.",
+    )
     trusted_rewards: Annotated[
         bool,
         Field(
@@ -90,6 +108,27 @@ class TaskSection(Section):
     plain_prompts: Annotated[
         bool, Field(description="Text prompts stay text, though the model has a chat template; for base models.")
     ] = False
+
+    @model_validator(mode="after")
+    def _has_one_or_many(self) -> Self:
+        if self.mixture and (self.name != type(self).model_fields["name"].default or self.args):
+            raise ValueError(
+                "mixture: expected no task.name and task.args beside it, for prompts come from the mixture's tasks alone, "
+                f"got task.name {self.name!r}"
+            )
+        return self
+
+    @property
+    def asked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """Adapter and arguments of each task that is trained on."""
+        return tuple((one.task, one.args) for one in self.mixture.values()) or ((self.name, self.args),)
+
+    @property
+    def held_out(self) -> dict[str, int]:
+        """Held-out prompts by the names of the mixture's tasks; of one task alone under an empty name."""
+        default = self.eval_prompts
+        named = {name: default if one.eval_prompts < 0 else one.eval_prompts for name, one in self.mixture.items()}
+        return named or {"": default}
 
 
 class AgentSection(Section):

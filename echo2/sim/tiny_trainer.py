@@ -171,6 +171,9 @@ class TinyWorld:
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, f"p{index}", "")
 
+    def name_of(self, index: int) -> str:
+        return self.name
+
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:

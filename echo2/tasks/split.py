@@ -41,6 +41,10 @@ class TaskSplit:
         """Whether there is a training instance at `position`."""
         return self.epochs_max is None or self.train_count is None or position < self.epochs_max * self.train_count
 
+    def upcoming(self, position: int) -> int:
+        """The first position from this one on that has an instance; where none has, this one."""
+        return position
+
     def held_out_index(self, position: int) -> int:
         """The task's index of the held-out instance at `position`, 0 <= position < held_out_count."""
         assert 0 <= position < self.held_out_count, "held-out positions are below the held-out count"

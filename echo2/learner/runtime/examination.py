@@ -1,6 +1,6 @@
 """The data plane of evaluations: which prompts each named set asks, and who scores their answers.
 
-Guarantees: the first set is held out of the run's own task and never trained on; a set asks the same prompts in every
+Guarantees: the first set (of a mixture: one for each task) is held out and never trained on; a set asks the same prompts in every
 evaluation, so that its curve is of one thing; the random numbers of a question follow from the run's secret and the version, so
 that no worker knows them before it is leased. Leaves to others: leases and results (learner/exam), training prompts (prompts).
 """
@@ -30,13 +30,14 @@ QUESTIONS_MAX = 16_384
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One set; `world` None: the run's own."""
+    """One set; `world` None: held out of the run's own, from the place `first` on."""
 
     name: str
     questions: int
     samples: int
     temperature: float
     world: PromptWorld | None
+    first: int = 0
 
 
 class Examination:
@@ -45,13 +46,17 @@ class Examination:
     def __init__(self, options: EvaluationOptions, prompts: Prompts) -> None:
         self._prompts = prompts
         self._asked: list[_Asked] = []
-        if options.prompts:
-            self._asked.append(_Asked(OWN, options.prompts, options.samples, options.temperature, None))
+        first = 0
+        for name, count in prompts.held_out_counts:
+            if count:
+                self._asked.append(_Asked(name or OWN, count, options.samples, options.temperature, None, first))
+            first += count
         for one in options.sets:
             self._asked.append(self._further(one))
         names = [one.name for one in self._asked]
         if len(set(names)) != len(names):
-            raise ConfigError(f"task.eval_sets: expected names that differ, and none called {OWN}, got {names}")
+            others = f"none called {OWN} or as a task of the mixture"
+            raise ConfigError(f"task.eval_sets: expected names that differ, {others}, got {names}")
         sets = tuple(ExamSet(one.name, one.questions, one.samples) for one in self._asked)
         self.rules = ExamRules(sets, options.patience_s)
         if self.rules.questions > QUESTIONS_MAX:
@@ -101,7 +106,7 @@ class Examination:
 
     def _instance(self, asked: _Asked, place: int) -> TaskInstance:
         if asked.world is None:
-            return self._prompts.held_out(place)
+            return self._prompts.held_out(asked.first + place)
         size = asked.world.size
         index = place if size is None else permuted(place, size, derived_seed(self._prompts.seed, asked.name))
         return asked.world.instance(index)

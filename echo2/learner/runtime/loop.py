@@ -41,6 +41,7 @@ from echo2.learner.runtime.record import (
     peak_flops_of,
     state_fields,
     step_row,
+    task_fields,
 )
 from echo2.learner.runtime.startup import Prepared
 from echo2.learner.runtime.trainer import StepResult
@@ -252,6 +253,7 @@ class TrainingLoop:
             "rewards/held": self.intake.holding.completions_held,
             "rewards/held_s": self.intake.holding.seconds_held,
         }
+        row |= task_fields(batch, self.p.prompts.task_of)
         row |= self._further()
         self.recent.add(batch)
         self._write(row)

@@ -15,6 +15,7 @@ from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.loss import PolicyLossConfig
 from echo2.tasks.runtime.chat_format import ChatOptions
+from echo2.tasks.task import TaskSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class EvaluationSet:
 class EvaluationOptions:
     """Prompts answered by the fleet at the start, every so many steps and at the end, `samples` times each: `prompts` held out
     of the run's own task, and further `sets`. None of either: off. `patience_s`: an evaluation of which nothing comes for so
-    long is given up."""
+    long is given up. Of a mixture each task says how many are held out (`MixedTask`), and `prompts` counts for nothing."""
 
     prompts: int = 64
     every_steps: int = 20
@@ -96,8 +97,20 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedTask:
+    """One of the tasks of a mixture: `weight` of all weights' sum of the prompts are its, and `held_out` of its own are kept for
+    evaluation, as a set of that name."""
+
+    name: str
+    task: str
+    args: Mapping[str, object] = field(default_factory=dict)
+    weight: float = 1.0
+    held_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """The adapter by name, with its arguments (tasks/), and which of its prompts are preferred."""
+    """The adapter by name, with its arguments (tasks/), and which of its prompts are preferred. `mixture`: these tasks instead."""
 
     name: str = "sort_digits"
     args: Mapping[str, object] = field(default_factory=dict)
@@ -106,6 +119,12 @@ class TaskOptions:
     trusted_rewards: bool = False  # rewards run with this process' rights
     readable: tuple[str, ...] = ()  # what contained rewards may read beside the task's own
     chat: ChatOptions = field(default_factory=ChatOptions)
+    mixture: tuple[MixedTask, ...] = ()
+
+    def specs(self, seed: int) -> tuple[TaskSpec, ...]:
+        """All that is asked in training."""
+        mixed = tuple(TaskSpec(one.task, one.args, seed) for one in self.mixture)
+        return mixed or (TaskSpec(self.name, self.args, seed),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from typing import Any
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.rollout import SamplingParams
 from echo2.learner.group import Draw
+from echo2.learner.runtime.mixed_world import MixedWorld
 from echo2.learner.runtime.options import LearnerOptions
 from echo2.learner.runtime.world import PromptWorld, TurnAnswer, make_world
 from echo2.learner.selection import OverlongShaping
 from echo2.tasks.curriculum import make_curriculum
+from echo2.tasks.mixture import MixedSplit
 from echo2.tasks.runtime.chat_format import ChatFormat
 from echo2.tasks.runtime.rewards import Containment
 from echo2.tasks.runtime.token_text import StopStrings
@@ -47,7 +49,6 @@ def source_of(options: LearnerOptions) -> PromptSource:
     """By the run's options."""
     tokenizer = load_tokenizer(options.trainer.model_path)
     chat = ChatFormat(tokenizer, options.task.chat)
-    spec = TaskSpec(options.task.name, options.task.args, options.seed)
     task, folder = options.task, options.folder.absolute()
     hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
     containment = Containment(task.trusted_rewards, task.readable, (hidden,))
@@ -55,7 +56,13 @@ def source_of(options: LearnerOptions) -> PromptSource:
     def make(spec: TaskSpec) -> PromptWorld:
         return make_world(spec, chat, containment)
 
-    return PromptSource(tokenizer, lambda: make(spec), make)
+    def make_own() -> PromptWorld:
+        first, *others = task.specs(options.seed)
+        if not task.mixture:
+            return make(first)
+        return MixedWorld([one.name for one in task.mixture], [make(spec) for spec in (first, *others)])
+
+    return PromptSource(tokenizer, make_own, make)
 
 
 class Prompts:
@@ -84,7 +91,7 @@ class Prompts:
         self.vocabulary_size = vocabulary_size
         self.world = source.make_world()
         self._make_other = source.make_other
-        self.split = TaskSplit(self.world.size, options.evaluation.prompts, options.seed, options.task.epochs or None)
+        self.split = _split_of(self.world, options)
         self.curriculum = make_curriculum(options.task.curriculum, options.seed)
         self._curriculum_name = options.task.curriculum
         buffer_tokens = options.overlong_buffer_tokens
@@ -106,13 +113,15 @@ class Prompts:
     def next_wanted(self, cursor: int) -> int:
         """The first cursor from this one on whose prompt is short enough and wanted by the curriculum; after a bounded
         search, the next."""
-        for candidate in range(cursor, cursor + SKIPS_MAX):
+        candidate = self.split.upcoming(cursor)
+        for _ in range(SKIPS_MAX):
             if not self.split.has(candidate):
                 return candidate
             index = self.split.train_index(candidate)
             if self.curriculum.wants(candidate, index) and not self._is_too_long(index):
                 return candidate
-        return cursor + SKIPS_MAX
+            candidate = self.split.upcoming(candidate + 1)
+        return candidate
 
     def _is_too_long(self, index: int) -> bool:
         if self._is_driven:
@@ -121,7 +130,7 @@ class Prompts:
         if tokens > self.prompt_tokens_max:
             _log.warning(
                 "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
-                index, self.world.name, tokens, self.prompt_tokens_max,
+                index, self.world.name_of(index), tokens, self.prompt_tokens_max,
             )  # fmt: skip
         return tokens > self.prompt_tokens_max
 
@@ -157,13 +166,13 @@ class Prompts:
         ids = self.chat.prompt(instance.prompt)
         if not ids or max(ids) >= self.vocabulary_size:
             raise ConfigError(
-                f"prompt {instance.index} of task {self.world.name}: expected 1 or more token ids below "
+                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: expected 1 or more token ids below "
                 f"{self.vocabulary_size}, got {len(ids)} up to {max(ids, default=-1)}: wrong tokenizer for this model?"
             )
         if len(ids) > self.prompt_tokens_max:
             raise ConfigError(
-                f"prompt {instance.index} of task {self.world.name}: expected at most {self.prompt_tokens_max} tokens, got "
-                f"{len(ids)}; a larger sampling.max_prompt_tokens has workers keep room for it"
+                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: expected at most "
+                f"{self.prompt_tokens_max} tokens, got {len(ids)}; a larger sampling.max_prompt_tokens has workers keep room for it"
             )
         self.check_length(len(ids) + self.sampling.max_new_tokens)
         return tuple(ids)
@@ -196,6 +205,19 @@ class Prompts:
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
         return await (world or self.world).answer(index, turns, room_tokens, sender)
 
+    def task_of(self, cursor: int) -> str:
+        """Whose turn it is in a mixture; empty where there is one task alone."""
+        return self.world.name_of(self.split.train_index(cursor)) if isinstance(self.split, MixedSplit) else ""
+
+    @property
+    def held_out_counts(self) -> tuple[tuple[str, int], ...]:
+        """How many instances of each task are held out, by its name in the mixture; of one task alone the name is empty."""
+        if isinstance(self.world, MixedWorld) and isinstance(self.split, MixedSplit):
+            counts = (split.held_out_count for split in self.split.splits)
+            return tuple(zip(self.world.names, counts, strict=True))
+        assert isinstance(self.split, TaskSplit), "one world has one split"
+        return (("", self.split.held_out_count),)
+
     def held_out(self, position: int) -> TaskInstance:
         return self.world.instance(self.split.held_out_index(position))
 
@@ -207,6 +229,15 @@ class Prompts:
 
     def close(self) -> None:
         self.world.close()
+
+
+def _split_of(world: PromptWorld, options: LearnerOptions) -> TaskSplit | MixedSplit:
+    epochs, mixture = options.task.epochs or None, options.task.mixture
+    if not isinstance(world, MixedWorld):
+        return TaskSplit(world.size, options.evaluation.prompts, options.seed, epochs)
+    each = zip(world.worlds, mixture, strict=True)
+    splits = tuple(TaskSplit(one.size, share.held_out, options.seed, epochs) for one, share in each)
+    return MixedSplit(splits, tuple(share.weight for share in mixture))
 
 
 def load_tokenizer(path: str) -> Any:

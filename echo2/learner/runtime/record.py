@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
@@ -185,6 +186,20 @@ def optimiser_fields(result: StepResult) -> dict[str, float]:
     """Nothing where the optimiser is somebody else's."""
     known = {"grad_norm": result.grad_norm, "lr": result.lr}
     return {name: value for name, value in known.items() if value is not None}
+
+
+def task_fields(batch: Batch, task_of: Callable[[int], str]) -> dict[str, float]:
+    """Of each task of a mixture that is in the batch: groups and mean reward. `task_of`: by cursor; empty where there is none."""
+    rewards: dict[str, list[float]] = {}
+    groups: Counter[str] = Counter()
+    for group in batch.groups:
+        if name := task_of(group.cursor):
+            groups[name] += 1
+            rewards.setdefault(name, []).extend(group.rewards)
+    fields: dict[str, float] = {}
+    for name in sorted(groups):
+        fields |= {f"task/{name}/groups": groups[name], f"task/{name}/reward": statistics.fmean(rewards[name])}
+    return fields
 
 
 def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, object]:

@@ -21,7 +21,7 @@ from echo2.base.ids import Version
 from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.history import History
 from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.runtime.record import RunFacts, StepTimes, step_row
+from echo2.learner.runtime.record import RunFacts, StepTimes, step_row, task_fields
 from echo2.learner.runtime.training_side import TrainingSide
 from echo2.learner.shelf import Shelf
 from echo2.weights import HostWeights
@@ -87,7 +87,8 @@ def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) 
     while (batch := learner.history.next_batch(learner.shelf)) is not None:
         version = Version(batch.step + 1)
         result = learner.team.step(batch, version in published)
-        rows.append(step_row(batch, result, StepTimes(), RunFacts()))
+        row = step_row(batch, result, StepTimes(), RunFacts())
+        rows.append({**row, **task_fields(batch, learner.prompts.task_of)})
         for group in batch.groups:
             learner.prompts.fared(group.cursor, group.rewards)
         if version not in published or difference is not None:

@@ -169,6 +169,8 @@ def _check_chunk_store(options: LearnerOptions, weights_bytes: int) -> None:
 
 def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str, Tensor]) -> dict[str, object]:
     """What must not change within a run: the journal would not give the same weights again."""
+    shares = [[one.name, one.task, dict(one.args), one.weight, one.held_out] for one in options.task.mixture]
+    mixture: dict[str, object] = {"mixture": shares} if shares else {}
     return {
         "run_id": options.run_id,
         "model_digest": team.model.digest(),
@@ -182,6 +184,7 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
         "rollouts_per_group": options.rollouts_per_group,
         "staleness_bound": options.staleness_bound,
         "held_out_prompts": options.evaluation.prompts,
+        **mixture,
     }
 
 

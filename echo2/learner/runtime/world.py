@@ -41,6 +41,10 @@ class PromptWorld(Protocol):
 
     def instance(self, index: int) -> TaskInstance: ...
 
+    def name_of(self, index: int) -> str:
+        """Of the task that the instance is of: of a mixture, one of several."""
+        ...
+
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:
@@ -69,6 +73,9 @@ class TaskWorld:
     def instance(self, index: int) -> TaskInstance:
         return self.task.sample(index)
 
+    def name_of(self, index: int) -> str:
+        return self.name
+
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:
@@ -91,6 +98,9 @@ class EnvironmentWorld:
 
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, self._source.open(index).reset(), "")
+
+    def name_of(self, index: int) -> str:
+        return self.name
 
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
