@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
 import socket
 import ssl
@@ -105,6 +107,28 @@ def test_whoever_dialled_a_link_is_given_no_further_connection_of_it(tmp_path: P
             async with asyncio.timeout(5):
                 await other._connections._serve(late, further_of=link_to(other, node))
             assert {width_of(node, other), width_of(other, node)} == {1}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: Path, host: str) -> None:
+    """pytest makes an error of the warning with which a socket goes that nobody closed."""
+
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, worker = (m.node for m in f.members)
+            for turns in range(25):
+                dialling = asyncio.create_task(
+                    worker._connections._bulk.dial(host, bulk_port(learner), learner.peer_id)
+                )
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                dialling.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await (await dialling).close()
+                del dialling
+                gc.collect()
 
     asyncio.run(scene())
 

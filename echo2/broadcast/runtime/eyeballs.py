@@ -7,17 +7,32 @@ soon as one before has failed. Raises the error of the last that failed. Leaves 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import itertools
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.runtime.transport import Connection
 
 NEXT_ADDRESS_S = 0.25
+_C = TypeVar("_C", bound=Connection)
 
 
-async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[Connection]]) -> tuple[Connection, str]:
+async def hosts_of(name: str, port: int) -> list[str]:
+    """The numeric hosts that a name stands for, IPv6 and IPv4 by turns. OSError where it stands for none."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name.strip("[]"), port, type=socket.SOCK_STREAM)
+    hosts = list(dict.fromkeys(str(place[0]) for *_, place in found))
+    six = [host for host in hosts if ipaddress.ip_address(host.partition("%")[0]).version == 6]
+    pairs = itertools.zip_longest(six, [host for host in hosts if host not in six])
+    return [host for pair in pairs for host in pair if host is not None]
+
+
+async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]]) -> tuple[_C, str]:
     """The connection, and the address that answered. At least one address is given."""
-    trying: dict[asyncio.Future[Connection], str] = {}
+    trying: dict[asyncio.Future[_C], str] = {}
     left, error = list(addresses), None
     try:
         while left or trying:
@@ -37,7 +52,7 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[Con
     raise error
 
 
-def _give_up(trying: Iterable[asyncio.Future[Connection]]) -> None:
+def _give_up(trying: Iterable[asyncio.Future[_C]]) -> None:
     """Without waiting: whoever called may be at its own end."""
     for one in trying:
         if one.done():
@@ -47,7 +62,7 @@ def _give_up(trying: Iterable[asyncio.Future[Connection]]) -> None:
             one.cancel()
 
 
-def _close_late(one: asyncio.Future[Connection]) -> None:
+def _close_late(one: asyncio.Future[Any]) -> None:
     """It was through as it was given up."""
     if not one.cancelled() and one.exception() is None:
         closing = asyncio.ensure_future(one.result().close())

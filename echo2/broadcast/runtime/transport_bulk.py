@@ -23,6 +23,7 @@ from echo2.base.errors import EchoError, TrustError, Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast.bulk_frames import FrameCutter, head_of
+from echo2.broadcast.runtime.eyeballs import first_of, hosts_of
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Accept
 from echo2.outside.families import listened, listening_socket
@@ -39,7 +40,6 @@ DIAL_TIMEOUT_S = 6.0
 HANDSHAKE_S = BULK.handshake_s
 STALLED_S = 30.0
 GONE_S = 18
-NEXT_ADDRESS_S = 0.25  # RFC 8305 5: after that a name's next address is tried beside the first
 SHUTDOWN_S = 2.0
 UNSENT_BYTES_MAX = 256 << 10
 """Encrypted, in this process; what the kernel holds is sockets' to limit."""
@@ -256,19 +256,27 @@ class BulkTransport:
                 await connection.close()
 
     async def dial(self, host: str, port: int, peer_id: PeerId) -> BulkConnection:
-        """Unreachable within DIAL_TIMEOUT_S unless exactly `peer_id` answers there."""
-        connection = BulkConnection(is_outgoing=True)
+        """Unreachable within DIAL_TIMEOUT_S unless exactly `peer_id` answers there. Of a name's addresses the first that does."""
         where = f"peer {peer_id}: bulk port at {joined(host, port)}"
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: connection, host.strip("[]"), port, ssl=self._tls.dialling,
-                    server_hostname=dns_name_of(peer_id), ssl_shutdown_timeout=SHUTDOWN_S,
-                    happy_eyeballs_delay=NEXT_ADDRESS_S,
-                )  # fmt: skip
-            connection.prove(peer_id)
+                hosts = await hosts_of(host, port)
+                connection, _ = await first_of(hosts, lambda one: self._dial(one, port, peer_id, where))
         except TimeoutError:
             raise Unreachable(f"{where}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
+        except OSError as error:
+            raise Unreachable(f"{where}: expected a known name, got: {error}") from None
+        return connection
+
+    async def _dial(self, host: str, port: int, peer_id: PeerId, where: str) -> BulkConnection:
+        """One numeric address. asyncio's own trying of several leaves one open that connects as it is cancelled."""
+        connection = BulkConnection(is_outgoing=True)
+        try:
+            await asyncio.get_running_loop().create_connection(
+                lambda: connection, host, port, ssl=self._tls.dialling, server_hostname=dns_name_of(peer_id),
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )  # fmt: skip
+            connection.prove(peer_id)
         except (OSError, TrustError) as error:
             if connection.remotes:
                 await connection.close()

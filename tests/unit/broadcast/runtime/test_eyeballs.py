@@ -10,7 +10,7 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.broadcast.runtime.connections import _beside
-from echo2.broadcast.runtime.eyeballs import NEXT_ADDRESS_S, first_of
+from echo2.broadcast.runtime.eyeballs import NEXT_ADDRESS_S, first_of, hosts_of
 from echo2.broadcast.runtime.transport import Connection
 
 
@@ -94,3 +94,19 @@ def test_addresses_of_both_families_are_tried_beside_one_another_and_circuits_al
     assert _beside("[2001:db8::1]:7", known) == ["[2001:db8::1]:7", "10.0.0.1:7"]
     assert _beside("/p2p/R/p2p-circuit", known) == ["/p2p/R/p2p-circuit"]
     assert _beside("h:7", ("h:7",)) == ["h:7"]
+
+
+def test_a_name_stands_for_its_addresses_of_both_families_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(self: object, host: str, port: int, **options: object) -> list[tuple[object, ...]]:
+        assert (host, port) == ("peer.example", 7)
+        places = [
+            ("10.0.0.1", 7),
+            ("10.0.0.2", 7),
+            ("10.0.0.1", 7),
+            ("fe80::1%eth0", 7, 0, 2),
+            ("2001:db8::1", 7, 0, 0),
+        ]
+        return [(0, 0, 0, "", place) for place in places]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", found)
+    assert asyncio.run(hosts_of("peer.example", 7)) == ["fe80::1%eth0", "10.0.0.1", "2001:db8::1", "10.0.0.2"]
