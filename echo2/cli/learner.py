@@ -136,7 +136,7 @@ def _evaluation_options(config: RunConfig) -> EvaluationOptions:
         for name, one in task.eval_sets.items()
     )
     return EvaluationOptions(
-        sum(_held_out(config).values()),
+        sum(task.held_out.values()),
         task.eval_every_steps,
         task.eval_samples,
         task.eval_temperature,
@@ -145,17 +145,12 @@ def _evaluation_options(config: RunConfig) -> EvaluationOptions:
     )
 
 
-def _held_out(config: RunConfig) -> dict[str, int]:
-    """By task; none where an agent is on, of which one completion of a problem says nothing."""
-    return {name: 0 if config.agent.is_on else count for name, count in config.task.held_out.items()}
-
-
 def _task_options(config: RunConfig) -> TaskOptions:
     from echo2.learner.runtime.options import MixedTask, TaskOptions
     from echo2.tasks.runtime.chat_format import ChatOptions
 
     task = config.task
-    held_out = _held_out(config)
+    held_out = task.held_out
     mixture = tuple(
         MixedTask(name, one.task, one.args, one.weight, held_out[name]) for name, one in task.mixture.items()
     )

@@ -279,8 +279,9 @@ def _learner(
 def evaluation_rollouts(config: RunConfig) -> float:
     """That workers make for evaluations, a step on average."""
     task = config.task
-    held_out = 0 if config.agent.is_on else sum(task.held_out.values())  # as the learner counts them
-    asked = held_out * task.eval_samples + sum(one.prompts * one.samples for one in task.eval_sets.values())
+    asked = sum(task.held_out.values()) * task.eval_samples + sum(
+        one.prompts * one.samples for one in task.eval_sets.values()
+    )
     return asked / task.eval_every_steps
 
 

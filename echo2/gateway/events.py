@@ -12,11 +12,13 @@ from echo2.gateway.requests import CallRequest
 
 @dataclass(frozen=True, slots=True)
 class ProblemOpened:
-    """The learner wants `seats` episodes of this problem; `told`: what their agents are told of it."""
+    """The learner wants `seats` episodes of this problem; `told`: what their agents are told of it. `is_evaluation`: it is
+    played before those to train on."""
 
     root: str
     seats: int
     told: Mapping[str, object]
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class Problem:
     told: dict[str, object]
     seats: list[str | None]
     restarts: list[int]
+    is_evaluation: bool = False
     label: str = ""
 
     @property
@@ -119,8 +120,8 @@ class Sessions:
 
     def _on(self, event: e.Event, now: float) -> Iterator[e.Action]:
         match event:
-            case e.ProblemOpened(root, seats, told):
-                self.problems[root] = Problem(root, dict(told), [None] * seats, [0] * seats)
+            case e.ProblemOpened(root, seats, told, is_evaluation):
+                self.problems[root] = Problem(root, dict(told), [None] * seats, [0] * seats, is_evaluation)
             case e.ProblemClosed(root, reason):
                 yield from self._closed(root, reason)
             case e.SeatAsked():
@@ -146,7 +147,7 @@ class Sessions:
 
     def _begun(self, now: float) -> Iterator[e.Action]:
         running = sum(session.is_own for session in self.sessions.values())
-        for problem in self.problems.values():
+        for problem in self._by_urgency:
             for seat, taken in enumerate(problem.seats):
                 if running >= self.limits.harnesses_max:
                     return
@@ -154,6 +155,11 @@ class Sessions:
                     session = self._sit(problem, seat, now, is_own=True)
                     running += 1
                     yield e.RunHarness(session.session_id, session.key, problem.told)
+
+    @property
+    def _by_urgency(self) -> list[Problem]:
+        """Those that evaluate first: workers hold a version up until they are through."""
+        return sorted(self.problems.values(), key=lambda problem: not problem.is_evaluation)
 
     def _seated(self, event: e.SeatAsked, now: float) -> Iterator[e.Action]:
         found = None if self.has_harness or len(self.sessions) >= self.limits.sessions_max else self._free(event.label)
@@ -169,10 +175,11 @@ class Sessions:
         yield e.Seated(event.call_id, session.session_id, session.key, problem.root, seat, problem.told)
 
     def _free(self, label: str) -> tuple[Problem, int] | None:
-        """A free seat: of the problem that has the label, of one that nobody has begun for a new label, of any for none."""
+        """A free seat: of the problem that has the label, of one to train on that nobody has begun for a new label, of any for
+        none."""
         labelled = [problem for problem in self.problems.values() if label and problem.label == label]
-        fresh = [problem for problem in self.problems.values() if problem.is_untouched]
-        unnamed = [problem for problem in self.problems.values() if not problem.label]
+        fresh = [one for one in self.problems.values() if one.is_untouched and not one.is_evaluation]
+        unnamed = [problem for problem in self._by_urgency if not problem.label]
         for problem in labelled or (fresh if label else unnamed):
             for seat, taken in enumerate(problem.seats):
                 if taken is None:

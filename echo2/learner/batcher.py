@@ -230,10 +230,14 @@ class Batcher:
         return _fared(group)
 
     def _asked_call(self, event: CallAsked) -> list[Action]:
+        if self._exams.home_of(event.root) is not None:
+            return self._exams.asked_call(event)
         spec = self._shelf.open_call(event.root, event.chain, event.prompt_token_ids, event.sampling)
         return [CallOpened(None)] if spec is None else [CallOpened(spec.group_id), *self._opened([spec])]
 
     def _ended_episode(self, event: EpisodeEnded) -> list[Action]:
+        if self._exams.home_of(event.root) is not None:
+            return self._exams.ended_episode(event)
         group = self._shelf.groups.get(event.root)
         if group is None:
             return []

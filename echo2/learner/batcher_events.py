@@ -80,6 +80,7 @@ class EpisodeEnded:
     chains: Mapping[int, int]
     reward: float | None
     is_final: bool = True
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """The evaluation under way: held-out prompts as leases of one version, from the first question to the result.
 
     due --AskQuestions--> opened --reports, rewards--> answered --all answered--> result
-                            |                             |
+                            |   or agents' episodes       |
                             |<-- a worker is barred ------'
                             '--> the version is out of reach: once more with the newest, `MOVES_MAX` times, then given up
 
 Guarantees: a question's rollouts hold tokens of the exam's version alone, and none of them can come into a batch, for they
 lie on a shelf of their own from which no batch is drawn and whose ledger records nothing; at most `OPEN_MAX` questions are
-open at once; an exam without progress for `patience_s` ends, with a result or without. Leaves to others: prompts
+open at once; an exam without progress for `patience_s` ends, with a result or without; an agent's episode that is lost for a fault
+of the machinery counts for nothing, not as 0, and is told. Leaves to others: prompts
 and rewards (runtime), which versions are examined (runtime/loop), the sets' meaning (runtime/exam_prompts).
 """
 
@@ -49,10 +50,11 @@ class ExamSet:
 
 @dataclass(frozen=True, slots=True)
 class ExamRules:
-    """Which sets are asked, in order; an exam whose fleet does nothing for `patience_s` ends."""
+    """Which sets are asked, in order; an exam whose fleet does nothing for `patience_s` ends. `is_driven`: agents play them."""
 
     sets: tuple[ExamSet, ...] = ()
     patience_s: float = 600.0
+    is_driven: bool = False
 
     @property
     def questions(self) -> int:
@@ -95,13 +97,14 @@ class SetResult:
 
 @dataclass(frozen=True, slots=True)
 class ExamResult:
-    """`sets` is empty and `reason` says why where the exam was given up."""
+    """`sets` is empty and `reason` says why where the exam was given up. `lost`: of agents, episodes that came to no reward."""
 
     version: Version
     sets: tuple[SetResult, ...]
     rollouts: int
     tokens: int
     reason: str = ""
+    lost: int | None = None
 
     @property
     def reward(self) -> float:
@@ -121,6 +124,9 @@ class Exam:
     shelf: Shelf = field(init=False)
     _parts: dict[tuple[GroupId, int], Mapping[str, float]] = field(default_factory=dict)
     told: set[GroupId] = field(default_factory=set)  # answered, and closed with the coordinator
+    _played: dict[GroupId, list[tuple[float, Mapping[str, float]]]] = field(default_factory=dict)  # agents' episodes
+    _lost_episodes: int = 0
+    _lost_numbers: set[int] = field(default_factory=set)  # questions of which no episode came to a reward
     _seen: tuple[int, int] = (-1, -1)
     _progress_at: float | None = None
 
@@ -149,7 +155,7 @@ class Exam:
     def _opened(self, draw: Draw) -> GroupSpec:
         self.asked = max(self.asked, draw.cursor + 1)
         spec = GroupSpec(
-            exam_group_id(self.version, draw.cursor, draw.retry), draw.prompt_token_ids,
+            exam_group_id(self.version, draw.cursor, draw.retry, is_driven=self.rules.is_driven), draw.prompt_token_ids,
             self.rules.set_of(draw.cursor)[0].samples, draw.sampling, int(self.version), Work.EVALUATE, self.version,
         )  # fmt: skip
         self.shelf.open(spec, draw)
@@ -177,6 +183,31 @@ class Exam:
         self.told.add(group_id)
         return self.shelf.train_group(group)
 
+    def end_episode(
+        self,
+        root: GroupId,
+        chains: Mapping[int, int],
+        reward: float | None,
+        parts: Mapping[str, float],
+        *,
+        is_final: bool,
+    ) -> TrainGroup | None:
+        """Of an agent, as `Shelf.end_episode`. Returns a question that is answered by it."""
+        group = self.shelf.groups.get(root)
+        if group is None:
+            return None
+        if is_final and reward is not None:
+            self._played.setdefault(root, []).append((reward, parts))
+        self._lost_episodes += is_final and reward is None
+        self.shelf.end_episode(root, chains, reward, is_final=is_final)
+        if root not in self.shelf.groups:
+            self._lost_numbers.add(group.draw.cursor)
+            return None
+        if not group.is_ready or root in self.told:
+            return None
+        self.told.add(root)
+        return self.shelf.train_group(group)
+
     def drop_sent_by(self, peer_id: PeerId) -> None:
         """Questions that a barred worker answered, if only in part, are to be answered by others."""
         self.shelf.drop_sent_by(peer_id)
@@ -184,7 +215,7 @@ class Exam:
 
     @property
     def is_answered(self) -> bool:
-        return self.asked == self.rules.questions and len(self.told) == self.rules.questions
+        return self.asked == self.rules.questions == len(self.told) + len(self._lost_numbers)
 
     @property
     def is_begun(self) -> bool:
@@ -196,21 +227,38 @@ class Exam:
         by_number = {self.shelf.groups[group_id].draw.cursor: self.shelf.groups[group_id] for group_id in self.told}
         sets, begin = [], 0
         for one in self.rules.sets:
-            groups = [by_number[number] for number in range(begin, begin + one.questions)]
+            groups = [by_number[number] for number in range(begin, begin + one.questions) if number in by_number]
             begin += one.questions
-            rewards = tuple(tuple(float(group.rewards[i] or 0.0) for i in range(one.samples)) for group in groups)
-            told = [self._parts.get((group.spec.group_id, i), {}) for group in groups for i in range(one.samples)]
+            if not groups:
+                continue
+            samples = [self._samples_of(group, one.samples) for group in groups]
+            told = [parts for each in samples for _, parts in each]
             names = dict.fromkeys(name for parts in told for name in parts)
             means = {name: sum(parts.get(name, 0.0) for parts in told) / len(told) for name in names}
-            sets.append(SetResult(one.name, rewards, means))
-        return ExamResult(self.version, tuple(sets), *self._size())
+            sets.append(SetResult(one.name, tuple(tuple(value for value, _ in each) for each in samples), means))
+        if not sets:
+            return self.given_up(f"all {self._lost_episodes} episodes of agents were lost")
+        return ExamResult(self.version, tuple(sets), *self._size(), lost=self._lost)
+
+    def _samples_of(self, group: Group, samples: int) -> list[tuple[float, Mapping[str, float]]]:
+        """Reward of each sample, and what the scorer told beside."""
+        group_id = group.spec.group_id
+        if self.rules.is_driven:
+            return self._played[group_id]
+        return [(float(group.rewards[i] or 0.0), self._parts.get((group_id, i), {})) for i in range(samples)]
 
     def given_up(self, reason: str) -> ExamResult:
-        return ExamResult(self.version, (), *self._size(), reason)
+        return ExamResult(self.version, (), *self._size(), reason, self._lost)
+
+    @property
+    def _lost(self) -> int | None:
+        return self._lost_episodes if self.rules.is_driven else None
 
     def _size(self) -> tuple[int, int]:
+        """Rollouts, or episodes that have ended, and tokens."""
         rollouts = [rollout for group in self.shelf.groups.values() for rollout in group.rollouts if rollout.token_ids]
-        return len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
+        played = sum(map(len, self._played.values())) + self._lost_episodes
+        return played if self.rules.is_driven else len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
 
     # ---- time
 
@@ -240,6 +288,8 @@ def exam_row(result: ExamResult, wall_s: float) -> dict[str, object]:
         "step": int(result.version), "eval/reward": result.reward, "eval/rollouts": result.rollouts,
         "eval/tokens": result.tokens, "eval/wall_s": wall_s,
     }  # fmt: skip
+    if result.lost is not None:
+        row["eval/lost_episodes"] = result.lost
     for one in result.sets:
         values = {"reward": one.reward} | {f"pass@{k}": one.pass_at(k) for k in one.ks} | dict(one.parts)
         if len(result.sets) == 1:

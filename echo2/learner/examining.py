@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec
+from echo2.learner.batch import TrainGroup
 from echo2.learner.batcher_events import (
     Action,
     Answered,
     AskQuestions,
+    CallAsked,
+    CallOpened,
     Close,
+    Drive,
+    EpisodeEnded,
     Examined,
     Keep,
     OfferGroups,
@@ -24,7 +29,7 @@ from echo2.learner.batcher_events import (
 )
 from echo2.learner.episodes import is_later_turn, root_of
 from echo2.learner.exam import BEHIND_VERSIONS, MOVES_MAX, Exam, ExamResult, ExamRules
-from echo2.learner.group import Group
+from echo2.learner.group import Group, is_driven, is_driven_root
 from echo2.learner.history import GroupDropped, Opened
 from echo2.learner.shelf import Shelf
 
@@ -63,17 +68,24 @@ class Examining:
         for version in sorted(exams):
             if version == max(exams) and self.rules.questions:
                 self._exam = Exam(self.rules, version, self._training)
-                self._exam.take_back(exams[version])
+                actions += self._taken_back(self._exam, exams[version])
             else:
                 actions += [Keep(GroupDropped(group.spec.group_id)) for group in exams[version]]
-        if self._exam is None:
-            return actions
-        for group_id, group in self._exam.shelf.groups.items():
-            for index in range(0 if is_later_turn(group_id) else len(group.rollouts)):
-                last = self._exam.shelf.turns(group_id, index)[-1].rollout
-                if last.is_finished:
-                    actions.append(Score(last))
         return actions
+
+    def _taken_back(self, exam: Exam, groups: Sequence[Group]) -> list[Action]:
+        """What is sampled is scored again. Agents are gone with the process that they asked: they play again."""
+        if any(is_driven(group.spec.group_id) for group in groups) or self.rules.is_driven:
+            roots = [group for group in groups if not is_later_turn(group.spec.group_id)]
+            actions: list[Action] = [Keep(GroupDropped(group.spec.group_id)) for group in groups]
+            return [*actions, *self._opened(exam, exam.open([root.draw.again() for root in roots]))]
+        exam.take_back(groups)
+        return [
+            Score(last)
+            for group_id, group in exam.shelf.groups.items()
+            for index in range(0 if is_later_turn(group_id) else len(group.rollouts))
+            if (last := exam.shelf.turns(group_id, index)[-1].rollout).is_finished
+        ]
 
     def due(self, version: Version) -> list[Action]:
         """Begins it, or has it wait for the one under way."""
@@ -91,12 +103,25 @@ class Examining:
             return []
         return self._opened(self._exam, self._exam.open(event.draws))
 
+    def asked_call(self, event: CallAsked) -> list[Action]:
+        """Of an agent that plays a question."""
+        assert self._exam is not None, "calls of an exam come to it"
+        spec = self._exam.shelf.open_call(event.root, event.chain, event.prompt_token_ids, event.sampling)
+        return [CallOpened(None)] if spec is None else [CallOpened(spec.group_id), *self._opened(self._exam, [spec])]
+
+    def ended_episode(self, event: EpisodeEnded) -> list[Action]:
+        assert self._exam is not None, "episodes of an exam come to it"
+        answered = self._exam.end_episode(event.root, event.chains, event.reward, event.parts, is_final=event.is_final)
+        return self._closed(self._exam, answered)
+
     def rewarded(self, event: Rewarded) -> list[Action]:
         assert self._exam is not None, "rewards of an exam come to it"
-        answered = self._exam.reward(event.group_id, event.index, event.reward, event.parts)
+        return self._closed(self._exam, self._exam.reward(event.group_id, event.index, event.reward, event.parts))
+
+    def _closed(self, exam: Exam, answered: TrainGroup | None) -> list[Action]:
         if answered is None:
             return []
-        return [Answered(answered), Close(tuple(self._exam.shelf.family(event.group_id)), "complete")]
+        return [Answered(answered), Close(tuple(exam.shelf.family(answered.spec.group_id)), "complete")]
 
     def version_left(self, version: Version) -> None:
         if self._exam is not None and version > self._exam.version:
@@ -152,7 +177,12 @@ class Examining:
 
     def _opened(self, exam: Exam, specs: Sequence[GroupSpec]) -> list[Action]:
         kept: list[Action] = [Keep(Opened(exam.shelf.groups[spec.group_id].draw, spec)) for spec in specs]
-        return [*kept, OfferGroups(tuple(specs))] if specs and not self._is_ended else kept
+        if self._is_ended:
+            return kept
+        driven = [spec for spec in specs if is_driven_root(spec.group_id)]
+        kept += [Drive(spec, exam.shelf.groups[spec.group_id].draw) for spec in driven]
+        offered = tuple(spec for spec in specs if spec not in driven)
+        return [*kept, OfferGroups(offered)] if offered else kept
 
     def _over(self, exam: Exam) -> list[Action]:
         """Nothing of it is needed any more."""

@@ -18,6 +18,8 @@ EXAM_MARK = "e"
 """With which ids of groups begin that evaluate; those to train on begin with another letter."""
 AGENT_MARK = "a"
 """With which ids of groups begin whose prompts come from agents, call by call, and not from the task."""
+AGENT_EXAM_MARK = "x"
+"""With which ids begin of which both is true: agents play held-out problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def group_id_of(cursor: int, retry: int, *, is_driven: bool = False) -> GroupId:
 
 def is_driven(group_id: GroupId) -> bool:
     """Whether an agent's calls make the group, or it is such a call."""
-    return group_id.startswith(AGENT_MARK)
+    return group_id.startswith((AGENT_MARK, AGENT_EXAM_MARK))
 
 
 def is_driven_root(group_id: GroupId) -> bool:
@@ -49,16 +51,17 @@ def is_driven_root(group_id: GroupId) -> bool:
     return is_driven(group_id) and not is_later_turn(group_id)
 
 
-def exam_group_id(version: Version, number: int, retry: int) -> GroupId:
+def exam_group_id(version: Version, number: int, retry: int, *, is_driven: bool = False) -> GroupId:
     """Of question `number` of the evaluation of `version`."""
-    return GroupId(f"{EXAM_MARK}{version:08d}-{number:05d}" + (f"r{retry}" if retry else ""))
+    mark = AGENT_EXAM_MARK if is_driven else EXAM_MARK
+    return GroupId(f"{mark}{version:08d}-{number:05d}" + (f"r{retry}" if retry else ""))
 
 
 def exam_version_of(group_id: GroupId) -> Version | None:
     """The version that a group, or a turn of one, evaluates; None of one to train on."""
-    if not group_id.startswith(EXAM_MARK):
+    if not group_id.startswith((EXAM_MARK, AGENT_EXAM_MARK)):
         return None
-    return Version(int(group_id[len(EXAM_MARK) :].partition("-")[0]))
+    return Version(int(group_id[1:].partition("-")[0]))
 
 
 @dataclass(slots=True)

@@ -165,7 +165,8 @@ class Shelf:
     def open_call(
         self, root: GroupId, chain: int | None, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> GroupSpec | None:
-        """Opens an agent's next call, behind the last one of `chain`, which has ended; None: with it a chain begins.
+        """Opens an agent's next call, behind the last one of `chain`, which has ended; None: with it a chain begins. Length and
+        stops are as `sampling` has them, temperature and what goes with it as the problem has them.
 
         Returns None if the episode's group is gone.
         """
@@ -175,13 +176,14 @@ class Shelf:
         if chain is None:
             chain = add_chain(group)
         depth = len(self.turns(root, chain)) + 1
-        seed = turn_seed(group.spec.sampling.seed, chain, depth)
+        own = group.spec.sampling
+        seed = turn_seed(own.seed, chain, depth)
         spec = replace(
             group.spec,
             group_id=TurnOf(root, chain, depth).group_id,
             prompt_token_ids=prompt,
             rollout_count=1,
-            sampling=replace(sampling, seed=seed),
+            sampling=replace(sampling, seed=seed, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k),
         )
         self.open(spec, replace(group.draw, prompt_token_ids=prompt, sampling=spec.sampling))
         return spec

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from echo2.base.ids import LeaseId, Version
+from echo2.base.ids import LeaseId, Version, warm_groups
 from echo2.base.noise import rollout_seed
 from echo2.base.rollout import EndReason, FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.base.routing import REPORT_ROUTING_BYTES_MAX
@@ -70,8 +70,9 @@ MARGIN_S_MAX = 2.0
 """A lease whose deadline is so near is handed back; short leases keep nine tenths of their time."""
 HOLD_S_MAX = 300.0
 """A version waits so long for rollouts that only the one before may sample; then they are handed back."""
-EXACT_GRACE_S = 1.0
-"""After the last of those it waits so long for more of them, which are on their way from the coordinator."""
+EXACT_GRACE_S, TURN_GRACE_S = 1.0, 5.0
+"""After the last of those it waits so long for more of them, which are on their way from the coordinator; the second where it was a
+turn or an agent's call, behind which another may come once tools have answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Assignments:
     _wake_at: float = 0.0
     _now: float = 0.0
     _waiting: _Waiting | None = None
-    _exact_ended_at: float = -math.inf
+    _exact_grace_until: float = -math.inf
 
     def __post_init__(self) -> None:
         self.report_interval_s = self.fixed_report_interval_s or self.report_interval_s
@@ -284,7 +285,8 @@ class Assignments:
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             if lease.group.exact_version is not None:
-                self._exact_ended_at = self._now
+                grace_s = TURN_GRACE_S if warm_groups(lease.group.group_id) else EXACT_GRACE_S
+                self._exact_grace_until = max(self._exact_grace_until, self._now + grace_s)
             yield from self._aborts(lease)
             yield EndLease(lease_id, reason, message)
 
@@ -405,7 +407,7 @@ class Assignments:
 
     def _may_go_at(self, waiting: _Waiting) -> float:
         latest = waiting.since + HOLD_S_MAX
-        return latest if self.exact_leases else min(latest, self._exact_ended_at + EXACT_GRACE_S)
+        return latest if self.exact_leases else min(latest, self._exact_grace_until)
 
     def _verdict_deadline(self, lease: LeaseWork) -> float:
         if self._learner_since is None:

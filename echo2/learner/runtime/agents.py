@@ -13,7 +13,7 @@ from pathlib import Path
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, Work
 from echo2.gateway import events as e
 from echo2.gateway.limits import GatewayLimits
 from echo2.gateway.runtime.app import GatewayApp
@@ -25,9 +25,11 @@ from echo2.gateway.sessions import Sessions
 from echo2.learner import batcher_events as b
 from echo2.learner.episodes import turn_of
 from echo2.learner.group import Draw
+from echo2.learner.runtime.examination import Examination
 from echo2.learner.runtime.intake import IntakeOutcome
 from echo2.learner.runtime.options import AgentOptions
 from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.world import PromptWorld
 from echo2.outside import here, monotonic
 from echo2.tasks.task import TaskInstance
 from echo2.trust.runtime.tls import read_secret, write_secret
@@ -40,10 +42,17 @@ class Agents:
     """One per learner whose prompts come from agents. `tell`: the intake's door; `failed`: what ends the run."""
 
     def __init__(
-        self, options: AgentOptions, folder: Path, prompts: Prompts, tell: Tell, failed: Callable[[BaseException], None]
+        self,
+        options: AgentOptions,
+        folder: Path,
+        prompts: Prompts,
+        examination: Examination,
+        tell: Tell,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._options, self._prompts, self._tell, self._failed = options, prompts, tell, failed
-        self._indices: dict[str, int] = {}
+        self._examination = examination
+        self._problems: dict[str, tuple[int, PromptWorld | None]] = {}  # by group: the index, and whose it is
         limits = GatewayLimits(
             prompts.context_tokens, prompts.sampling.max_new_tokens, idle_s=options.idle_s, episode_s=options.episode_s,
             restarts_max=options.restarts_max, harnesses_max=options.at_once,
@@ -97,10 +106,19 @@ class Agents:
 
     def drive(self, spec: GroupSpec, draw: Draw) -> None:
         """Agents may begin with this problem."""
-        index = self._prompts.split.train_index(draw.cursor)
-        self._indices[spec.group_id] = index
-        told = _told(self._prompts.world.instance(index))
-        self.desk.tell(e.ProblemOpened(spec.group_id, spec.rollout_count, told))
+        prompts, is_exam = self._prompts, spec.work is Work.EVALUATE
+        world: PromptWorld | None = None
+        if is_exam:
+            instance, world = self._examination.problem(draw.cursor)
+        else:
+            instance = prompts.world.instance(prompts.split.train_index(draw.cursor))
+        self._problems[spec.group_id] = instance.index, world
+        told = _told(instance)
+        if world is None and prompts.is_mixed:
+            told["task"] = prompts.world.name_of(instance.index)
+        if is_exam:
+            told["evaluation"] = self._examination.name_of(draw.cursor)
+        self.desk.tell(e.ProblemOpened(spec.group_id, spec.rollout_count, told, is_exam))
 
     def sampled(self, rollout: Rollout) -> None:
         versions = tuple(int(span.version) for span in rollout.version_spans for _ in range(span.count))
@@ -109,7 +127,7 @@ class Agents:
 
     def closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
         for group_id in group_ids:
-            if self._indices.pop(group_id, None) is not None:
+            if self._problems.pop(group_id, None) is not None:
                 self.desk.tell(e.ProblemClosed(group_id, reason))
 
     # ---- as the gateway's fleet
@@ -130,13 +148,14 @@ class Agents:
         return None if group_id is None else (group_id, turn_of(group_id, 0).index)
 
     def ended(self, ended: e.EndEpisode) -> None:
-        self._tell(b.EpisodeEnded(GroupId(ended.root), ended.chains, ended.reward, ended.is_final))
+        self._tell(b.EpisodeEnded(GroupId(ended.root), ended.chains, ended.reward, ended.is_final, ended.parts))
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> e.EpisodeRewarded | str:
-        index = self._indices.get(root)
-        if index is None:
+        found = self._problems.get(root)
+        if found is None:
             return "its group is closed"
-        answer = await self._prompts.answer_instance(index, [token_ids], 0)
+        index, world = found
+        answer = await self._prompts.answer_instance(index, [token_ids], 0, world=world)
         if answer.scored is None:
             return "expected a task that scores one completion, got an environment"
         if answer.scored.reward is None:

@@ -17,7 +17,7 @@ from echo2.base.rng import derived_seed
 from echo2.learner.exam import ExamRules, ExamSet
 from echo2.learner.group import Draw
 from echo2.learner.runtime.options import EvaluationOptions, EvaluationSet
-from echo2.learner.runtime.prompts import Prompts
+from echo2.learner.runtime.prompts import DRIVEN_PROMPT, Prompts
 from echo2.learner.runtime.world import PromptWorld, TurnAnswer
 from echo2.tasks.split import permuted
 from echo2.tasks.task import TaskInstance, TaskSpec
@@ -58,7 +58,7 @@ class Examination:
             others = f"none called {OWN} or as a task of the mixture"
             raise ConfigError(f"task.eval_sets: expected names that differ, {others}, got {names}")
         sets = tuple(ExamSet(one.name, one.questions, one.samples) for one in self._asked)
-        self.rules = ExamRules(sets, options.patience_s)
+        self.rules = ExamRules(sets, options.patience_s, prompts.is_driven)
         if self.rules.questions > QUESTIONS_MAX:
             raise ConfigError(f"evaluation: expected at most {QUESTIONS_MAX} prompts, got {self.rules.questions}")
 
@@ -81,7 +81,15 @@ class Examination:
         sampling = replace(prompts.sampling, temperature=asked.temperature, seed=seed)
         if asked.temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
-        return Draw(number, 0, prompts.tokens_of(self._instance(asked, place)), sampling)
+        is_driven = prompts.is_driven  # then what is asked of the model is the agent's to say
+        return Draw(
+            number, 0, DRIVEN_PROMPT if is_driven else prompts.tokens_of(self._instance(asked, place)), sampling
+        )
+
+    def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
+        """Question `number` as an agent is told it, and who scores its answer; None: the run's own world."""
+        asked, place = self._at(number)
+        return self._instance(asked, place), asked.world
 
     async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
         """To a finished turn of question `number`."""

@@ -108,7 +108,7 @@ class Prompts:
         )
         self.check_length, self.context_tokens, self.secret = check_length, context_tokens, secret
         self.prompt_tokens_max = options.prompt_tokens_max
-        self._is_driven = options.agent is not None
+        self.is_driven = options.agent is not None
 
     def next_wanted(self, cursor: int) -> int:
         """The first cursor from this one on whose prompt is short enough and wanted by the curriculum; after a bounded
@@ -124,7 +124,7 @@ class Prompts:
         return candidate
 
     def _is_too_long(self, index: int) -> bool:
-        if self._is_driven:
+        if self.is_driven:
             return False
         tokens = len(self.chat.prompt(self.world.instance(index).prompt))
         if tokens > self.prompt_tokens_max:
@@ -151,7 +151,7 @@ class Prompts:
 
     def draw(self, cursor: int) -> Draw:
         """Prompt number `cursor` of the run."""
-        if self._is_driven:  # what is asked of the model is the agent's to say
+        if self.is_driven:  # what is asked of the model is the agent's to say
             return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
         prompt = self.tokens_of(self.world.instance(self.split.train_index(cursor)))
         return self.seeded(Draw(cursor, 0, prompt, self.sampling))
@@ -207,7 +207,11 @@ class Prompts:
 
     def task_of(self, cursor: int) -> str:
         """Whose turn it is in a mixture; empty where there is one task alone."""
-        return self.world.name_of(self.split.train_index(cursor)) if isinstance(self.split, MixedSplit) else ""
+        return self.world.name_of(self.split.train_index(cursor)) if self.is_mixed else ""
+
+    @property
+    def is_mixed(self) -> bool:
+        return isinstance(self.split, MixedSplit)
 
     @property
     def held_out_counts(self) -> tuple[tuple[str, int], ...]:

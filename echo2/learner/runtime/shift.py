@@ -159,7 +159,10 @@ class LearnerShift:
         options = self.options
         if options.agent is None:
             return None
-        return Agents(options.agent, options.folder, self._prepared.prompts, self.intake.tell, self._fail)
+        prepared = self._prepared
+        return Agents(
+            options.agent, options.folder, prepared.prompts, prepared.examination, self.intake.tell, self._fail
+        )
 
     def _made_auditor(self) -> Auditor:
         calls = AuditCalls(self._found_false, self._scoring.lease, self._fail, self._ingest.habits_of)

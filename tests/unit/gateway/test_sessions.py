@@ -260,3 +260,22 @@ def test_random_histories_never_encode_again_what_was_sampled() -> None:
             known.append(answered)
         (end,) = [a for a in world.tell(e.EpisodeRewarded(session, 1.0)) if isinstance(a, e.EndEpisode)]
         assert sum(end.chains.values()) == 12
+
+
+def test_seats_that_evaluate_go_first_but_never_under_a_label() -> None:
+    """Rewards of one label are compared, so its seats are those of one problem to train on."""
+    world = World()
+    world.tell(e.ProblemOpened("a1", 2, {"index": 5}))
+    world.tell(e.ProblemOpened("x1", 1, {"index": 9, "evaluation": "held_out"}, is_evaluation=True))
+    labelled = world.seat("mine")
+    assert isinstance(labelled, e.Seated) and labelled.root == "a1"
+    unnamed = world.seat()
+    assert isinstance(unnamed, e.Seated) and unnamed.told["evaluation"] == "held_out"
+    own = World(has_harness=True, harnesses_max=1)
+    own.tell(e.ProblemOpened("a1", 1, {"index": 5}))
+    own.tell(e.ProblemOpened("x1", 1, {"index": 9}, is_evaluation=True))
+    own.tell(e.ProblemOpened("a2", 1, {"index": 6}))
+    (first,) = [action for action in own.told if isinstance(action, e.RunHarness)]
+    own.tell(e.EpisodeFailed(first.session_id, "broke"))
+    begun = [action.told["index"] for action in own.told if isinstance(action, e.RunHarness)]
+    assert begun[0] == 5 and begun[1] == 9, "the one under way is left alone"

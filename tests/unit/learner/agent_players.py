@@ -15,6 +15,7 @@ FAILURES: Counter[str] = Counter()
 CLIENTS: dict[str, Any] = {}
 CHECKED: list[str] = []
 PROBLEMS: list[str] = []
+PROBLEMS_TOLD: list[Any] = []
 
 
 def client_of(episode: Episode) -> Any:
@@ -105,3 +106,9 @@ async def _asked_everything(episode: Episode) -> None:
             continue
         raise AssertionError(f"expected {kind.__name__}")
     CHECKED.append(episode.api_key)
+
+
+async def tells_its_problems(episode: Episode) -> float:
+    """Notes what it is told of its problem."""
+    PROBLEMS_TOLD.append(episode.problem)
+    return await three_turns(episode)

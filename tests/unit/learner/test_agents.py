@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from echo2.learner.batch import Batch
-from echo2.learner.runtime.options import AgentOptions, EvaluationOptions, TaskOptions
+from echo2.learner.runtime.options import AgentOptions, EvaluationOptions, MixedTask, TaskOptions
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, options_for
-from tests.unit.learner.test_daemon import Run, go, rows_of
+from tests.unit.learner.test_daemon import Run, evaluations_of, go, rows_of
 from tests.unit.learner.tiny import make_tiny_model
 
 pytest.importorskip("openai")
@@ -35,6 +35,7 @@ def agents(folder: Path, model: Path, player: str, **changes: Any) -> Run:
     players.SEEN.clear()
     players.FAILURES.clear()
     players.CLIENTS.clear()
+    players.PROBLEMS_TOLD.clear()
     given: dict[str, Any] = {
         "steps": 2, "evaluation": EvaluationOptions(prompts=0), "turns_max": 4,
         "task": TaskOptions("tests.unit.learner.worlds:DigitShare"), "agent": AgentOptions(PLAYER + player),
@@ -171,6 +172,33 @@ def test_a_harness_of_ones_own_in_another_place_brings_rollouts(model_path: Path
 
     summary, played = go(both())
     assert summary.is_finished and summary.trained_rollouts == 16 and played >= 16
+
+
+def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is_trained_on(
+    model_path: Path, tmp_path: Path
+) -> None:
+    mixture = (
+        MixedTask("share", "tests.unit.learner.worlds:DigitShare", {}, 1.0, 2),
+        MixedTask("digits", "sort_digits", {"digit_count": 3}, 1.0, 1),
+    )
+    evaluation = EvaluationOptions(prompts=3, every_steps=1, samples=2)
+    task = TaskOptions(mixture=mixture)
+    run = agents(tmp_path / "run", model_path, "tells_its_problems", task=task, evaluation=evaluation)
+    batches = trained_by(run)
+    summary = go(finished(run, batches, worker_count=3))
+    assert summary.is_finished and summary.trained_rollouts == 16
+    rows = evaluations_of(tmp_path / "run")
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == 2 and [*summary.evaluations] == [row["step"] for row in rows]
+    assert all(row["eval/rollouts"] == 6 and row["eval/lost_episodes"] == 0 for row in rows)
+    assert all({"eval/share/reward", "eval/digits/reward", "eval/share/pass@2"} <= row.keys() for row in rows)
+    held_out = {one["index"] for one in players.PROBLEMS_TOLD if "evaluation" in one}
+    trained = {one["index"] for one in players.PROBLEMS_TOLD if "evaluation" not in one}
+    assert len(held_out) == 3 and not held_out & trained
+    assert {one["task"] for one in players.PROBLEMS_TOLD} == {"share", "digits"}
+    cursors = {group.spec.group_id for batch in batches for group in batch.groups}
+    assert all(name.startswith("a") for name in cursors)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {one["set"] for one in samples} == {"share", "digits"}
 
 
 def test_the_api_answers_as_openais_does_and_refuses_by_name(model_path: Path, tmp_path: Path) -> None:

@@ -555,6 +555,21 @@ def test_a_version_waits_for_what_only_the_one_before_may_sample() -> None:
     assert made.sut.lease_ids == (LeaseId("l2"),)
 
 
+def test_a_version_waits_longer_for_an_agents_next_call() -> None:
+    """Its tools may run for seconds between two."""
+    made = bench()
+    made.send(d.Granted(LeaseId("l1"), exam("x1.0.1", 3), 1000.0, False))
+    made.send(d.VersionCame(Version(4)))
+    made.now = 1.0
+    made.engine.step("l1/0", STOP, 3)
+    (report,) = of(d.Report, [*made.sampled(), *_later(made, 1.1)])
+    held = len(report.segments[0].token_ids)
+    made.send(d.Judged(LeaseId("l1"), (SegmentVerdict(GroupId("x1.0.1"), 0, Verdict.ADMITTED, held),)))
+    assert not of(d.LetVersion, _later(made, 1.1 + machine.EXACT_GRACE_S))
+    made.send(d.Granted(LeaseId("l2"), exam("x1.0.2", 3), 1000.0, False))
+    assert not of(d.LetVersion, _later(made, 1.1 + 2 * machine.TURN_GRACE_S)), "the next call has come in time"
+
+
 def test_a_version_goes_live_at_once_where_nothing_needs_the_one_before() -> None:
     made = bench()
     made.send(d.Granted(LeaseId("l1"), group("g1"), 1000.0, False))
