@@ -203,7 +203,14 @@ def test_help_is_printed_without_loading_the_planner() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_what_an_agents_run_does_not_evaluate_is_not_planned_for() -> None:
+def test_all_that_is_evaluated_is_planned_for() -> None:
     task = {"eval_prompts": 8, "eval_samples": 2, "eval_every_steps": 4}
     assert evaluation_rollouts(RunConfig.model_validate({"task": task})) == 4.0
-    assert evaluation_rollouts(RunConfig.model_validate({"task": task, "agent": {"harness": "agent:play"}})) == 0.0
+    assert evaluation_rollouts(RunConfig.model_validate({"task": task, "agent": {"harness": "agent:play"}})) == 4.0
+    one, two = {"task": "sums"}, {"task": "sort_digits", "eval_prompts": 4}
+    mixed = {
+        **task,
+        "mixture": {"one": one, "two": two},
+        "eval_sets": {"more": {"task": "sums", "prompts": 6, "samples": 2}},
+    }
+    assert evaluation_rollouts(RunConfig.model_validate({"task": mixed})) == (2 * (8 + 4) + 12) / 4
