@@ -97,6 +97,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await shoot(page, "live-1440-light")
         assert (await page.locator("#todo-text").text_content()).strip(), "the page says what to do"
         assert await _clipped(page) == []
+        await _long_values_fit(page)
         await _shows_totals_budget_and_events_in_short(page)
         await _drains_by_keyboard(page, daemon)
         await _releases_the_quarantined_and_bans(page, daemon)
@@ -113,6 +114,35 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 18, 24)"
         assert await _clipped(page) == []
         await shoot(page, "live-390-dark")
+
+
+LONG = {
+    "#tiles .tile:nth-child(1) strong": ("123,456", "/ 1,000,000"), "#tiles .tile:nth-child(5) strong": ("1,234,567", ""),
+    "#tiles .tile:nth-child(8) strong": ("$12,345.67", ""), "#tiles .tile:nth-child(9) strong": ("999.9 GB", ""),
+}  # fmt: skip
+"""What a long run shows, by tile."""
+
+
+async def _long_values_fit(page: Any) -> None:
+    """At each width, also just before the tiles are put into fewer columns."""
+    before = page.viewport_size
+    for width in (390, 721, 768, 1024, 1181, 1280, 1440):
+        await page.set_viewport_size({"width": width, "height": 900})
+        sizes = await page.evaluate(
+            """(long) => { const cut = [], sizes = [];
+                for (const [place, [value, unit]] of Object.entries(long)) {
+                    const old = document.querySelector(place), one = old.cloneNode(), small = document.createElement("small");
+                    small.textContent = unit && " " + unit; one.append(value, small);
+                    one.style.setProperty("--letters", value.length + 0.6 * unit.length);
+                    old.after(one); old.hidden = true; old.style.display = "none";
+                    if (one.scrollWidth > one.clientWidth) cut.push(one.textContent);
+                    sizes.push(parseFloat(getComputedStyle(one).fontSize)); one.remove(); old.style.display = ""; }
+                return [cut, Math.min(...sizes)]; }""",
+            LONG,
+        )
+        assert sizes[0] == [] and sizes[1] >= 11, f"{width} px: {sizes}"
+        assert [one for one in await _clipped(page) if not one.startswith("sub")] == [], f"{width} px"
+    await page.set_viewport_size(before)
 
 
 async def _shows_totals_budget_and_events_in_short(page: Any) -> None:

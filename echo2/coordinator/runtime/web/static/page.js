@@ -14,7 +14,7 @@ let offset = 0, series = null, lastHeard = 0;
 const now = () => Date.now() / 1000 + offset;
 
 function tile(title, value, unit, note, more = {}) {
-  return make("div", { class: "tile" + (more.alarm ? " alarm" : ""), title: more.title || note }, make("h3", {}, title), make("strong", {}, value, unit ? make("small", {}, " " + unit) : null), more.part != null ? make("div", { class: "meter" }, make("i", { style: `width:${Math.min(100, 100 * more.part)}%` })) : null, make("p", {}, note || " "));
+  return make("div", { class: "tile" + (more.alarm ? " alarm" : ""), title: more.title || note }, make("h3", {}, title), make("strong", { style: `--letters:${String(value).length + (unit ? 0.6 * unit.length : 0)}` }, value, unit ? make("small", {}, " " + unit) : null), more.part != null ? make("div", { class: "meter" }, make("i", { style: `width:${Math.min(100, 100 * more.part)}%` })) : null, make("p", {}, note || " "));
 }
 const BUTTONS = {
   make_link: () => $("token-new").click(),
