@@ -156,8 +156,9 @@ def _task_options(config: RunConfig) -> TaskOptions:
     )
     chat = ChatOptions(task.system_prompt, task.template_args, task.plain_prompts)
     return TaskOptions(
-        task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable, chat, mixture
-    )
+        task.name, task.args, task.curriculum, task.epochs, task.trusted_rewards, task.readable,
+        task.reward_processes, task.ray, chat, mixture,
+    )  # fmt: skip
 
 
 def _trainer_options(config: RunConfig) -> TrainerOptions:

@@ -42,8 +42,8 @@ class Resolved(Generic[_T_co]):
 def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
     """By option; those that the user gave are not among them. `cores` 0: of this machine."""
     found: dict[str, Resolved[object]] = {}
-    if config.task.name:
-        found["task.name"] = scorers(cores or available_cores())
+    if not (config.task.reward_processes or config.task.ray):
+        found["task.reward_processes"] = scorers(cores or available_cores())
     if not config.learner.threads:
         found["learner.threads"] = threads(cores or available_cores())
     if not config.learner.token_budget:
@@ -109,9 +109,9 @@ def threads(cores: int) -> Resolved[int]:
     return Resolved(cores - 1, f"{cores} cores, one of them for sockets, rewards and the codec")
 
 
-def scorers(cores: int) -> Resolved[str]:
+def scorers(cores: int) -> Resolved[int]:
     """Processes that compute contained rewards."""
-    return Resolved(f"{reward_processes(cores)} reward processes", f"a quarter of {cores} cores, two at least")
+    return Resolved(reward_processes(cores), f"a quarter of {cores} cores, two at least")
 
 
 def chunk_bytes(config: RunConfig, size: ModelSize) -> Resolved[str] | None:

@@ -99,6 +99,13 @@ class TaskSection(Section):
     readable: Annotated[
         tuple[str, ...], Field(description="Files and folders that contained rewards may read beside the task's own.")
     ] = ()
+    reward_processes: Annotated[
+        int, Field(ge=0, le=4096, description="Rewards computed at once; 0: by the cores of this machine, or of Ray's.")
+    ] = 0
+    ray: Annotated[
+        str,
+        Field(description="Ray cluster whose machines compute rewards: HOST:PORT, ray://..., auto; empty: this one."),
+    ] = ""
     system_prompt: Annotated[
         str, Field(max_length=65_536, description="Opens every chat that brings no system message; empty: none.")
     ] = ""

@@ -1,4 +1,4 @@
-"""A bounded pool of contained processes, each owned by one thread that may kill it.
+"""A bounded pool of contained processes, here or elsewhere, each owned by one thread that may kill it.
 
 Guarantees: at most `process_count` processes, started when first needed; at most `queue_max` requests wait, and a sender whose
 requests take long delays its own (fair_queue); every future ends. Waits: a thread for the next request (woken by `submit`,
@@ -10,15 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from echo2.base.errors import LimitExceeded, TaskError
 from echo2.contain.fair_queue import FairQueue
-from echo2.contain.limits import Answer, Ending
-from echo2.contain.runtime.sandbox import GRACE_S, Launch, Sandbox
+from echo2.contain.limits import Answer, Ending, Limits
+from echo2.contain.runtime.sandbox import GRACE_S
 
 Result = TypeVar("Result")
+LOSSES_MAX = 2
+"""So often a request may lose its machine; then it goes unanswered: it may be what takes them down."""
 HELD = frozenset({Ending.CPU_USED_UP, Ending.OUTPUT_USED_UP, Ending.TIMED_OUT})
 
 
@@ -29,13 +31,32 @@ class _Request:
     begin: Callable[[], bool]
     finish: Callable[[Answer], None]
     cancel: Callable[[], bool]
+    losses: int = 0
+
+
+class RunnerLost(Exception):
+    """The machine of a runner is gone in the middle of a request: another may answer it."""
+
+
+class Runner(Protocol):
+    """One process that answers requests, one at a time: `sandbox.Sandbox`, or one like it on another machine."""
+
+    def prepare(self, is_wanted: Callable[[], bool]) -> bool:
+        """Waits until it can take a request; False once that is not wanted any more."""
+        ...
+
+    def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
+        """`times`: how many runs' time this one may take. Raises RunnerLost alone."""
+        ...
+
+    def kill(self) -> None: ...
 
 
 class Pool:
-    """`submit` from any thread."""
+    """`submit` from any thread. `make` makes each process's runner; `limits` are those of a run."""
 
-    def __init__(self, launch: Launch, process_count: int, queue_max: int):
-        self._launch = launch
+    def __init__(self, make: Callable[[], Runner], limits: Limits, process_count: int, queue_max: int):
+        self._make, self._limits = make, limits
         self._process_count = process_count
         self._queue_max = queue_max
         self._queue: FairQueue[_Request] = FairQueue()
@@ -76,26 +97,36 @@ class Pool:
             for request in self._queue.drain():
                 request.cancel()
             self._changed.notify_all()
-        limits = self._launch.limits
+        limits = self._limits
         for thread in self._threads:
             thread.join(limits.wall_s + limits.start_s + GRACE_S)
 
     def _work(self) -> None:
-        sandbox = Sandbox(self._launch)
+        runner = self._make()
         try:
-            while (taken := self._next()) is not None:
+            while runner.prepare(lambda: not self._is_closed) and (taken := self._next()) is not None:
                 sender, request = taken
                 answer = Answer(Ending.DIED, note="cancelled")
                 try:
                     if request.begin():
-                        answer = sandbox.ask(request.body, request.times)
+                        answer = runner.ask(request.body, request.times)
                         request.finish(answer)
+                except RunnerLost as lost:
+                    self._again(sender, request, str(lost))
                 finally:
                     with self._changed:
                         self._queue.done(sender, answer.seconds, bool(sender) and answer.ending in HELD)
                         self._changed.notify_all()
         finally:
-            sandbox.kill()
+            runner.kill()
+
+    def _again(self, sender: str, request: _Request, note: str) -> None:
+        with self._changed:
+            is_given_up = self._is_closed or request.losses >= LOSSES_MAX
+            if not is_given_up:
+                self._queue.push(sender, replace(request, begin=lambda: True, losses=request.losses + 1))
+        if is_given_up:
+            request.finish(Answer(Ending.FAULT, note=note))
 
     def _next(self) -> tuple[str, _Request] | None:
         """Waits for a request; None when the pool is closed."""

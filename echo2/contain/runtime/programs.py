@@ -17,7 +17,7 @@ from echo2.contain.limits import Answer, Ending, Limits
 from echo2.contain.messages import foreign_object, shown
 from echo2.contain.runtime.box import bubblewrap, view_here
 from echo2.contain.runtime.pool import Pool
-from echo2.contain.runtime.sandbox import Launch
+from echo2.contain.runtime.sandbox import Launch, Sandbox
 from echo2.contain.view import SCRATCH
 
 _MODULE = "echo2.contain.runtime.program_inside"
@@ -55,7 +55,7 @@ class ProgramPool:
     def __init__(self, limits: Limits | None = None, process_count: int = 1, queue_max: int = 1 << 12):
         bubblewrap()
         launch = Launch(_MODULE, "", limits or Limits(), view_here(folder=SCRATCH))
-        self._pool = Pool(launch, process_count, queue_max)
+        self._pool = Pool(lambda: Sandbox(launch), launch.limits, process_count, queue_max)
 
     def submit(self, program: Program, sender: str = "") -> Future[Ran]:
         """`sender`: on whose behalf; programs of a sender whose programs run long wait behind others'."""

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from echo2.base.errors import EchoError
@@ -48,6 +48,10 @@ class Sandbox:
         self._launch = launch
         self._limits = launch.limits
         self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, is_wanted: Callable[[], bool]) -> bool:
+        """It is started by the first request, whose time that does not count for."""
+        return True
 
     def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
         """`times`: how many runs' time this one may take, such as an episode's turns."""

@@ -118,6 +118,8 @@ class TaskOptions:
     epochs: int = 0  # passes over a finite data set; 0: as many as the steps need
     trusted_rewards: bool = False  # rewards run with this process' rights
     readable: tuple[str, ...] = ()  # what contained rewards may read beside the task's own
+    reward_processes: int = 0  # 0: by the cores
+    ray: str = ""  # the cluster whose machines compute rewards; empty: this machine
     chat: ChatOptions = field(default_factory=ChatOptions)
     mixture: tuple[MixedTask, ...] = ()
 

@@ -51,7 +51,7 @@ def source_of(options: LearnerOptions) -> PromptSource:
     chat = ChatFormat(tokenizer, options.task.chat)
     task, folder = options.task, options.folder.absolute()
     hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
-    containment = Containment(task.trusted_rewards, task.readable, (hidden,))
+    containment = Containment(task.trusted_rewards, task.readable, (hidden,), task.ray, task.reward_processes)
 
     def make(spec: TaskSpec) -> PromptWorld:
         return make_world(spec, chat, containment)

@@ -31,7 +31,7 @@ from echo2.contain.limits import Answer, Ending, Limits
 from echo2.contain.messages import foreign_object, shown
 from echo2.contain.runtime.box import bubblewrap, view_here
 from echo2.contain.runtime.pool import Pool
-from echo2.contain.runtime.sandbox import Launch
+from echo2.contain.runtime.sandbox import Launch, Sandbox
 from echo2.tasks.environment import Observation
 from echo2.tasks.executing import trusted_text
 from echo2.tasks.runtime import scorer as child
@@ -122,12 +122,15 @@ def limits_of(spec: TaskSpec) -> RewardLimits:
 @dataclass(frozen=True, slots=True)
 class Containment:
     """`is_trusted`: rewards run with the learner's own rights. `readable`: what contained ones may read beside the task's
-    own package and data. `hidden`: folders that they see nothing of even there.
+    own package and data. `hidden`: folders that they see nothing of even there. `ray`: the cluster on whose machines they run, as
+    Ray names it; empty: this machine. `processes`: how many at once; 0: by the cores.
     """
 
     is_trusted: bool = False
     readable: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    ray: str = ""
+    processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +221,14 @@ class RewardPool:
     """Contained processes that score or step, or processes that are not contained where rewards are trusted."""
 
     def __init__(self, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None):
-        limits = limits or limits_of(spec)
         containment = containment or Containment()
+        limits = limits or limits_of(spec)
+        if containment.processes:
+            limits = replace(limits, process_count=containment.processes)
         self._is_trusted = containment.is_trusted
         self._bound = OWN_REWARD_MAX if is_users_own(spec) else 1.0
         self._tally = _Tally()
-        self._pool = Pool(_launch(spec, limits, containment), limits.process_count, limits.queue_max)
+        self._pool = _pool_of(spec, limits, containment)
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
         read = partial(_scored, is_trusted=self._is_trusted, bound=self._bound)
@@ -251,14 +256,27 @@ class RewardPool:
         return result
 
 
-def _launch(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Launch:
-    """How the processes are started. `ConfigError` where they cannot be contained and are not trusted."""
-    bounds = Limits(
-        cpu_s=limits.cpu_s,
-        wall_s=limits.timeout_s,
-        memory_bytes=limits.memory_bytes,
-        start_s=limits.start_timeout_s,
+def _pool_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Pool:
+    if containment.ray:
+        from echo2.tasks.runtime.ray_rewards import RayRunner, processes_of_cluster
+
+        count = limits.process_count if containment.processes else processes_of_cluster(containment.ray)
+        there = replace(containment, ray="")
+        return Pool(lambda: RayRunner(spec, limits, there), bounds_of(limits), count, limits.queue_max)
+    launch = launch_of(spec, limits, containment)
+    return Pool(lambda: Sandbox(launch), launch.limits, limits.process_count, limits.queue_max)
+
+
+def bounds_of(limits: RewardLimits) -> Limits:
+    """Of one run."""
+    return Limits(
+        cpu_s=limits.cpu_s, wall_s=limits.timeout_s, memory_bytes=limits.memory_bytes, start_s=limits.start_timeout_s
     )
+
+
+def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Launch:
+    """How the processes are started. `ConfigError` where they cannot be contained and are not trusted."""
+    bounds = bounds_of(limits)
     module = "echo2.tasks.runtime.scorer"
     if containment.is_trusted:
         _log.warning("%s", trusted_text(spec.name, spec.args))

@@ -28,7 +28,7 @@ def test_the_trainer_takes_all_cores_but_one_unless_told() -> None:
 def test_reward_processes_follow_the_cores() -> None:
     assert [reward_processes(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 4, 16, 16]
     found = resolved(load_config((), None, {"task.name": "sort_digits"}), 32)
-    assert found["task.name"].value == "8 reward processes"
+    assert found["task.reward_processes"].value == 8
 
 
 def test_chunks_follow_the_keyframe() -> None:

@@ -10,7 +10,7 @@ import pytest
 from echo2.base.errors import TaskError
 from echo2.tasks.runtime.data_files import ColumnChoice, read_math_rows
 from echo2.tasks.runtime.hub_data import folder_to_show, local_data_set
-from echo2.tasks.runtime.rewards import Containment, RewardLimits, _launch
+from echo2.tasks.runtime.rewards import Containment, RewardLimits, launch_of
 from echo2.tasks.task import ChatMessage, TaskSpec
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -85,7 +85,7 @@ def test_a_contained_scorer_reads_a_hub_data_set(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     spec = TaskSpec("math", {"path": "org/puzzles", "subset": "main"}, 0)
-    launch = _launch(spec, RewardLimits(), Containment())
+    launch = launch_of(spec, RewardLimits(), Containment())
     assert str(tmp_path / "hub" / "datasets--org--puzzles") in (launch.view.readable if launch.view else ())
     told = json.loads(launch.setup)
     assert told["args"]["path"] == str(tmp_path / "hub" / "datasets--org--puzzles" / "snapshots" / "aaa")

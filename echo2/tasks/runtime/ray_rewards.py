@@ -1,0 +1,121 @@
+"""Rewards on the machines of a Ray cluster: for each process of the pool an actor somewhere, with a contained process of its own.
+
+Guarantees: what is contained here is contained there, by that machine's own bubblewrap, or it takes no request; a machine that is
+gone costs time, for its request is asked again elsewhere; a request that lost several is a fault of the machinery, so its rollout
+goes without a reward and never gets 0. Waits: for a machine with a CPU free, saying so every TOLD_S; as long as a request may take.
+Leaves to others: order and fairness among requests (contain/runtime/pool), who may join the cluster (whoever runs it: Ray knows no
+such check, so its ports belong on a network of their own).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from echo2.base.errors import ConfigError
+from echo2.contain.limits import Answer
+from echo2.contain.messages import shown
+from echo2.contain.runtime.pool import RunnerLost
+from echo2.contain.runtime.sandbox import GRACE_S, Sandbox
+from echo2.tasks.runtime.rewards import Containment, RewardLimits, bounds_of, launch_of
+from echo2.tasks.task import TaskSpec
+
+PROCESSES_MAX = 256
+LOOK_S, TOLD_S = 1.0, 60.0
+_connecting = threading.Lock()
+_log = logging.getLogger("echo2.rewards")
+
+
+def _ray() -> Any:
+    try:
+        import ray  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ConfigError(f"task.ray: expected the package ray (pip install 'echo2[ray]'), got: {error}") from None
+    return ray
+
+
+def _connected(address: str) -> Any:
+    ray = _ray()
+    with _connecting:
+        if not ray.is_initialized():
+            try:
+                ray.init(address, namespace="echo2", log_to_driver=False, configure_logging=False)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"task.ray: expected a Ray cluster at {address}, got: {error}") from None
+    return ray
+
+
+def processes_of_cluster(address: str) -> int:
+    """One for each CPU of the cluster, PROCESSES_MAX at most. ConfigError where there is no such cluster, or it has none."""
+    cpus = int(_connected(address).cluster_resources().get("CPU", 0))
+    if cpus < 1:
+        raise ConfigError(f"task.ray: expected a Ray cluster with CPUs at {address}, it offers none")
+    return min(PROCESSES_MAX, cpus)
+
+
+class RayScorer:
+    """The actor, on the machine that Ray chose."""
+
+    def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
+        self._sandbox = Sandbox(launch_of(spec, limits, containment))
+
+    def ready(self) -> None:
+        """Its machine can contain rewards."""
+
+    def ask(self, body: Mapping[str, object], times: int) -> Answer:
+        return self._sandbox.ask(body, times)
+
+
+class RayRunner:
+    """`Pool`'s runner, for one actor at a time. The cluster is connected with already."""
+
+    def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
+        self._told = spec, limits, containment
+        self._bounds = bounds_of(limits)
+        self._actor: Any = None
+
+    def prepare(self, is_wanted: Callable[[], bool]) -> bool:
+        """Waits for a machine with a CPU free: a request is taken from the others only where it can be answered."""
+        if self._actor is not None:
+            return True
+        ray, told_at, problem = _ray(), time.monotonic(), "it has no CPU free"
+        ready: Any = None
+        while is_wanted():
+            try:
+                if ready is None:
+                    made = ray.remote(RayScorer).options(num_cpus=1, scheduling_strategy="SPREAD", max_restarts=0)
+                    self._actor = made.remote(*self._told)
+                    ready = self._actor.ready.remote()
+                done, _ = ray.wait([ready], timeout=LOOK_S)
+                if done:
+                    ray.get(ready)
+                    return True
+            except ray.exceptions.RayError as error:
+                problem, ready = shown(error), None
+                self.kill()
+                time.sleep(LOOK_S)
+            if time.monotonic() - told_at > TOLD_S:
+                told_at = time.monotonic()
+                _log.warning("a reward process waits for a machine of the Ray cluster: %s", problem)
+        return False
+
+    def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
+        ray = _ray()
+        limit_s = self._bounds.wall_s * times + 2 * GRACE_S + self._bounds.start_s
+        try:
+            answer: Answer = ray.get(self._actor.ask.remote(dict(body), times), timeout=limit_s)
+        except ray.exceptions.GetTimeoutError:
+            self.kill()
+            raise RunnerLost(f"no answer of a machine of the Ray cluster within {limit_s:.0f} s") from None
+        except ray.exceptions.RayError as error:
+            self.kill()
+            raise RunnerLost(shown(f"its machine of the Ray cluster is gone: {error}")) from None
+        return answer
+
+    def kill(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            _ray().kill(actor)
