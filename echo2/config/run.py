@@ -100,7 +100,7 @@ class TaskSection(Section):
         tuple[str, ...], Field(description="Files and folders that contained rewards may read beside the task's own.")
     ] = ()
     reward_processes: Annotated[
-        int, Field(ge=0, le=4096, description="Rewards computed at once; 0: by the cores of this machine, or of Ray's.")
+        int, Field(ge=0, description="Rewards computed at once; 0: by the cores of this machine, or of Ray's.")
     ] = 0
     ray: Annotated[
         str,
