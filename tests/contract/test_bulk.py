@@ -128,7 +128,7 @@ def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: P
                 with contextlib.suppress(asyncio.CancelledError):
                     await (await dialling).close()
                 del dialling
-                gc.collect()
+            gc.collect()
 
     asyncio.run(scene())
 

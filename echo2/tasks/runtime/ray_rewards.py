@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,7 +80,7 @@ class RayRunner:
         """Waits for a machine with a CPU free: a request is taken from the others only where it can be answered."""
         if self._actor is not None:
             return True
-        ray, told_at, problem = _ray(), time.monotonic(), "it has no CPU free"
+        ray, waited_s, problem = _ray(), 0.0, "it has no CPU free"
         ready: Any = None
         while is_wanted():
             try:
@@ -96,9 +95,10 @@ class RayRunner:
             except ray.exceptions.RayError as error:
                 problem, ready = shown(error), None
                 self.kill()
-                time.sleep(LOOK_S)
-            if time.monotonic() - told_at > TOLD_S:
-                told_at = time.monotonic()
+                threading.Event().wait(LOOK_S)
+            waited_s += LOOK_S
+            if waited_s >= TOLD_S:
+                waited_s = 0.0
                 _log.warning("a reward process waits for a machine of the Ray cluster: %s", problem)
         return False
 

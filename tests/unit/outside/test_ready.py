@@ -47,7 +47,7 @@ def test_one_that_comes_in_the_turn_in_which_the_accepting_ends_is_left_to_the_l
                         taken, _ = await accepting
                         taken.close()
                     del accepting
-                    gc.collect()
+        gc.collect()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,10 @@ def test_both_machines_score_contained_and_one_that_goes_costs_no_reward(cluster
         results = [future.result(WAIT_S) for future in [pool.submit(n, text) for n, text in enumerate(texts)]]
         assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0]
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED] * 2
-        assert len(nodes_of_actors()) == 2, "one process on each machine"
+        end = time.monotonic() + WAIT_S
+        while len(nodes_of_actors()) < 2:
+            assert time.monotonic() < end, "one process on each machine"
+            time.sleep(0.1)
         used_up = pool.submit(0, "spin").result(WAIT_S)
         assert used_up.failure is RewardFailure.EXHAUSTED and used_up.reward is not None and used_up.reward.value == 0.0
         cluster.remove_node(cluster.second)
