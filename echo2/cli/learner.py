@@ -189,6 +189,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         advantage=ADVANTAGES[learner.advantage],
         token_budget=token_budget(config).value,
         attention=learner.attention,
+        replicas=learner.replicas,
         replays_routing=learner.replay_routing,
         gradient_checkpointing=(
             gradient_checkpointing(config).value
@@ -209,7 +210,7 @@ def follow_rank_0(options: LearnerOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        follow(options, ranks_of_environment())
+        follow(options, ranks_of_environment(options.trainer.replicas))
     except EchoError as error:
         return report_error(error)
     return 0
@@ -220,7 +221,8 @@ def _daemon(options: LearnerOptions) -> Daemon:
     from echo2.learner.runtime.ranks import ranks_of_environment
     from echo2.learner.runtime.startup import prepare
 
-    ranks = ranks_of_environment()  # now: the other ranks wait for this one, however long the coordinator takes
+    # Now: the other ranks wait for this one, however long the coordinator takes.
+    ranks = ranks_of_environment(options.trainer.replicas)
     return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
 
 

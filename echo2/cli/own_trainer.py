@@ -127,6 +127,11 @@ class Run:
                 "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
                 f"{', '.join(name for name, _ in resolved.task.asked)} and rank {resolved.model.lora_rank}"
             )
+        if resolved.learner.replicas != 1:
+            raise ConfigError(
+                "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "
+                f"{resolved.learner.replicas}"
+            )
         self.options = replace(options, evaluation=EvaluationOptions(prompts=0))
         model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()
         self.trainer: LentTrainer | FollowingTrainer = (

@@ -288,7 +288,7 @@ def evaluation_rollouts(config: RunConfig) -> float:
 def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
     """Of a learner of which nothing is said: the fewest on which it fits."""
     budget = config.learner.token_budget or TOKEN_BUDGET_MAX
-    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes)
+    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes, config.learner.replicas)
 
 
 def _learner_gpu(catalogue: Mapping[str, GpuType]) -> GpuType:

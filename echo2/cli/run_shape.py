@@ -118,14 +118,20 @@ def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> 
 
 def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
     """What the learner needs, on so many GPUs of so much memory each, or on the CPU for 0."""
-    given = config.learner
-    budget = given.token_budget or token_budget_for(model, lengths_of(config).of(model), memory_bytes, gpu_count)
+    given, replicas = config.learner, config.learner.replicas
+    budget = given.token_budget or token_budget_for(
+        model, lengths_of(config).of(model), memory_bytes, gpu_count, replicas
+    )
     value_bytes = 2 if gpu_count else 4
     keeps = checkpointing_of(given.gradient_checkpointing, model, budget, value_bytes)
     found = learner_memory(
-        model, budget, keeps, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept
+        model, budget, keeps, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept, replicas=replicas
     )  # fmt: skip
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
+    if replicas > 1:
+        where += f", {replicas} copies" + (f" of {gpu_count // replicas} each" if gpu_count >= replicas else "")
+    if gpu_count % replicas:
+        where += f" (learner.replicas = {replicas} does not divide {gpu_count} ranks: such a learner does not start)"
     parts = (
         f"{format_bytes(found.state_bytes)} of state and about {format_bytes(found.activation_bytes)} of activations"
     )

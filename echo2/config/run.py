@@ -183,6 +183,13 @@ class LearnerSection(Section):
             description="Attention over packed rows: dense masks, or FlexAttention; auto: flex on a GPU where both agree."
         ),
     ] = "auto"
+    replicas: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Copies of the weights among the learner's ranks (HSDP): each copy is spread over ranks / replicas ranks.",
+        ),
+    ] = 1
     replay_routing: Annotated[
         bool,
         Field(

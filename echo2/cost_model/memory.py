@@ -108,44 +108,54 @@ def checkpointing_of(
     return Checkpointing.FULL if does else Checkpointing.OFF
 
 
-def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int) -> int:
+def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int, replicas: int = 1) -> int:
     """The largest power of two whose micro-batch fits beside the state in memory (of each GPU, or of the host for 0 GPUs), and
     that holds the run's longest sequence. A CPU, which gains nothing by large ones, takes one that needs no checkpointing."""
     least, budget = max(TOKEN_BUDGET_MIN, longest), TOKEN_BUDGET_MAX if gpu_count else TOKEN_BUDGET_MAX_CPU
-    while budget >= 2 * least and not _is_good_budget(size, budget, memory_bytes, gpu_count):
+    while budget >= 2 * least and not _is_good_budget(size, budget, memory_bytes, gpu_count, replicas):
         budget //= 2
     return budget
 
 
-def _is_good_budget(size: ModelSize, budget: int, memory_bytes: int, gpu_count: int) -> bool:
+def _is_good_budget(size: ModelSize, budget: int, memory_bytes: int, gpu_count: int, replicas: int) -> bool:
     checkpointing = checkpointing_of("auto", size, budget, 2 if gpu_count else 4)
     if checkpointing is not Checkpointing.OFF and not gpu_count:
         return False
-    found = learner_memory(size, budget, checkpointing, gpu_count=gpu_count, checkpoints_kept=0)
+    found = learner_memory(size, budget, checkpointing, gpu_count=gpu_count, checkpoints_kept=0, replicas=replicas)
     return found.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
 
 
-def fewest_gpus(size: ModelSize, token_budget: int, gpu_memory_bytes: int) -> int:
-    """The least power of two of GPUs among which a learner of this model fits; `GPUS_MAX` where that is not enough."""
+def fewest_gpus(size: ModelSize, token_budget: int, gpu_memory_bytes: int, replicas: int = 1) -> int:
+    """The fewest GPUs among which a learner of this model fits: `replicas` times the least power of two that one copy of the
+    state needs; of one copy `GPUS_MAX` where that is not enough."""
     checkpointing = checkpointing_of("auto", size, token_budget, 2)
     for power in range(GPUS_MAX.bit_length()):
         found = learner_memory(size, token_budget, checkpointing, gpu_count=1 << power, checkpoints_kept=0)
         if found.device_bytes <= GPU_MEMORY_SHARE * gpu_memory_bytes:
-            return 1 << power
-    return GPUS_MAX
+            return replicas << power
+    return replicas * GPUS_MAX
 
 
 def learner_memory(
-    size: ModelSize, token_budget: int, checkpointing: Checkpointing, *, gpu_count: int, checkpoints_kept: int
+    size: ModelSize,
+    token_budget: int,
+    checkpointing: Checkpointing,
+    *,
+    gpu_count: int,
+    checkpoints_kept: int,
+    replicas: int = 1,
 ) -> LearnerMemory:
-    """On `gpu_count` GPUs that share the state evenly, or on the CPU for 0, where all of it is in the host's memory."""
+    """On `gpu_count` GPUs, or on the CPU for 0, where all of it is in the host's memory. The state is there `replicas` times;
+    the GPUs of one copy share it evenly. Each rank keeps its own rows on its host, whichever copy it belongs to; on disk there
+    is one copy."""
     audit = int(AUDIT_CHANGED_SHARE * AUDIT_VERSIONS * AUDIT_BYTES_OF_CHANGE * size.parameters)
     if gpu_count:
-        state, host = STATE_BYTES_GPU * size.parameters, PROCESS_BYTES + HOST_BYTES_GPU * size.parameters + audit
+        state = STATE_BYTES_GPU * size.parameters // max(1, gpu_count // replicas)
+        host = PROCESS_BYTES + replicas * (HOST_BYTES_GPU * size.parameters + audit)
     else:
-        state, host = STATE_BYTES_CPU * size.parameters + audit, PROCESS_BYTES
+        state, host = replicas * (STATE_BYTES_CPU * size.parameters + audit), PROCESS_BYTES
     return LearnerMemory(
-        state_bytes=state // max(1, gpu_count),
+        state_bytes=state,
         activation_bytes=activation_bytes(size, token_budget, checkpointing, 2 if gpu_count else 4),
         host_bytes=host,
         disk_bytes=(checkpoints_kept + 1) * CHECKPOINT_BYTES * size.parameters,

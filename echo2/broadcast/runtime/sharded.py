@@ -15,7 +15,7 @@ import logging
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -150,11 +150,13 @@ class HeldVersions:
 
 
 class ShardLeader:
-    """The first rank's side. What is handed in are its own rows; the other ranks find theirs by the version."""
+    """The first rank's side. What is handed in are its own rows; the other ranks find theirs by the version. The group's first
+    `shards` ranks hold one copy of the weights; those behind them hold further copies, and are told only what to forget."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        self._count = group.size()
-        self._lines = {shard: _Line(group, shard, timeout_s) for shard in range(1, self._count)}
+    def __init__(self, group: dist.ProcessGroup, shards: int, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._count = shards
+        self._everyone = {rank: _Line(group, rank, timeout_s) for rank in range(1, group.size())}
+        self._lines = {rank: line for rank, line in self._everyone.items() if rank < shards}
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # an order and its answer
         self._encodings = 0
@@ -182,11 +184,11 @@ class ShardLeader:
 
     def forget_before(self, version: Version) -> None:
         """Earlier versions are not asked for any more."""
-        self._tell_all(_Message(_Kind.FORGET, version))
+        self._tell_all(_Message(_Kind.FORGET, version), self._everyone)
 
     def stop(self) -> None:
         """Ends the other ranks' `serve`."""
-        self._tell_all(_Message(_Kind.STOP))
+        self._tell_all(_Message(_Kind.STOP), self._everyone)
 
     def _encode(
         self, parent: WeightSet | None, target: WeightSet, header: DeltaHeader, executor: Executor | None
@@ -201,7 +203,7 @@ class ShardLeader:
         with self._lock:
             self._encodings += 1
             number = self._encodings
-        self._tell_all(_Message(_Kind.BEGIN, number, _begin_bytes(header, table)))
+        self._tell_all(_Message(_Kind.BEGIN, number, _begin_bytes(header, table)), self._lines)
         yield from own
         blocks = [b for b in blocks_of(table.specs, header.block_elements, self._count) if b.shard > 0]
         ready: deque[tuple[int, EncodedBlock]] = deque()
@@ -218,16 +220,16 @@ class ShardLeader:
                 )
             yield block, coded
 
-    def _tell_all(self, message: _Message) -> None:
+    def _tell_all(self, message: _Message, to: Iterable[int]) -> None:
         with self._lock:
-            for shard in self._lines:
-                self._tell(shard, message)
+            for rank in to:
+                self._tell(rank, message)
 
-    def _tell(self, shard: int, message: _Message) -> None:
+    def _tell(self, rank: int, message: _Message) -> None:
         try:
-            self._lines[shard].send(message)
+            self._everyone[rank].send(message)
         except RuntimeError as error:  # gloo's: closed, or out of time
-            raise self._gone(shard, f"it to take an order ({message.kind.name})", error) from error
+            raise self._gone(rank, f"it to take an order ({message.kind.name})", error) from error
 
     def _answer(self, shard: int, what: str) -> _Message:
         try:
@@ -246,7 +248,7 @@ class ShardFollower:
     """Another rank's side: answers the first one's orders until it says stop. `held` is filled by the training thread."""
 
     def __init__(self, group: dist.ProcessGroup, held: HeldVersions, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        self._shard, self._count = group.rank(), group.size()
+        self._shard = group.rank()
         self._line = _Line(group, 0, timeout_s)
         self._held = held
         self._ahead: Ahead | None = None
@@ -276,7 +278,7 @@ class ShardFollower:
             case _Kind.FINGERPRINT:
                 header, table = _begun(order.payload)
                 weights = self._held.of(header.target_version)
-                part = section_fingerprint(weights, table, self._shard, self._count, header.fingerprint_key)
+                part = section_fingerprint(weights, table, self._shard, header.shard_count, header.fingerprint_key)
                 return _Message(_Kind.DONE, part)
             case _Kind.BEGIN:
                 self._abandon()

@@ -1,15 +1,20 @@
 """Checkpoints of ranks that do not see the first one's disk: their files travel to it, and back to be loaded.
 
 Guarantees: once `to_leader` returns on rank 0, its folder holds all ranks' files; what `for_reading` gives holds every file of rank
-0's folder. Where all see one disk, only names and sizes travel. Waits for: the other ranks, in the writers' group, as long as that
+0's folder, and ranks of one machine with one run folder share one copy of it. Where all see one disk, only names and sizes travel.
+Whether a rank sees rank 0's disk is told by a file that rank 0 makes for this, not by what folders list, which a network's
+file system may show late. Waits for: the other ranks, in the writers' group, as long as that
 allows. Leaves to others: what is in the files (checkpoint), whether they are whole (sums), when (team).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,13 +28,29 @@ from echo2.learner.runtime.ranks import Ranks
 PIECE_BYTES = 16 << 20
 
 
-def to_leader(folder: Path, ranks: Ranks) -> None:
-    """After each rank wrote into its own `folder`: what rank 0's does not hold is sent there and removed here. A collective."""
+def sees_leader(folder: Path, ranks: Ranks) -> bool:
+    """Whether this rank's `folder` is rank 0's, in which rank 0 can write. A collective."""
+    group = ranks.writers
+    if group is None or ranks.count == 1:
+        return True
+    mark = f"{secrets.token_hex(8)}.mark"
+    if ranks.is_leader:
+        (folder / mark).touch()
+    (mark,) = _told({mark: 0}, group)
+    sees = (folder / mark).exists()
+    _gathered({}, group, ranks.count)  # all have looked
+    if ranks.is_leader:
+        (folder / mark).unlink()
+    return sees
+
+
+def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: bool) -> None:
+    """Sends what this rank has `written` in its `folder` to rank 0's, and removes the folder; not where it `is_shared` with
+    rank 0. A collective."""
     group = ranks.writers
     if group is None or ranks.count == 1:
         return
-    there = _told(_sizes(folder) if ranks.is_leader else {}, group)
-    missing = {} if ranks.is_leader else {name: size for name, size in _sizes(folder).items() if name not in there}
+    missing = {} if is_shared else {name: (folder / name).stat().st_size for name in written}
     listed: list[dict[str, int]] = _gathered(missing, group, ranks.count)
     for rank, files in enumerate(listed):
         for name, size in files.items():
@@ -39,8 +60,9 @@ def to_leader(folder: Path, ranks: Ranks) -> None:
                 _receive(folder / name, size, rank, group)
             elif ranks.rank == rank:
                 _send(folder / name, [0], group)
-    if missing:
-        shutil.rmtree(folder)
+    _gathered({}, group, ranks.count)  # all of a machine's ranks have sent theirs
+    if not is_shared:
+        shutil.rmtree(folder, ignore_errors=True)  # by several ranks at once
 
 
 @contextmanager
@@ -51,24 +73,34 @@ def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
         yield folder
         return
     files = _told(_sizes(folder) if ranks.is_leader else {}, group)
-    lacks = [bool(said) for said in _gathered({"lacks": 1} if _sizes(folder) != files else {}, group, ranks.count)]
+    lacks = _gathered({_place(folder, ranks): 1} if _sizes(folder) != files else {}, group, ranks.count)
     if not any(lacks):
         yield folder
         return
-    own = folder.with_name(f"{folder.name}.of-rank-{ranks.rank}") if lacks[ranks.rank] else folder
-    if lacks[ranks.rank]:
+    takers = [rank for rank, place in enumerate(lacks) if place and place not in lacks[:rank]]
+    taker = lacks.index(lacks[ranks.rank])  # the first rank of this place
+    own = folder.with_name(f"{folder.name}.of-rank-{taker}") if lacks[ranks.rank] else folder
+    if ranks.rank in takers:
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True)
     try:
         for name, size in files.items():
             if ranks.is_leader:
-                _send(folder / name, [rank for rank, lack in enumerate(lacks) if lack], group)
-            elif lacks[ranks.rank]:
+                _send(folder / name, takers, group)
+            elif ranks.rank in takers:
                 _receive(own / name, size, 0, group)
+        _gathered({}, group, ranks.count)  # the copies are whole
         yield own
+        _gathered({}, group, ranks.count)  # nobody reads them any more
     finally:
-        if lacks[ranks.rank]:
+        if ranks.rank in takers:
             shutil.rmtree(own, ignore_errors=True)
+
+
+def _place(folder: Path, ranks: Ranks) -> str:
+    """Alike for ranks that have one folder on one machine: those of one torchrun agent, which numbers them by GROUP_RANK."""
+    machine = os.environ.get("GROUP_RANK") or f"rank {ranks.rank}"
+    return f"{machine}: {zlib.crc32(str(folder.absolute()).encode())}"
 
 
 def _sizes(folder: Path) -> dict[str, int]:

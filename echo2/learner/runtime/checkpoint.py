@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.batcher import Held
-from echo2.learner.runtime.carrying import for_reading, to_leader
+from echo2.learner.runtime.carrying import for_reading, sees_leader, to_leader
 from echo2.learner.runtime.lending import LentTensors
 from echo2.learner.runtime.options import CheckpointOptions
 from echo2.learner.runtime.ranks import Ranks, as_sharded, on_host, own_part
@@ -189,11 +189,12 @@ def put_back_shelf(state: Mapping[str, Any], step: Step, shelf: Shelf) -> None:
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, lent: LentTensors | None = None) -> None:
     """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs, and its `folder` holds them. A
     collective."""
-    if not ranks.is_leader:  # it may not see rank 0's disk
+    is_shared = sees_leader(folder, ranks)
+    if not is_shared:
         folder.mkdir(parents=True, exist_ok=True)
     writer = SummingWriter(folder, lent)
     save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.count == 1)
-    to_leader(folder, ranks)
+    to_leader(folder, writer.written, ranks, is_shared=is_shared)
 
 
 class CheckpointStore:

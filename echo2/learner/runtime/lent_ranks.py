@@ -119,7 +119,7 @@ class SpreadTrainer(LentTrainer):
         super().__init__(model)
         assert ranks.encoders is not None, "several ranks have a group to code in"
         self.ranks, self.spread = ranks, SpreadWeights(model, ranks)
-        self._shards = ShardLeader(ranks.encoders)
+        self._shards = ShardLeader(ranks.encoders, ranks.count)
         self.coder = self._shards
         self._scorer: SpreadScorer | None = None
 

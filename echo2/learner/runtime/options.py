@@ -51,6 +51,7 @@ class TrainerOptions:
     with_entropy: bool = True
     lora_rank: int = 0  # 0: all weights are trained and published; else a low-rank adapter alone
     lora_alpha: int = 0  # 0: twice the rank
+    replicas: int = 1  # copies of the weights; each is spread over its share of the ranks
     replays_routing: bool = False  # of a mixture of experts: tokens are trained by the experts that sampled them
 
     def __post_init__(self) -> None:

@@ -33,6 +33,18 @@ class Ranks:
 
     rank = 0
     count = 1
+    replicas = 1
+    """Copies of the weights. Each is spread over `shards` ranks that follow one another; rank 0 is the first of the first copy."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy of the weights is spread."""
+        return self.count // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Which part of its copy this rank holds."""
+        return self.rank % self.shards
 
     @property
     def is_leader(self) -> bool:
@@ -46,7 +58,7 @@ class Ranks:
         return value
 
     def mesh(self, device_type: str) -> DeviceMesh | None:
-        """All ranks along one dimension; None for one process."""
+        """All ranks along one dimension, or copies by shards where there are several copies; None for one process."""
         return None
 
     @property
@@ -74,15 +86,17 @@ class Ranks:
 
 
 class DistributedRanks(Ranks):
-    """One of several processes, as torchrun's environment variables say."""
+    """One of several processes, as torchrun's environment variables say. ConfigError unless `replicas` divides their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
+        check_replicas(replicas, world_size())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         self._is_owner = not dist.is_initialized()  # an engine of the user's may have made it
         if self._is_owner:
             dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self.rank = dist.get_rank()
         self.count = dist.get_world_size()
+        self.replicas = replicas
         idle = timedelta(seconds=IDLE_TIMEOUT_S)
         self._commands: Any = dist.new_group(backend="gloo", timeout=idle)
         self._sums: Any = dist.new_group(backend="gloo")
@@ -102,7 +116,11 @@ class DistributedRanks(Ranks):
 
     def mesh(self, device_type: str) -> DeviceMesh | None:
         if device_type not in self._meshes:
-            self._meshes[device_type] = init_device_mesh(device_type, (self.count,))
+            self._meshes[device_type] = (
+                init_device_mesh(device_type, (self.count,))
+                if self.replicas == 1
+                else init_device_mesh(device_type, (self.replicas, self.shards), mesh_dim_names=("replica", "shard"))
+            )
         return self._meshes[device_type]
 
     @property
@@ -139,9 +157,21 @@ class DistributedRanks(Ranks):
             dist.destroy_process_group()
 
 
-def ranks_of_environment() -> Ranks:
+def ranks_of_environment(replicas: int = 1) -> Ranks:
     """What torchrun started this process as; a process that it did not start is on its own."""
-    return DistributedRanks() if world_size() > 1 else Ranks()
+    if world_size() > 1:
+        return DistributedRanks(replicas)
+    check_replicas(replicas, 1)
+    return Ranks()
+
+
+def check_replicas(replicas: int, count: int) -> None:
+    """ConfigError unless so many copies of the weights can be spread evenly over so many ranks."""
+    if replicas < 1 or count % replicas:
+        fitting = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
+        raise ConfigError(
+            f"learner.replicas: expected a divisor of the {count} ranks that torchrun started ({fitting}), got {replicas}"
+        )
 
 
 def world_size() -> int:
@@ -186,8 +216,8 @@ def own_rows(tensor: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows of a whole tensor in host memory, laid out as `like`; no collective."""
     if not isinstance(like, DTensor):
         return tensor
-    parts = torch.chunk(tensor, ranks.count, 0)
-    part = parts[ranks.rank].clone() if ranks.rank < len(parts) else tensor[:0].clone()
+    parts = torch.chunk(tensor, ranks.shards, 0)
+    part = parts[ranks.shard].clone() if ranks.shard < len(parts) else tensor[:0].clone()
     assert part.shape == own_part(like).shape, "tensors are sharded by rows"
     return as_sharded(part, like, ranks)
 

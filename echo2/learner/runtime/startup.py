@@ -102,7 +102,7 @@ def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
 
 def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
     """As rank 0 of the processes that this one was started with."""
-    return prepare(options, folder, ranks_of_environment())
+    return prepare(options, folder, ranks_of_environment(options.trainer.replicas))
 
 
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:

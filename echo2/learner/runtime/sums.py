@@ -89,7 +89,12 @@ def written_with_sums(path: Path) -> Iterator[SummingFile]:
     with path.open("wb", buffering=0) as file:
         summing = SummingFile(file)
         yield summing
-    _write_text(path.with_name(path.name + _PART_SUFFIX), json.dumps(_as_json(summing.sums())))
+    _write_text(path.with_name(part_of(path.name)), json.dumps(_as_json(summing.sums())))
+
+
+def part_of(name: str) -> str:
+    """The file beside a file, which holds its sums until `gather_sums`."""
+    return name + _PART_SUFFIX
 
 
 def gather_sums(folder: Path) -> None:

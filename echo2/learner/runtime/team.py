@@ -55,7 +55,7 @@ class Team:
         self.trainer, self._folder = trainer, folder
         self.model = trainer.model
         self.ranks = trainer.ranks
-        self._shards = ShardLeader(self.ranks.encoders) if self.ranks.encoders and self.ranks.is_leader else None
+        self._shards = self._leader()
         self.coder: VersionCoder = self._shards or LocalCoder()
         self._held = HeldVersions()
         self._writing: threading.Thread | None = None
@@ -63,6 +63,11 @@ class Team:
         self._failure: Exception | None = None
         self._reader: RankReader | None = None
         self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
+
+    def _leader(self) -> ShardLeader | None:
+        """On rank 0 of several: brings together what the first copy's ranks code."""
+        group = self.ranks.encoders
+        return ShardLeader(group, self.ranks.shards) if group is not None and self.ranks.is_leader else None
 
     @property
     def checkpoint_bytes(self) -> int:

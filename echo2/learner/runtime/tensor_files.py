@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from echo2.learner.runtime.lending import LentTensors
-from echo2.learner.runtime.sums import CheckedFile, FileSums, SummingFile, written_with_sums
+from echo2.learner.runtime.sums import CheckedFile, FileSums, SummingFile, part_of, written_with_sums
 from echo2.outside import here
 
 _HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file: the size of the JSON that follows
@@ -60,6 +60,8 @@ class SummingWriter(HuggingFaceStorageWriter):
         super().__init__(str(folder), save_distributed=True)
         self._folder = folder
         self._lent = lent or LentTensors({})
+        self.written: list[str] = []
+        """Names of this rank's files."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """torch's own makes one block of bytes of all tensors first, and copies it: twice the checkpoint in memory."""
@@ -82,6 +84,7 @@ class SummingWriter(HuggingFaceStorageWriter):
                 results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
                 begin += size
             here().files.sync(file.fileno())
+        self.written = [name, part_of(name)]
         return results
 
 

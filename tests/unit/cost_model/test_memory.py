@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.memory import (
+    PROCESS_BYTES,
     Checkpointing,
     activation_bytes,
     checkpointing_of,
+    fewest_gpus,
     layer_values,
     learner_memory,
     wants_checkpointing,
@@ -22,6 +24,20 @@ def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus() 
     assert whole.state_bytes == 20 * size.parameters == 8 * shared.state_bytes
     assert whole.activation_bytes == shared.activation_bytes, "each rank has a micro-batch of its own"
     assert whole.disk_bytes == 3 * 12 * size.parameters
+
+
+def test_copies_of_the_state_cost_memory_of_gpus_and_hosts_and_none_of_the_disk() -> None:
+    size = MODELS["qwen3-8b"]
+    one, two = (
+        learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, checkpoints_kept=2, replicas=replicas)
+        for replicas in (1, 2)
+    )
+    assert two.state_bytes == 2 * one.state_bytes == 20 * size.parameters // 4
+    assert two.host_bytes - PROCESS_BYTES == 2 * (one.host_bytes - PROCESS_BYTES)
+    assert (two.activation_bytes, two.disk_bytes) == (one.activation_bytes, one.disk_bytes)
+    memory_bytes = 80 << 30
+    alone, copies = (fewest_gpus(size, 16384, memory_bytes, replicas) for replicas in (1, 3))
+    assert copies == 3 * alone
 
 
 def test_checkpointing_keeps_one_value_a_layer_and_is_taken_where_activations_outgrow_memory() -> None:

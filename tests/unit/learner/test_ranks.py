@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo2.base.errors import MalformedMessage
+from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import Step, Version
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import CheckpointStore
 from echo2.learner.runtime.options import CheckpointOptions
-from echo2.learner.runtime.ranks import Ranks
+from echo2.learner.runtime.ranks import Ranks, check_replicas
 from echo2.learner.runtime.run_folder import RunFolder
 from echo2.learner.runtime.startup import new_team, prepare
 from echo2.weights import fingerprint
@@ -45,7 +45,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torchrun(command: str, model: Path, folder: Path, weights_dtype: str, *, ends_well: bool = True) -> None:
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "tests.unit.learner.two_ranks", command]
+    count = "4" if weights_dtype.endswith("-copies") else "2"
+    arguments = ["--standalone", "--nproc-per-node", count, "-m", "tests.unit.learner.two_ranks", command]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments, str(model), str(folder), weights_dtype],
         env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
@@ -54,7 +55,8 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str, *, end
 
 
 def two_nodes(model: Path, folder: Path, weights_dtype: str) -> None:
-    """The ranks as of two machines that share no disk: each has a model and a run folder of its own."""
+    """The ranks as of two machines that share no disk: each has a model and a run folder of its own, for two ranks where
+    there are two copies of the weights."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +69,14 @@ def two_nodes(model: Path, folder: Path, weights_dtype: str) -> None:
         if node:
             shutil.copytree(model, path)
         where = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        arguments = [*where, "--nproc-per-node", "1", "-m", "tests.unit.learner.two_ranks", "steps"]
+        arguments = [
+            *where,
+            "--nproc-per-node",
+            "2" if weights_dtype.endswith("-copies") else "1",
+            "-m",
+            "tests.unit.learner.two_ranks",
+            "steps",
+        ]
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *arguments, str(path), str(own), weights_dtype],
@@ -97,7 +106,12 @@ def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.mark.parametrize(
-    "weights_dtype", ["float32", *(pytest.param(name, marks=pytest.mark.soak) for name in ("bfloat16", "float32-lora"))]
+    "weights_dtype",
+    [
+        "float32",
+        "float32-copies",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("bfloat16", "float32-lora")),
+    ],
 )
 def test_two_ranks_train_as_one_process_does(
     model_path: Path, trained: Callable[[str], Path], tmp_path: Path, weights_dtype: str
@@ -149,10 +163,11 @@ def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: 
         assert torch.allclose(tensor, two["after"][name], rtol=1e-4, atol=1e-5), name
 
 
-def test_the_daemon_trains_to_its_end_on_two_ranks_and_its_versions_are_those_that_workers_hold(
-    model_path: Path, tmp_path: Path
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "bfloat16-copies"])
+def test_the_daemon_trains_to_its_end_on_ranks_and_its_versions_are_those_that_workers_hold(
+    model_path: Path, tmp_path: Path, weights_dtype: str
 ) -> None:
-    torchrun("daemon", model_path, tmp_path / "run", "bfloat16")
+    torchrun("daemon", model_path, tmp_path / "run", weights_dtype)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["fingerprint"] == summary["followed"] == summary["merged"]
     assert_each_rank_coded_its_rows(tmp_path / "run", summary)
@@ -160,6 +175,18 @@ def test_the_daemon_trains_to_its_end_on_two_ranks_and_its_versions_are_those_th
     resumed = prepare(two_ranks.options_of(model_path, tmp_path / "run", "bfloat16"), folder)
     folder.release()
     assert resumed.trainer.step_count == 6 and resumed.checkpoint_step == 6
+    ranks = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("rank?.json"))]
+    assert 6 in ranks[0]["coded"] and not any(rank["coded"] for rank in ranks[1:]), "the first copy's ranks code"
+    assert len(ranks) == (3 if weights_dtype.endswith("-copies") else 1)
+    assert all(rank["newest"] == 6 for rank in ranks), "all forget what they are told to"
+
+
+@pytest.mark.parametrize(("replicas", "count"), [(3, 4), (8, 4), (2, 1), (0, 4)])
+def test_copies_that_cannot_be_spread_evenly_over_the_ranks_are_refused(replicas: int, count: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"learner.replicas: expected a divisor of the {count} ranks .* got {replicas}"
+    ):
+        check_replicas(replicas, count)
 
 
 def assert_each_rank_coded_its_rows(folder: Path, summary: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""One rank of a small learner; torchrun starts two of them: `-m tests.unit.learner.two_ranks COMMAND MODEL FOLDER`."""
+"""One rank of a small learner; torchrun starts two of them: `-m tests.unit.learner.two_ranks COMMAND MODEL FOLDER DTYPE`.
+
+DTYPE may end in `-lora`, and in `-copies` for two copies of the weights, of which each is spread over half of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ STEPS = 3
 
 def options_of(model: Path, folder: Path, weights_dtype: str) -> LearnerOptions:
     options = options_for(folder, model, staleness_bound=4, kappa=2)
-    trainer = replace(options.trainer, weights_dtype=weights_dtype.removesuffix("-lora"), token_budget=40)
-    if weights_dtype.endswith("-lora"):
+    dtype, _, more = weights_dtype.partition("-")
+    copies = 2 if more == "copies" else 1
+    trainer = replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies)
+    if more == "lora":
         trainer = replace(trainer, lora_rank=2)
     return replace(options, trainer=trainer)
 
@@ -142,22 +147,29 @@ def count_gathered() -> list[str]:
 
 
 def obey(options: LearnerOptions, folder: Path, fails_at: int | None) -> None:
-    """The second rank, to its end; `fails_at`: the version of which it cannot code its rows."""
+    """Another rank than the first, to its end; `fails_at`: the version of which it cannot code its rows."""
     gathered, original = count_gathered(), sharded.section_blocks
+    coded: list[int] = []
 
     def broken(parent: Any, target: Any, header: Any, *rest: Any) -> Any:
+        coded.append(header.target_version)
         if header.target_version == fails_at:
             raise OSError("a row cannot be read")
         return original(parent, target, header, *rest)
 
     sharded.section_blocks = broken
-    team = new_team(options, ranks_of_environment())
+    team = new_team(options, ranks_of_environment(options.trainer.replicas))
     team.follow()
     (newest,) = team._held.versions
     held = team._held.of(newest).values()
     assert all(isinstance(tensor, DTensor) for tensor in held)
-    said = {"gathered": gathered, "newest": newest, "own_elements": sum(own_part(tensor).numel() for tensor in held)}
-    (folder / "rank1.json").write_text(json.dumps(said))
+    said = {
+        "gathered": gathered,
+        "newest": newest,
+        "coded": coded,
+        "own_elements": sum(own_part(tensor).numel() for tensor in held),
+    }
+    (folder / f"rank{own_rank()}.json").write_text(json.dumps(said))
 
 
 def serve(options: LearnerOptions, folder: Path) -> None:
@@ -194,7 +206,7 @@ def main() -> None:
     options = options_of(model, folder, weights_dtype)
     torch.set_num_threads(1)
     if command == "steps":
-        ranks = ranks_of_environment()
+        ranks = ranks_of_environment(options.trainer.replicas)
         if ranks.is_leader:
             loaded = watch_loading()
             lead(new_team(options, ranks), folder, loaded)

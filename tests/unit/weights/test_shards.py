@@ -158,7 +158,7 @@ def run_rank(rank: int, folder: Path) -> None:
     )
     group = dist.new_group(backend="gloo")
     if rank == 0:
-        lead(ShardLeader(group), old, new, folder)
+        lead(ShardLeader(group, 2), old, new, folder)
     else:
         held = HeldVersions()
         held.keep(Version(0), old)

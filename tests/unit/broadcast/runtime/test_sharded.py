@@ -51,7 +51,7 @@ def leader() -> Iterator[ShardLeader]:
     held.keep(Version(1), NEW)
     thread = threading.Thread(target=ShardFollower(second, held).serve)
     thread.start()
-    leader = ShardLeader(first)
+    leader = ShardLeader(first, 2)
     yield leader
     leader.stop()
     thread.join()
@@ -105,13 +105,13 @@ def test_a_rank_that_does_not_answer_is_given_up_within_the_time_limit() -> None
     taken = [second.recv([head], 0, 0)]  # takes one order, and no more
     began = time.monotonic()
     with pytest.raises(Unreachable, match=r"rank 1: expected .* within 1 s"):
-        ShardLeader(first, timeout_s=1.0).fingerprint(Version(0), OLD, KEY)
+        ShardLeader(first, 2, timeout_s=1.0).fingerprint(Version(0), OLD, KEY)
     assert time.monotonic() - began < 20 and taken
 
 
 def test_a_rank_that_is_gone_is_seen_at_once() -> None:
     first, second = two_groups()
-    leader = ShardLeader(first, timeout_s=40.0)
+    leader = ShardLeader(first, 2, timeout_s=40.0)
     follower = ShardFollower(second, HeldVersions())
     thread = threading.Thread(target=follower.serve)
     thread.start()
