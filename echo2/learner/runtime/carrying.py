@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from echo2.base.errors import MalformedMessage
 from echo2.learner.runtime.ranks import Ranks
+from echo2.outside import here
 
 PIECE_BYTES = 16 << 20
 
@@ -33,7 +33,7 @@ def sees_leader(folder: Path, ranks: Ranks) -> bool:
     group = ranks.writers
     if group is None or ranks.count == 1:
         return True
-    mark = f"{secrets.token_hex(8)}.mark"
+    mark = f"{here().rng.getrandbits(64):016x}.mark"
     if ranks.is_leader:
         (folder / mark).touch()
     (mark,) = _told({mark: 0}, group)
