@@ -52,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not config.model.path:
             raise ConfigError("model.path: expected a model folder or hub id, got nothing")
         folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
-        options = learner_options(config, own.link, folder)
+        is_follower = int(os.environ.get("RANK") or 0) > 0
+        # Rank 0 alone joins: another machine's ranks need no link, and no file that holds one.
+        options = learner_options(config, "" if is_follower else own.link, folder)
     except EchoError as error:
         return report_error(error)
-    return (
-        follow_rank_0(options) if int(os.environ.get("RANK") or 0) > 0 else run_daemon(lambda: _daemon(options), folder)
-    )
+    return follow_rank_0(options) if is_follower else run_daemon(lambda: _daemon(options), folder)
 
 
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:

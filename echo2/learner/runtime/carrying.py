@@ -13,9 +13,10 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from echo2.learner.runtime.ranks import Ranks
 from echo2.outside import here
 
 PIECE_BYTES = 16 << 20
+_T = TypeVar("_T")
 
 
 def sees_leader(folder: Path, ranks: Ranks) -> bool:
@@ -38,7 +40,7 @@ def sees_leader(folder: Path, ranks: Ranks) -> bool:
         (folder / mark).touch()
     (mark,) = _told({mark: 0}, group)
     sees = (folder / mark).exists()
-    _gathered({}, group, ranks.count)  # all have looked
+    gathered({}, group, ranks.count)  # all have looked
     if ranks.is_leader:
         (folder / mark).unlink()
     return sees
@@ -51,7 +53,7 @@ def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: 
     if group is None or ranks.count == 1:
         return
     missing = {} if is_shared else {name: (folder / name).stat().st_size for name in written}
-    listed: list[dict[str, int]] = _gathered(missing, group, ranks.count)
+    listed: list[dict[str, int]] = gathered(missing, group, ranks.count)
     for rank, files in enumerate(listed):
         for name, size in files.items():
             if Path(name).name != name:
@@ -60,7 +62,7 @@ def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: 
                 _receive(folder / name, size, rank, group)
             elif ranks.rank == rank:
                 _send(folder / name, [0], group)
-    _gathered({}, group, ranks.count)  # all of a machine's ranks have sent theirs
+    gathered({}, group, ranks.count)  # all of a machine's ranks have sent theirs
     if not is_shared:
         shutil.rmtree(folder, ignore_errors=True)  # by several ranks at once
 
@@ -73,7 +75,7 @@ def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
         yield folder
         return
     files = _told(_sizes(folder) if ranks.is_leader else {}, group)
-    lacks = _gathered({_place(folder, ranks): 1} if _sizes(folder) != files else {}, group, ranks.count)
+    lacks = gathered({_place(folder, ranks): 1} if _sizes(folder) != files else {}, group, ranks.count)
     if not any(lacks):
         yield folder
         return
@@ -89,9 +91,9 @@ def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
                 _send(folder / name, takers, group)
             elif ranks.rank in takers:
                 _receive(own / name, size, 0, group)
-        _gathered({}, group, ranks.count)  # the copies are whole
+        gathered({}, group, ranks.count)  # the copies are whole
         yield own
-        _gathered({}, group, ranks.count)  # nobody reads them any more
+        gathered({}, group, ranks.count)  # nobody reads them any more
     finally:
         if ranks.rank in takers:
             shutil.rmtree(own, ignore_errors=True)
@@ -134,9 +136,9 @@ def _told(files: dict[str, int], group: dist.ProcessGroup) -> dict[str, int]:
     return _unpacked(text)
 
 
-def _gathered(files: dict[str, int], group: dist.ProcessGroup, count: int) -> list[dict[str, int]]:
-    """Of all ranks, on all."""
-    text = _packed(files)
+def gathered(said: dict[str, _T], group: dist.ProcessGroup, count: int) -> list[dict[str, _T]]:
+    """What each rank said, on all. A collective."""
+    text = _packed(said)
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(count)]
     dist.all_gather(sizes, torch.tensor([text.numel()]), group=group)
     most = int(torch.stack(sizes).max())
@@ -147,10 +149,10 @@ def _gathered(files: dict[str, int], group: dist.ProcessGroup, count: int) -> li
     return [_unpacked(one[: int(size)]) for one, size in zip(found, sizes, strict=True)]
 
 
-def _packed(files: dict[str, int]) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(files).encode()), dtype=torch.uint8)
+def _packed(said: Mapping[str, object]) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
 
 
-def _unpacked(text: Tensor) -> dict[str, int]:
-    found: dict[str, int] = json.loads(text.numpy().tobytes())
+def _unpacked(text: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text.numpy().tobytes())
     return found

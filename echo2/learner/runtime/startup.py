@@ -24,6 +24,7 @@ from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.history import History, SegmentBegan
 from echo2.learner.publication import PublicationConfig, PublicationSchedule
 from echo2.learner.runtime.adapter import AdapterOptions
+from echo2.learner.runtime.agreement import check_agreement
 from echo2.learner.runtime.attention_choice import choose_attention
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
 from echo2.learner.runtime.coding import LocalCoder
@@ -79,7 +80,8 @@ class Prepared:
 
 
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
-    """Model and optimiser of this rank, at the run's beginning."""
+    """Model and optimiser of this rank, at the run's beginning. A collective."""
+    check_agreement(options, ranks)
     torch.set_num_threads(options.trainer.threads)
     torch.manual_seed(derived_seed(options.seed, "trainer"))
     device = pick_device(local_device(options.trainer.device))

@@ -54,7 +54,7 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str, *, end
     assert (done.returncode == 0) == ends_well, done.stderr[-4000:]
 
 
-def two_nodes(model: Path, folder: Path, weights_dtype: str) -> None:
+def two_nodes(model: Path, folder: Path, weights_dtype: str, command: str = "steps") -> None:
     """The ranks as of two machines that share no disk: each has a model and a run folder of its own, for two ranks where
     there are two copies of the weights."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
@@ -66,7 +66,7 @@ def two_nodes(model: Path, folder: Path, weights_dtype: str) -> None:
         [(model, folder), (folder / "elsewhere" / "model", folder / "elsewhere" / "run")]
     ):
         own.mkdir(parents=True, exist_ok=True)
-        if node:
+        if not path.exists():
             shutil.copytree(model, path)
         where = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         arguments = [
@@ -75,7 +75,7 @@ def two_nodes(model: Path, folder: Path, weights_dtype: str) -> None:
             "2" if weights_dtype.endswith("-copies") else "1",
             "-m",
             "tests.unit.learner.two_ranks",
-            "steps",
+            command,
         ]
         started.append(
             subprocess.Popen(
@@ -142,6 +142,20 @@ def test_two_ranks_train_as_one_process_does(
         layer = sum(p.numel() for n, p in one.model.masters_by_name().items() if ".layers.1." in n)
         # Half of the first layer, and the second one whole: no rank ever holds the model.
         assert max(two["loaded_elements"]) <= 1.02 * (1.5 * layer) < 0.75 * total
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32-copies", pytest.param("float32", marks=pytest.mark.soak)])
+def test_machines_without_a_shared_disk_go_on_from_the_checkpoint_that_is_on_the_first_one(
+    model_path: Path, trained: Callable[[str], Path], weights_dtype: str
+) -> None:
+    folder = trained(weights_dtype)
+    before: dict[str, Any] = torch.load(folder / "result.pt", weights_only=False)
+    two_nodes(model_path, folder, weights_dtype, "resume")
+    found = torch.load(folder / "resumed.pt", weights_only=False)
+    assert found["step"] == two_ranks.STEPS and found["loss"] == before["again"]
+    assert all(torch.equal(found["after"][name], tensor) for name, tensor in before["after"].items())
+    left = [path for path in (folder / "elsewhere" / "run").rglob("*") if path.is_file()]
+    assert not left, "what was sent to be read is removed again"
 
 
 def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: Callable[[str], Path]) -> None:

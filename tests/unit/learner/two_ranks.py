@@ -117,6 +117,18 @@ def lead(team: Team, folder: Path, loaded_elements: list[int]) -> None:
     )
 
 
+def resume(team: Team, folder: Path) -> None:
+    """A later start of all ranks: the step behind the newest checkpoint, as `lead` made it twice."""
+    store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
+    loaded = team.load_newest(store)
+    assert loaded is not None
+    result = team.step(batch(STEPS)).metrics
+    after = team.whole(team.snapshot(), Version(STEPS + 1))
+    team.stop()
+    assert result is not None
+    torch.save({"step": int(loaded.step), "loss": result.loss, "after": after}, folder / "resumed.pt")
+
+
 def watch_loading() -> list[int]:
     """How many elements of the model this rank holds, each time that it has read one more tensor of it."""
     held: list[int] = []
@@ -210,6 +222,12 @@ def main() -> None:
         if ranks.is_leader:
             loaded = watch_loading()
             lead(new_team(options, ranks), folder, loaded)
+        else:
+            follow(options, ranks)
+    elif command == "resume":
+        ranks = ranks_of_environment(options.trainer.replicas)
+        if ranks.is_leader:
+            resume(new_team(options, ranks), folder)
         else:
             follow(options, ranks)
     elif own_rank() > 0:

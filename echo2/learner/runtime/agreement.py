@@ -1,0 +1,98 @@
+"""Whether all ranks were started alike, asked before any of them loads the model.
+
+Guarantees: ranks that would train by other options, on another kind of device or from another model than rank 0 all end with one
+`ConfigError` that names rank, machine, what was expected and what came; nothing has been loaded or written by then. Of weights the
+size and samples of each file are compared, not every byte. A model that is named by its hub id is compared by that name. Waits
+for: the slowest rank, as any collective. Leaves to others: what may differ (run folder, threads, addresses).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import xxhash
+
+from echo2.base.errors import ConfigError
+from echo2.learner.runtime.carrying import gathered
+from echo2.learner.runtime.model import pick_device
+from echo2.learner.runtime.options import LearnerOptions, TrainerOptions
+from echo2.learner.runtime.ranks import Ranks, local_device
+
+SAMPLE_BYTES, SAMPLES = 64 << 10, 16
+"""Of each file of weights, evenly spread."""
+_OWN = {"model_path", "device", "threads", "emulated_step_s"}
+"""Options that each rank may have of its own; of the first two what they lead to is compared."""
+_HOST, _MODEL = "host", "model"
+
+
+def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
+    """A collective. ConfigError on every rank if one of them differs from rank 0."""
+    if ranks.writers is None:
+        return
+    told = gathered(dict(_facts(options)), ranks.writers, ranks.count)
+    if found := difference(told):
+        raise ConfigError(found)
+
+
+def difference(told: Sequence[Mapping[str, str]]) -> str:
+    """The first thing in which a rank differs from rank 0, for people; empty where all agree."""
+    first = told[0]
+    for rank, other in enumerate(told):
+        for name in sorted(first.keys() | other.keys()):
+            expected, came = first.get(name, "nothing"), other.get(name, "nothing")
+            if name != _HOST and expected != came:
+                return (
+                    f"{name} of rank {rank} on {other[_HOST]}: expected {expected}, as on rank 0 on {first[_HOST]}, got "
+                    f"{came}. {_TO_DO_MODEL if name.startswith(_MODEL) else _TO_DO}"
+                )
+    return ""
+
+
+_TO_DO = (
+    "Give every machine the same configuration; what it leaves to each machine to choose (learner.token_budget = 0, "
+    'learner.gradient_checkpointing = "auto") has to be given where machines differ'
+)
+_TO_DO_MODEL = "Put the same model on every machine"
+
+
+def _facts(options: LearnerOptions) -> Iterator[tuple[str, str]]:
+    given = options.trainer
+    yield _HOST, platform.node() or "a machine without a name"
+    yield "torch", torch.__version__
+    yield "device", pick_device(local_device(given.device)).type
+    for name in ("run_id", "steps", "seed"):
+        yield name, repr(getattr(options, name))
+    yield "temperature", repr(options.sampling.temperature)
+    for field in fields(TrainerOptions):
+        if field.name not in _OWN:
+            yield f"trainer's {field.name}", repr(getattr(given, field.name))
+    yield from _model_facts(given.model_path)
+
+
+def _model_facts(path: str) -> Iterator[tuple[str, str]]:
+    """By file of the model's folder; one that cannot be read is told as such, so that all ranks hear of it."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
+        yield _MODEL, f"no folder {path}" if is_folder else path
+        return
+    yield _MODEL, "a folder"
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "generation_config.json"):
+            yield f"{_MODEL} file {file.name}", _sampled(file)
+
+
+def _sampled(file: Path) -> str:
+    try:
+        size, found = file.stat().st_size, xxhash.xxh3_64()
+        with file.open("rb") as opened:
+            for number in range(SAMPLES + 1):
+                opened.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
+                found.update(opened.read(SAMPLE_BYTES))
+    except OSError as error:
+        return f"a file that cannot be read ({error})"
+    return f"{size} bytes of sum {found.hexdigest()}"

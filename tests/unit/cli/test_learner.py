@@ -1,0 +1,30 @@
+"""What `echo-learner join` asks of rank 0, and of the ranks of other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echo2.cli import learner
+from echo2.learner.runtime.options import LearnerOptions
+from tests.unit.learner.tiny import make_tiny_model
+
+
+def test_only_rank_0_needs_the_file_with_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    arguments = ["join", f"@{tmp_path / 'nowhere.link'}", "--folder", str(tmp_path / "run"), "--model.path", str(model)]
+    followed: list[LearnerOptions] = []
+
+    def follow(options: LearnerOptions) -> int:
+        followed.append(options)
+        return 0
+
+    monkeypatch.setattr(learner, "follow_rank_0", follow)
+    monkeypatch.setenv("RANK", "1")
+    assert learner.main(arguments) == 0 and followed[0].join_link == "" and followed[0].link_file is None
+    monkeypatch.setenv("RANK", "0")
+    assert learner.main(arguments) != 0 and len(followed) == 1
+    assert "expected a file with a link" in capsys.readouterr().err
