@@ -113,10 +113,16 @@ def _math(
     return MathTask(rows, f"math/{Path(path).name}")
 
 
-def _verifiers(seed: int, taskset: str = "", options: Mapping[str, object] | None = None, size: int = SIZE_MAX) -> Task:
+def _verifiers(
+    seed: int,
+    taskset: str = "",
+    options: Mapping[str, object] | None = None,
+    size: int = SIZE_MAX,
+    agent: Mapping[str, object] | None = None,
+) -> Task:
     if not taskset:
         raise ConfigError("task verifiers: expected the argument taskset, the name of an installed taskset")
-    return VerifiersTask(taskset, options or {}, size)
+    return VerifiersTask(taskset, options or {}, size, agent)
 
 
 _BUILT_IN: Mapping[str, Callable[..., Task]] = {

@@ -1,8 +1,8 @@
-"""Tasksets of the verifiers library (0.4, its v1 API) as tasks of one completion. An optional extra.
+"""Tasksets of the verifiers library (0.4, its v1 API): of one completion, or as problems for its agents. An optional extra.
 
 Guarantees: prompts and rewards are the taskset's own; signals that need a container are refused by name, not silently
-counted as 0. Leaves to others: verifiers' harnesses, multi-turn agents and sandboxes, which run their own model client;
-limits on time and memory (rewards).
+counted as 0. Leaves to others: verifiers' harnesses, tools, turns and sandboxes, which run their own model client through the
+gateway (gateway/runtime/verifiers_agent); limits on time and memory (rewards).
 """
 
 from __future__ import annotations
@@ -17,14 +17,29 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.task import ChatMessage, Prompt, Reward, TaskInstance, checked_index
 
 SIZE_MAX = 1_000_000
+PLAYER = "echo2.gateway.runtime.verifiers_agent:play"
+"""The harness that plays tasksets with verifiers' own agents."""
 
 
 class VerifiersTask:
-    """Taskset `taskset` (the name of an installed package) with its own options; at most its first `size` tasks."""
+    """Taskset `taskset` (the name of an installed package) with its own options; at most its first `size` tasks. `agent`: who
+    plays them, as verifiers' AgentConfig has it; None: nobody, one completion is all.
+    """
 
-    def __init__(self, taskset: str, options: Mapping[str, object], size: int = SIZE_MAX):
-        self._name = taskset
-        self._tasks = _loaded(taskset, options, min(size, SIZE_MAX))
+    def __init__(
+        self,
+        taskset: str,
+        options: Mapping[str, object],
+        size: int = SIZE_MAX,
+        agent: Mapping[str, object] | None = None,
+    ):
+        self._name, self._agent = taskset, agent
+        self._told: dict[str, object] = {} if agent is None else {
+            "taskset": taskset, "options": dict(options), "agent": dict(agent), "size": size
+        }  # fmt: skip
+        self._tasks = loaded(taskset, options, min(size, SIZE_MAX))
+        if agent is None:
+            _refuse_container(self._tasks[0], taskset)
 
     @property
     def name(self) -> str:
@@ -40,9 +55,13 @@ class VerifiersTask:
 
     def sample(self, index: int) -> TaskInstance:
         data = self._tasks[checked_index(index, self.size, self.name)].data
-        return TaskInstance(index, _prompt(data), "", {"task_id": str(data.id or data.name or index)})
+        told = {**self._told, "own_index": index} if self._told else {}
+        prompt: Prompt = "" if self._agent is not None and data.prompt is None else _prompt(data)
+        return TaskInstance(index, prompt, "", {"task_id": str(data.id or data.name or index), **told})
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        if self._agent is not None:
+            raise TaskError(f'{self.name}: expected agent.harness = "{PLAYER}", whose agents bring their rewards')
         task = self._tasks[instance.index]
         trace = _trace(task, instance.prompt, completion_text)
         asyncio.run(task.score(trace, None))
@@ -52,7 +71,7 @@ class VerifiersTask:
         return Reward(float(trace.reward), parts)
 
 
-def _loaded(taskset: str, options: Mapping[str, object], size: int) -> list[Any]:
+def loaded(taskset: str, options: Mapping[str, object], size: int) -> list[Any]:
     try:
         from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
     except ImportError as error:
@@ -66,7 +85,6 @@ def _loaded(taskset: str, options: Mapping[str, object], size: int) -> list[Any]
         ) from error
     if not tasks:
         raise TaskError(f"verifiers/{taskset}: expected at least one task, found none")
-    _refuse_container(tasks[0], taskset)
     return tasks
 
 

@@ -1,0 +1,106 @@
+"""Plays tasksets of the verifiers library (0.4) with its own agents, their turns and their tools, through the gateway.
+
+    [task]   name = "verifiers", args = {taskset = "...", agent = {max_turns = 8}}
+    [agent]  harness = "echo2.gateway.runtime.verifiers_agent:play"
+
+Guarantees: rewards are the taskset's own; an episode in which anything failed but the model is lost, not worth 0; servers of a
+taskset run while one of its episodes does, once for all of them, and are begun anew after EPISODES_MAX, for the library keeps what
+it made for each. Leaves to others: problems and their order (tasks), leases and tokens (the gateway), containment: verifiers'
+harness and tools run where `agent.runtime` says, by default beside the learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from echo2.base.errors import TaskError
+from echo2.gateway.runtime.harness import Episode
+from echo2.tasks.runtime.verifiers_task import loaded
+
+_HARNESS = {"id": "null"}  # a chat with the task's tools, that executes nothing itself
+_RUNTIME = {"type": "subprocess"}
+EPISODES_MAX = 256
+_numbers = itertools.count()
+_stages: dict[str, _Stage] = {}
+
+
+async def play(episode: Episode) -> float:
+    """The reward of one episode. TaskError where it failed for another reason than the model's answer."""
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+    told = episode.problem["metadata"]
+    key_name = f"ECHO2_EPISODE_KEY_{next(_numbers)}"  # the library takes keys from the environment alone
+    os.environ[key_name] = episode.api_key
+    try:
+        client = EvalClientConfig(base_url=episode.base_url, api_key_var=key_name)
+        async with _playing(told) as stage:
+            played = await stage.env.run_episode(stage.tasks[int(told["own_index"])], ModelContext("policy", client))
+    finally:
+        del os.environ[key_name]
+    errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
+    if not played.ok or not played.traces:
+        raise TaskError(f"verifiers/{told['taskset']}: {errors[0].type}: {errors[0].message}" if errors else "no trace")
+    return float(played.traces[0].reward)
+
+
+class _Stage:
+    """A taskset's environment and the servers that its episodes share, in a task of their own."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        from verifiers.v1.configs.agent import AgentConfig
+        from verifiers.v1.envs.single_agent.env import SingleAgentEnv, SingleAgentEnvConfig
+        from verifiers.v1.utils.loaders import taskset_config_type
+
+        options = {"id": told["taskset"], **told["options"]}
+        agent = AgentConfig.model_validate({"harness": dict(_HARNESS), "runtime": dict(_RUNTIME), **told["agent"]})
+        taskset = taskset_config_type(told["taskset"]).model_validate(options)
+        self.env: Any = SingleAgentEnv(SingleAgentEnvConfig(taskset=taskset, agent=agent))
+        self.tasks = loaded(told["taskset"], told["options"], int(told["size"]))
+        self.players = self.episodes = 0
+        self._is_over = asyncio.Event()
+        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            async with self.env.serving():
+                self._is_ready.set_result(None)
+                await self._is_over.wait()
+        except Exception as error:
+            if self._is_ready.done():
+                raise
+            self._is_ready.set_exception(error)  # whatever a taskset's servers raise is told to those that wait
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._is_ready)
+
+    async def end(self) -> None:
+        self._is_over.set()
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _playing(told: dict[str, Any]) -> AsyncIterator[_Stage]:
+    name = json.dumps([told["taskset"], told["options"], told["agent"]], sort_keys=True)
+    stage = _stages.get(name)
+    if stage is None:
+        stage = _stages[name] = _Stage(told)
+    stage.players += 1
+    stage.episodes += 1
+    if stage.episodes >= EPISODES_MAX and _stages.get(name) is stage:
+        del _stages[name]
+    try:
+        await stage.ready()
+        yield stage
+    finally:
+        stage.players -= 1
+        if not stage.players:
+            if _stages.get(name) is stage:
+                del _stages[name]
+            await stage.end()
