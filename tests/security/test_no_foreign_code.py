@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import DecodeError
 
-from echo2.base.errors import EchoError
+from echo2.base.errors import ConfigError, EchoError
 from echo2.tasks.executing import EXECUTING_DATA_SETS
+from echo2.tasks.runtime.rewards import Containment, make_scorer
+from echo2.tasks.sort_digits import SortDigits
+from echo2.tasks.task import TaskSpec
 from tests.fuzz_targets import TARGETS
 from tests.security.executing_scorers import executing_data_sets
 
@@ -25,10 +28,12 @@ EXECUTES = ROOT / "echo2" / "contain" / "runtime" / "program_inside.py"
 # What the coordinator says to a child of its own, over pipes that nobody else has.
 TO_A_CHILD = ROOT / "echo2" / "coordinator" / "runtime" / "aside.py"
 # Dependencies that see completions, and in which of echo2's modules they may be imported.
+# Runs a library's agents and rewards with the learner's rights; refused unless the operator says so (task.trusted_rewards).
+TRUSTED_PLAYER = "echo2/gateway/runtime/verifiers_agent.py"
 SEE_COMPLETIONS = {
     "reasoning_gym": {"echo2/tasks/procedural.py"},
     "math_verify": {"echo2/tasks/mathematics.py"},
-    "verifiers": {"echo2/tasks/runtime/verifiers_task.py"},
+    "verifiers": {"echo2/tasks/runtime/verifiers_task.py", TRUSTED_PLAYER},
     "sympy": set[str](),
     "latex2sympy2_extended": set[str](),
 }
@@ -64,10 +69,17 @@ def test_dependencies_that_see_completions_are_used_where_they_are_contained(pac
         if any(name.partition(".")[0] == package for name in imported(path))
     }
     assert users == SEE_COMPLETIONS[package]
-    for user in users:
+    for user in users - {TRUSTED_PLAYER}:
         tasks = [node for node in ast.walk(ast.parse((ROOT / user).read_text())) if isinstance(node, ast.ClassDef)]
         cheap = [ast.unparse(f) for task in tasks for f in task.body if getattr(f, "name", "") == "is_cheap"]
         assert cheap and all(text.endswith("return False") for text in cheap), user
+
+
+def test_agents_of_verifiers_play_only_where_the_operator_trusts_them() -> None:
+    task, spec = SortDigits(), TaskSpec("verifiers", {"taskset": "any", "agent": {}})
+    with pytest.raises(ConfigError, match=r"expected task\.trusted_rewards = true"):
+        make_scorer(task, spec)
+    make_scorer(task, spec, containment=Containment(is_trusted=True)).close()
 
 
 def test_only_the_contained_process_and_plain_comparisons_call_a_score() -> None:

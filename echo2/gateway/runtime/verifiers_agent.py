@@ -1,6 +1,6 @@
 """Plays tasksets of the verifiers library (0.4) with its own agents, their turns and their tools, through the gateway.
 
-    [task]   name = "verifiers", args = {taskset = "...", agent = {max_turns = 8}}
+    [task]   name = "verifiers", args = {taskset = "...", agent = {max_turns = 8}}, trusted_rewards = true
     [agent]  harness = "echo2.gateway.runtime.verifiers_agent:play"
 
 Guarantees: rewards are the taskset's own; an episode in which anything failed but the model is lost, not worth 0; servers of a
