@@ -173,8 +173,8 @@ def make_scorer(
     containment = containment or Containment()
     if spec.name == "verifiers" and spec.args.get("agent") is not None and not containment.is_trusted:
         raise ConfigError(
-            "task verifiers: expected task.trusted_rewards = true where its own agents play, for their tools and rewards run with the "
-            "learner's rights and see what models write"
+            "task verifiers: expected task.trusted_rewards = true where its own agents play, for their tools and rewards run "
+            "with the learner's rights and see what models write"
         )
     if task.is_cheap and (containment.is_trusted or not is_users_own(spec)):
         return InProcessScorer(task)
