@@ -27,7 +27,7 @@ _HARNESS = {"id": "null"}  # a chat with the task's tools, that executes nothing
 _RUNTIME = {"type": "subprocess"}
 EPISODES_MAX = 256
 _numbers = itertools.count()
-_stages: dict[str, _Stage] = {}
+_stages: dict[str, _ServedTaskset] = {}
 
 
 async def play(episode: Episode) -> float:
@@ -49,7 +49,7 @@ async def play(episode: Episode) -> float:
     return float(played.traces[0].reward)
 
 
-class _Stage:
+class _ServedTaskset:
     """A taskset's environment and the servers that its episodes share, in a task of their own."""
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -86,11 +86,11 @@ class _Stage:
 
 
 @asynccontextmanager
-async def _playing(told: dict[str, Any]) -> AsyncIterator[_Stage]:
+async def _playing(told: dict[str, Any]) -> AsyncIterator[_ServedTaskset]:
     name = json.dumps([told["taskset"], told["options"], told["agent"]], sort_keys=True)
     stage = _stages.get(name)
     if stage is None:
-        stage = _stages[name] = _Stage(told)
+        stage = _stages[name] = _ServedTaskset(told)
     stage.players += 1
     stage.episodes += 1
     if stage.episodes >= EPISODES_MAX and _stages.get(name) is stage:
