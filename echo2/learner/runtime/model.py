@@ -159,19 +159,21 @@ def shard(policy: Policy, ranks: Ranks, device: torch.device, skeleton: Skeleton
     mesh = ranks.mesh(device.type)
     if mesh is None:
         return
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    # Of several copies, micro-batches are added up before they meet (`meet_copies`): in float32, whatever the parameters are.
+    summed = MixedPrecisionPolicy(reduce_dtype=torch.float32) if ranks.replicas > 1 else MixedPrecisionPolicy()
     layer_classes = set(getattr(policy.hf_model, "_no_split_modules", None) or ())
     for module in list(policy.modules()):
         if type(module).__name__ in layer_classes:
             if skeleton is not None:
                 skeleton.fill(module)
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=summed)
             if skeleton is not None:
                 skeleton.forget()
     if skeleton is not None:
         skeleton.fill(policy)
-    fully_shard(policy, mesh=mesh)
+    fully_shard(policy, mesh=mesh, mp_policy=summed)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -270,6 +272,12 @@ class PolicyModel:
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master.to(torch.bfloat16))
+
+    def meet_copies(self, *, is_due: bool) -> None:
+        """Before a backward pass: whether the gradients of all copies of the weights are added up in it, together with what each
+        copy has kept since they were last. Once an update is enough, and all that crosses between machines."""
+        if self.ranks.replicas > 1:
+            self.policy.set_requires_all_reduce(is_due)  # type: ignore[operator]
 
     def gather_gradients(self) -> None:
         """After each micro-batch: gradients of bf16 parameters are added up in float32."""

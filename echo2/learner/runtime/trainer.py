@@ -238,6 +238,7 @@ class Trainer:
             loss, left_out_R = self._loss(micro, advantages, totals, number < part.counted, proximal_T)
             left_out_N[micro.rollout_R] += left_out_R
             watch.lap("forward")
+            self.model.meet_copies(is_due=number + 1 == len(part.own))
             torch.autograd.backward(loss.loss)
             self.model.gather_gradients()
             watch.lap("backward")

@@ -29,19 +29,20 @@ from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_trainer import random_groups
 
 STEPS, KEY = 2, 7
-SCENARIOS = ("bf16", "bf16_as_on_gpu", "moe")
+SCENARIOS = ("bf16", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
+"""`copies`: each rank has a copy of its own. `as_on_gpu`: parameters and gradients are bf16, as a CPU has to be made to do."""
 
 
 def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOptions:
     options = options_for(folder, moe if scenario == "moe" else dense, staleness_bound=4)
     dtype = "float32" if scenario == "moe" else "bfloat16"
-    return replace(options, trainer=replace(options.trainer, weights_dtype=dtype, token_budget=40))
+    copies = 2 if scenario.startswith("copies") else 1
+    return replace(options, trainer=replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies))
 
 
 def team_of(scenario: str, options: LearnerOptions, ranks: Ranks) -> Team:
-    """`bf16_as_on_gpu`: parameters and their gradients are bf16 tensors, which a CPU computes with only if it is made to."""
     original = model_module._computes_in_bf16
-    if scenario == "bf16_as_on_gpu":
+    if scenario.endswith("as_on_gpu"):
         model_module._computes_in_bf16 = lambda *_: True
     try:
         return new_team(options, ranks)
@@ -49,8 +50,23 @@ def team_of(scenario: str, options: LearnerOptions, ranks: Ranks) -> Team:
         model_module._computes_in_bf16 = original
 
 
+def count_meetings(ranks: DistributedRanks) -> list[int]:
+    """Sizes of what this rank adds up with the other copies from now on."""
+    mesh, met, original = ranks.mesh("cpu"), [], dist.all_reduce
+    assert mesh is not None
+    group = mesh.get_group("replica") if ranks.replicas > 1 else None
+
+    def counted(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if group is not None and named.get("group") == group:
+            met.append(tensor.numel())
+        return original(tensor, *rest, **named)
+
+    dist.all_reduce = counted
+    return met
+
+
 def batch(step: int) -> Batch:
-    return Batch(Step(step), random_groups(step, count=2 + step))
+    return Batch(Step(step), random_groups(step, count=4 + step))
 
 
 def trained(team: Team, ranks: DistributedRanks) -> dict[str, Any]:
@@ -58,6 +74,7 @@ def trained(team: Team, ranks: DistributedRanks) -> dict[str, Any]:
     group, held = ranks.encoders, HeldVersions()
     assert group is not None
     held.keep(Version(0), team.model.snapshot())
+    met = count_meetings(ranks)
     results = [team.trainer.step(batch(step)) for step in range(STEPS)]
     held.keep(Version(1), team.model.snapshot())
     before, after = held.of(Version(0)), held.of(Version(1))
@@ -80,6 +97,8 @@ def trained(team: Team, ranks: DistributedRanks) -> dict[str, Any]:
         "steps": [{**asdict(result.metrics), "grad_norm": result.grad_norm} for result in results if result.metrics],
         "whole": {name: whole(tensor) for name, tensor in after.items()},
         "dtypes": dtypes,
+        "met": met,
+        "microbatches": [len(part.own) for step in range(STEPS) for part in team.trainer._parts(batch(step))],
         **containers,
     }
 
@@ -102,9 +121,11 @@ def main() -> None:
     ranks = DistributedRanks()
     told = refused(options_of("moe", dense, moe, folder), ranks)
     assert told, "on every rank"
+    copies = DistributedRanks(2)
     for scenario in SCENARIOS:
-        team = team_of(scenario, options_of(scenario, dense, moe, folder), ranks)
-        found = trained(team, ranks)
+        options = options_of(scenario, dense, moe, folder)
+        given = copies if options.trainer.replicas > 1 else ranks
+        found = trained(team_of(scenario, options, given), given)
         if ranks.is_leader:
             torch.save({**found, "refused": told}, folder / f"{scenario}.pt")
     dist.destroy_process_group()

@@ -70,7 +70,7 @@ def test_two_ranks_train_and_publish_as_one_process_on_the_same_path(
     options = rank_paths.options_of(scenario, dense, moe, tmp_path)
     one = rank_paths.team_of(scenario, options, Ranks())
     assert found["dtypes"] == {str(p.dtype) for p in one.model.parameters}
-    is_rounded = scenario == "bf16_as_on_gpu"
+    is_rounded = scenario.endswith("as_on_gpu")
     assert found["dtypes"] == {"torch.bfloat16" if is_rounded else "torch.float32"}
     base = one.snapshot()
     for step in range(rank_paths.STEPS):
@@ -99,8 +99,21 @@ def assert_published(found: dict[str, Any], base: dict[str, torch.Tensor]) -> No
     assert all(torch.equal(held[name], tensor) for name, tensor in found["whole"].items())
 
 
-def test_the_gpus_path_moves_weights_as_the_ordinary_one_does(two: tuple[Path, Path, Path]) -> None:
-    ordinary, gpus = (torch.load(two[0] / f"{name}.pt", weights_only=False) for name in ("bf16", "bf16_as_on_gpu"))
+@pytest.mark.parametrize("scenario", ["copies", "copies_as_on_gpu"])
+def test_copies_add_up_their_gradients_once_an_update(two: tuple[Path, Path, Path], scenario: str) -> None:
+    """However many micro-batches there are: two layers and the rest, each as large as this rank's rows of it."""
+    found = torch.load(two[0] / f"{scenario}.pt", weights_only=False)
+    assert min(found["microbatches"]) > 1
+    assert len(found["met"]) == 3 * rank_paths.STEPS
+    elements = sum(tensor.numel() for tensor in found["whole"].values())
+    assert sum(found["met"]) == rank_paths.STEPS * elements
+
+
+@pytest.mark.parametrize("pair", [("bf16", "bf16_as_on_gpu"), ("copies", "copies_as_on_gpu")])
+def test_the_gpus_path_moves_weights_as_the_ordinary_one_does(
+    two: tuple[Path, Path, Path], pair: tuple[str, str]
+) -> None:
+    ordinary, gpus = (torch.load(two[0] / f"{name}.pt", weights_only=False) for name in pair)
     for one, other in zip(ordinary["steps"], gpus["steps"], strict=True):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
         assert other["loss"] == pytest.approx(one["loss"], rel=0.05, abs=5e-3)
