@@ -66,6 +66,14 @@ class CallTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class CallGrew:
+    """What there is of a completion that goes on."""
+
+    group_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ClientLeft:
     """Whoever made the call does not wait for it any more; a second try of the same call takes its answer."""
 
@@ -108,6 +116,7 @@ Event = (
     | Called
     | Leased
     | CallTokens
+    | CallGrew
     | ClientLeft
     | EpisodeRewarded
     | EpisodeFailed
@@ -155,6 +164,14 @@ class Choice:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: str  # stop | length | tool_calls
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More of a streamed completion's text."""
+
+    call_id: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +224,4 @@ class EndEpisode:
     is_final: bool
 
 
-Action = RunHarness | StopHarness | Ask | CallAnswer | Refuse | Seated | AskScore | EndEpisode
+Action = RunHarness | StopHarness | Ask | CallPiece | CallAnswer | Refuse | Seated | AskScore | EndEpisode

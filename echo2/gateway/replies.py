@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from echo2.gateway import events as e
 from echo2.gateway.requests import CallRequest
@@ -29,19 +30,31 @@ def reply_of(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int,
         if request.wants_ids:
             told |= {"token_ids": list(choice.token_ids), "versions": list(choice.versions)}
         choices.append(told)
-    reply = _head(answer, request, model, now_s, "chat.completion" if is_chat else "text_completion")
+    reply = _head(answer.call_id, request, model, now_s, "chat.completion" if is_chat else "text_completion")
     reply |= {"choices": choices, "usage": _usage(answer)}
     if request.wants_ids:
         reply["prompt_token_ids"] = list(answer.prompt_token_ids)
     return reply
 
 
-def pieces_of(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, text_of: TextOf) -> Iterator[str]:
-    """The answer as server-sent events. It comes whole: workers report in pieces, and only a finished call is told."""
+def piece_of(call_id: int, text: str, request: CallRequest, model: str, now_s: int, *, is_first: bool) -> str:
+    """More of the one choice of a call, as a server-sent event."""
+    choice: Json = {"index": 0, "logprobs": None, "finish_reason": None}
+    if request.prompt is not None:
+        choice["text"] = text
+    else:
+        choice["delta"] = {"role": "assistant", "content": text} if is_first else {"content": text}
+    return _event(_head(call_id, request, model, now_s, _piece_kind(request)) | {"choices": [choice]})
+
+
+def pieces_of(
+    answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, text_of: TextOf, told: str = ""
+) -> Iterator[str]:
+    """The answer as server-sent events. `told`: with what text the one choice has been told to begin."""
     is_chat = request.prompt is None
-    kind = "chat.completion.chunk" if is_chat else "text_completion"
-    head = _head(answer, request, model, now_s, kind)
-    for number, choice in enumerate(answer.choices):
+    head = _head(answer.call_id, request, model, now_s, _piece_kind(request))
+    for number, whole in enumerate(answer.choices):
+        choice = replace(whole, text=whole.text[len(told) :])
         logprobs = _logprobs(choice, text_of, is_chat=is_chat) if request.wants_logprobs else None
         if not is_chat:
             yield _event(
@@ -49,7 +62,7 @@ def pieces_of(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int
                 | {"choices": [{"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": None}]}
             )
         else:
-            delta: Json = {"role": "assistant", "content": choice.text}
+            delta: Json = {"content": choice.text} if told else {"role": "assistant", "content": choice.text}
             if choice.tool_calls:
                 delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(_written(choice))]
             yield _event(
@@ -68,9 +81,13 @@ def error_body(refused: e.Refuse) -> Json:
     return {"error": {"message": refused.message, "type": kind, "code": refused.code, "param": None}}
 
 
-def _head(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, kind: str) -> Json:
+def _piece_kind(request: CallRequest) -> str:
+    return "chat.completion.chunk" if request.prompt is None else "text_completion"
+
+
+def _head(call_id: int, request: CallRequest, model: str, now_s: int, kind: str) -> Json:
     name = "chatcmpl" if request.prompt is None else "cmpl"
-    return {"id": f"{name}-{answer.call_id}", "object": kind, "created": now_s, "model": model}
+    return {"id": f"{name}-{call_id}", "object": kind, "created": now_s, "model": model}
 
 
 def _message(choice: e.Choice) -> Json:

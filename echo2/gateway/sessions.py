@@ -18,6 +18,7 @@ from typing import Protocol
 
 from echo2.base.errors import EchoError
 from echo2.gateway import events as e
+from echo2.gateway.growth import certain_part, is_told_in_pieces
 from echo2.gateway.limits import CHAINS_MAX, GatewayLimits
 from echo2.gateway.requests import CallRequest, Message
 from echo2.gateway.tree import Node, Speech, TokenTree, TreePlace
@@ -59,6 +60,7 @@ class Call:
     sampled: dict[int, e.CallTokens] = field(default_factory=dict)
     is_waited_for: bool = True
     answer: e.CallAnswer | None = None
+    told_text: str = ""  # of a stream, what its client has read
 
 
 @dataclass(slots=True)
@@ -132,6 +134,8 @@ class Sessions:
                 yield from self._leased(event)
             case e.CallTokens():
                 yield from self._sampled(event, now)
+            case e.CallGrew(group_id, token_ids):
+                yield from self._grew(group_id, token_ids, now)
             case e.ClientLeft(call_id):
                 self._left(call_id)
             case e.EpisodeRewarded(session_id, value, parts):
@@ -276,6 +280,19 @@ class Sessions:
         if call.is_waited_for:
             yield from self._told(session, call)
 
+    def _grew(self, group_id: str, token_ids: tuple[int, ...], now: float) -> Iterator[e.Action]:
+        session_id, call_id, _ = self._of_group.get(group_id, ("", 0, 0))
+        session = self.sessions.get(session_id)
+        call = session.calls.get(call_id) if session is not None else None
+        if session is None or call is None or not call.is_waited_for or not is_told_in_pieces(call.request):
+            return
+        session.heard_at = now
+        stops = call.request.stops
+        text = certain_part(self.reading.said(token_ids, stops, has_tools=False)[0], stops)
+        if len(text) > len(call.told_text) and text.startswith(call.told_text):
+            piece, call.told_text = text[len(call.told_text) :], text
+            yield e.CallPiece(call_id, piece)
+
     def _answer(self, call: Call) -> e.CallAnswer:
         choices = []
         for number in range(call.request.choices):
@@ -315,7 +332,7 @@ class Sessions:
         for group_id, (session_id, old, choice) in list(self._of_group.items()):
             if session_id == session.session_id and old == call.call_id:
                 self._of_group[group_id] = (session_id, call_id, choice)
-        call.call_id, call.is_waited_for = call_id, True
+        call.call_id, call.is_waited_for, call.told_text = call_id, True, ""
         if call.answer is not None:
             call.answer = self._answer(call)
         session.calls[call_id] = call

@@ -26,6 +26,7 @@ from echo2.learner.batcher_events import (
     AskPrompts,
     BatchWanted,
     CallAsked,
+    CallGrown,
     CallOpened,
     CallSampled,
     CapPlanned,
@@ -217,6 +218,9 @@ class Batcher:
                 rollout = group.rollouts[verdict.index]
                 follows = CallSampled(rollout) if is_driven(verdict.group_id) else Score(rollout)
                 actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), follows]
+            elif verdict.verdict is Verdict.HELD and group is not None and is_driven(verdict.group_id):
+                grown = group.rollouts[verdict.index]
+                actions += [] if grown.is_finished else [CallGrown(grown)]  # finished by a later segment of this report
         # A copy of a rollout whose first acknowledgement was lost is durable only once that one is.
         is_final = any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts)
         accused = [AccuseWorker(peer_id, text) for peer_id, text in shelf.untruths.take()]

@@ -216,6 +216,13 @@ class CallOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class CallGrown:
+    """More of an agent's call has come; it goes on."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
 class CallSampled:
     """An agent's call has its completion."""
 
@@ -296,6 +303,7 @@ Action = (
     | Score
     | Drive
     | CallOpened
+    | CallGrown
     | CallSampled
     | AskPrompts
     | OfferGroups

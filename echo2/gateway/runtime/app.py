@@ -22,12 +22,13 @@ from starlette.routing import Route
 from echo2.base.errors import MalformedMessage
 from echo2.gateway import events as e
 from echo2.gateway.limits import BODY_BYTES_MAX, LABEL_CHARS_MAX
-from echo2.gateway.replies import TextOf, error_body, pieces_of, reply_of
+from echo2.gateway.replies import TextOf, error_body, piece_of, pieces_of, reply_of
 from echo2.gateway.requests import CallRequest, chat_call, text_call
 from echo2.gateway.runtime.desk import GatewayDesk, Reply
 from echo2.outside import unix_now
 
 KEEP_ALIVE_S = 15.0
+_SAMPLED_ANEW = e.Refuse(0, 502, "sampled_anew", "another worker began this completion anew, and it came out otherwise")
 REWARD_MAX = 1e6
 
 
@@ -75,8 +76,9 @@ class GatewayApp:
         headers = {"x-echo2-ignored": ", ".join(call.ignored)} if call.ignored else {}
         call_id, waiting = self._desk.call(session_id, call)
         if call.is_streamed and not waiting.done():
+            stream = self._desk.stream_of(call_id)  # at once, so that it misses nothing
             return StreamingResponse(
-                self._streamed(call_id, waiting, call), media_type="text/event-stream", headers=headers
+                self._streamed(call_id, waiting, stream, call), media_type="text/event-stream", headers=headers
             )
         reply = await self._waited(request, call_id, waiting)
         if isinstance(reply, e.Refuse):
@@ -103,15 +105,27 @@ class GatewayApp:
             hung_up.cancel()
             self._desk.left(call_id)
 
-    async def _streamed(self, call_id: int, waiting: asyncio.Future[Reply], call: CallRequest) -> AsyncIterator[str]:
+    async def _streamed(
+        self, call_id: int, waiting: asyncio.Future[Reply], stream: asyncio.Queue[str], call: CallRequest
+    ) -> AsyncIterator[str]:
+        now_s, told = int(unix_now()), ""
         try:
             while not waiting.done():
-                await asyncio.wait({waiting}, timeout=KEEP_ALIVE_S)
-                if not waiting.done():
-                    yield ": still sampling\n\n"
+                coming = asyncio.ensure_future(stream.get())
+                both: set[asyncio.Future[Any]] = {waiting, coming}
+                await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if coming.done():
+                    yield piece_of(call_id, coming.result(), call, self._model, now_s, is_first=not told)
+                    told += coming.result()
+                else:
+                    coming.cancel()
+                    if not waiting.done():
+                        yield ": still sampling\n\n"
             reply = waiting.result()
-            if isinstance(reply, e.CallAnswer):
-                for piece in pieces_of(reply, call, self._model, int(unix_now()), self._text_of):
+            if isinstance(reply, e.CallAnswer) and not reply.choices[0].text.startswith(told):
+                yield f"data: {json.dumps(error_body(_SAMPLED_ANEW))}\n\n"
+            elif isinstance(reply, e.CallAnswer):
+                for piece in pieces_of(reply, call, self._model, now_s, self._text_of, told):
                     yield piece
             elif isinstance(reply, e.Refuse):
                 yield f"data: {json.dumps(error_body(reply))}\n\n"

@@ -44,6 +44,7 @@ class GatewayDesk:
         self.harnesses: Harnesses | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._streams: dict[int, asyncio.Queue[str]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
 
     def tell(self, event: e.Event) -> None:
@@ -54,6 +55,9 @@ class GatewayDesk:
                 case e.Ask():
                     leased = self._fleet.ask(action) or ("", -1)
                     self.tell(e.Leased(action.call_id, action.choice, *leased))
+                case e.CallPiece(call_id, text):
+                    if (stream := self._streams.get(call_id)) is not None:
+                        stream.put_nowait(text)
                 case e.CallAnswer(call_id) | e.Refuse(call_id) | e.Seated(call_id):
                     waiting = self._waiting.pop(call_id, None)
                     if waiting is not None and not waiting.done():
@@ -75,6 +79,10 @@ class GatewayDesk:
         call_id = next(self._ids)
         return call_id, self._told(call_id, e.Called(call_id, session_id, request))
 
+    def stream_of(self, call_id: int) -> asyncio.Queue[str]:
+        """The text of a call as it grows, until `left`."""
+        return self._streams.setdefault(call_id, asyncio.Queue())
+
     def seat(self, label: str) -> asyncio.Future[Reply]:
         call_id = next(self._ids)
         return self._told(call_id, e.SeatAsked(call_id, label))
@@ -87,6 +95,7 @@ class GatewayDesk:
 
     def left(self, call_id: int) -> None:
         """Nobody waits for the call any more."""
+        self._streams.pop(call_id, None)
         if self._waiting.pop(call_id, None) is not None:
             self.tell(e.ClientLeft(call_id))
 

@@ -125,6 +125,9 @@ class Agents:
         is_cut = rollout.finish_reason is FinishReason.LENGTH
         self.desk.tell(e.CallTokens(rollout.group_id, rollout.token_ids, rollout.logprobs, versions, is_cut))
 
+    def grown(self, rollout: Rollout) -> None:
+        self.desk.tell(e.CallGrew(rollout.group_id, rollout.token_ids))
+
     def closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
         for group_id in group_ids:
             if self._problems.pop(group_id, None) is not None:

@@ -62,7 +62,8 @@ class IntakeOutcome:
 @dataclass(frozen=True, slots=True)
 class IntakeCalls:
     """Who is told. `untruth`: a worker's report cannot be true; `held`: its completions hold up scorers; `answered`: a group by
-    which a version is evaluated has all its rewards; `drive`: agents may begin; `sampled`: one of their calls has its tokens."""
+    which a version is evaluated has all its rewards; `drive`: agents may begin; `sampled`: one of their calls has its tokens;
+    `grown`: it has some of them."""
 
     offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
     close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
@@ -72,6 +73,7 @@ class IntakeCalls:
     examined: Callable[[ExamResult], None] = lambda result: None
     drive: Callable[[GroupSpec, Draw], None] = lambda spec, draw: None
     sampled: Callable[[Rollout], None] = lambda rollout: None
+    grown: Callable[[Rollout], None] = lambda rollout: None
     failed: Callable[[BaseException], None] = lambda error: None
 
 
@@ -153,6 +155,8 @@ class Intake:
                     self._calls.drive(spec, draw)
                 case b.CallOpened(group_id):
                     outcome.call_group = group_id
+                case b.CallGrown(rollout):
+                    self._calls.grown(rollout)
                 case b.CallSampled(rollout):
                     self._calls.sampled(rollout)
                 case b.AskPrompts(again, fresh):

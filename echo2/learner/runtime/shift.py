@@ -146,6 +146,7 @@ class LearnerShift:
             examined=self._examined,
             drive=lambda spec, draw: self.agents.drive(spec, draw) if self.agents is not None else None,
             sampled=lambda rollout: self.agents.sampled(rollout) if self.agents is not None else None,
+            grown=lambda rollout: self.agents.grown(rollout) if self.agents is not None else None,
             failed=self._fail,
         )
         made = Intake(

@@ -105,6 +105,22 @@ def test_calls_become_chains_that_are_trained_on_token_for_token() -> None:
     assert all(r.group_id == ROOT for r in group.rollouts) and group.senders[0][0].peer_id == ALICE
 
 
+def test_a_call_that_goes_on_is_told_as_it_grows() -> None:
+    desk = Desk()
+    group_id = desk.call(None, (5, 6))
+    for offset, tokens, finish in (
+        (0, (10,), FinishReason.UNFINISHED),
+        (1, (11, 12), FinishReason.UNFINISHED),
+        (3, (1,), FinishReason.STOP),
+    ):
+        numbers, spans = (-0.1,) * len(tokens), (VersionSpan(Version(0), len(tokens)),)
+        desk.tell(b.Reported((RolloutSegment(group_id, 0, offset, tokens, numbers, numbers, spans, finish),), 1, ALICE))
+    grown = [action.rollout.token_ids for action in desk.actions if isinstance(action, b.CallGrown)]
+    assert grown == [(10,), (10, 11, 12)]
+    (sampled,) = [action.rollout.token_ids for action in desk.actions if isinstance(action, b.CallSampled)]
+    assert sampled == (10, 11, 12, 1)
+
+
 def test_audits_know_the_random_numbers_of_every_call() -> None:
     (group,) = batch_of(played()).groups
     seeds = [rollout_seed(turn_seed(77, 0, depth), 0) for depth in (1, 2)]
