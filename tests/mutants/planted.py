@@ -288,6 +288,16 @@ MUTANTS: tuple[Mutant, ...] = (
            '            fingerprint=keeper.live_fingerprint if keeper else "",\n', ""),
     Mutant("a hello does not say which leases are held", "worker/runtime/telling.py",
            "            held_tickets=self._held_tickets(),\n", "", _WF),
+    # ranks
+    Mutant("copies of the weights keep their gradients to themselves", "learner/runtime/trainer.py",
+           "is_due=number + 1 == len(part.own)", "is_due=False", (_UNIT + "learner/test_rank_paths.py",)),
+    Mutant("copies of the weights meet in every micro-batch", "learner/runtime/trainer.py",
+           "is_due=number + 1 == len(part.own)", "is_due=True", (_UNIT + "learner/test_rank_paths.py",)),
+    Mutant("ranks with other options train together", "learner/runtime/agreement.py",
+           "if name != _HOST and expected != came:", "if False:", (_UNIT + "learner/test_rank_paths.py",)),
+    Mutant("copies of the weights need no even share of the ranks", "learner/runtime/ranks.py",
+           "    if replicas < 1 or count % replicas:\n", "    if False:\n",
+           (_UNIT + "learner/test_ranks.py::test_copies_that_cannot_be_spread_evenly_over_the_ranks_are_refused",)),
     Mutant("a verdict loses its count of held tokens", "wire/rollout.py", "verdict=_VERDICT_TO_WIRE[verdict.verdict], message=text)", "verdict=_VERDICT_TO_WIRE[verdict.verdict], message=text, held_tokens=0)",
            (_UNIT + "wire/test_rollout.py",)),
 )  # fmt: skip

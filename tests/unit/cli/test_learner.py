@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from echo2.cli import learner
+from echo2.cli.run_shape import learner_line
+from echo2.config.load import load_config
+from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.learner.runtime.options import LearnerOptions
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -28,3 +31,14 @@ def test_only_rank_0_needs_the_file_with_the_link(
     monkeypatch.setenv("RANK", "0")
     assert learner.main(arguments) != 0 and len(followed) == 1
     assert "expected a file with a link" in capsys.readouterr().err
+
+
+def test_what_the_learner_needs_names_its_copies_and_those_that_do_not_fit_the_gpus() -> None:
+    size = built_in_models()["qwen3-8b"]
+    lines = {
+        replicas: learner_line(load_config([], None, {"learner.replicas": str(replicas)}), size, 8, 80 << 30)
+        for replicas in (1, 2, 3)
+    }
+    assert "on each of 8 GPUs (" in lines[1]
+    assert "on each of 8 GPUs, 2 copies of 4 each (" in lines[2]
+    assert "learner.replicas = 3 does not divide 8 ranks: such a learner does not start" in lines[3]

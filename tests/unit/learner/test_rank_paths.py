@@ -58,6 +58,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
         for rank in ranks:
             rank.kill()
             rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
     return folder, dense, moe
 
 

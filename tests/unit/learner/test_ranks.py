@@ -90,6 +90,9 @@ def two_nodes(model: Path, folder: Path, weights_dtype: str, command: str = "ste
     finally:
         for node in started:
             node.kill()
+            node.wait()
+            assert node.stdout is not None
+            node.stdout.close()
 
 
 @pytest.fixture(scope="module")
