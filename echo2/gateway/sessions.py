@@ -12,6 +12,7 @@ when to come again. Leaves to others: HTTP and processes (runtime), leases and t
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +31,10 @@ class ModelReading(Speech, Protocol):
     def said(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Message]]:
         """The text without stop strings, and calls of tools as OpenAI's API has them."""
         ...
+
+
+PIECES_S = 0.5
+"""A stream is told more so often at most."""
 
 
 @dataclass(slots=True)
@@ -61,6 +66,7 @@ class Call:
     is_waited_for: bool = True
     answer: e.CallAnswer | None = None
     told_text: str = ""  # of a stream, what its client has read
+    grown_at: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -287,7 +293,9 @@ class Sessions:
         if session is None or call is None or not call.is_waited_for or not is_told_in_pieces(call.request):
             return
         session.heard_at = now
-        stops = call.request.stops
+        if now - call.grown_at < PIECES_S:  # each reads the whole text again, and a worker may report token by token
+            return
+        call.grown_at, stops = now, call.request.stops
         text = certain_part(self.reading.said(token_ids, stops, has_tools=False)[0], stops)
         if len(text) > len(call.told_text) and text.startswith(call.told_text):
             piece, call.told_text = text[len(call.told_text) :], text

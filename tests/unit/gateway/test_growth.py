@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from echo2.gateway import events as e
 from echo2.gateway.growth import certain_part
 from echo2.gateway.requests import chat_call
+from echo2.gateway.sessions import PIECES_S
 from tests.unit.gateway.test_sessions import World, begun
 
 letters = st.text("abc", max_size=12)
@@ -39,6 +40,7 @@ def asked(world: World, session: str, **options: Any) -> str:
 
 
 def grown(world: World, group: str, text: str) -> list[e.Action]:
+    world.now += PIECES_S
     return world.tell(e.CallGrew(group, tuple(1000 + ord(c) for c in text)))
 
 
@@ -73,3 +75,10 @@ def test_a_second_try_reads_the_stream_from_its_beginning() -> None:
     assert not world.call(session, asked_again), "it is the same call"
     (piece,) = grown(world, group, "hello")
     assert isinstance(piece, e.CallPiece) and (piece.call_id, piece.text) == (world.calls, "hello")
+
+
+def test_a_worker_that_reports_token_by_token_does_not_have_the_text_read_each_time() -> None:
+    world, session = begun()
+    group = asked(world, session)
+    assert grown(world, group, "h")
+    assert not [piece for end in range(2, 50) for piece in world.tell(e.CallGrew(group, (1000 + ord("h"),) * end))]

@@ -12,7 +12,7 @@ from echo2.gateway.limits import GatewayLimits
 from echo2.gateway.runtime.app import GatewayApp
 from echo2.gateway.runtime.desk import GatewayDesk
 from echo2.gateway.runtime.server import GatewayPort
-from echo2.gateway.sessions import Sessions
+from echo2.gateway.sessions import PIECES_S, Sessions
 from tests.unit.gateway.test_sessions import Letters
 
 openai = pytest.importorskip("openai")
@@ -31,7 +31,7 @@ class Fleet:
 
     async def _sample(self, group_id: str) -> None:
         for text in ("hel", "hello w"):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(PIECES_S + 0.05)
             self.desk.tell(e.CallGrew(group_id, tuple(map(ord, text))))
         await asyncio.sleep(0.05)
         tokens = tuple(map(ord, self.whole))
