@@ -294,7 +294,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("copies of the weights meet in every micro-batch", "learner/runtime/trainer.py",
            "is_due=number + 1 == len(part.own)", "is_due=True", (_UNIT + "learner/test_rank_paths.py",)),
     Mutant("ranks with other options train together", "learner/runtime/agreement.py",
-           "if name != _HOST and expected != came:", "if False:", (_UNIT + "learner/test_rank_paths.py",)),
+           "if name != _HOST and expected != came:", "if False:", (_UNIT + "learner/test_rank_paths.py::test_another_model_is_named_by_its_file_and_its_machine",)),
     Mutant("copies of the weights need no even share of the ranks", "learner/runtime/ranks.py",
            "    if replicas < 1 or count % replicas:\n", "    if False:\n",
            (_UNIT + "learner/test_ranks.py::test_copies_that_cannot_be_spread_evenly_over_the_ranks_are_refused",)),
