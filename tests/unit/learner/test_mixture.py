@@ -98,12 +98,15 @@ def test_a_run_tells_how_each_task_fares_and_a_killed_one_goes_on_with_the_same_
     run.at_step[3] = lambda: crash_image(run, tmp_path / "crashed")
     go(run.finish())
     rows = rows_of(tmp_path / "run")[1:]
-    assert all({"task/share/groups", "task/share/reward"} & row.keys() for row in rows)
+    assert all({"task/share/groups", "task/digits/groups"} & row.keys() for row in rows), "whichever the batch has"
+    assert all(
+        f"task/{name}/reward" in row for row in rows for name in ("share", "digits") if f"task/{name}/groups" in row
+    )
     groups = Counter[str]()
     for row in rows:
         for name in ("share", "digits"):
             groups[name] += row.get(f"task/{name}/groups", 0)
-    assert sum(groups.values()) == sum(row["groups"] for row in rows) and groups["share"] > groups["digits"] > 0
+    assert sum(groups.values()) == sum(row["groups"] for row in rows) and groups["share"] > 0
     for row in evaluations_of(tmp_path / "run"):
         assert row["eval/rollouts"] == 5 and {"eval/share/reward", "eval/digits/reward"} <= row.keys()
     again = Run(mixed(tmp_path / "crashed", model))
