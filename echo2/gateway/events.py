@@ -143,7 +143,7 @@ class StopHarness:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Have a completion leased and come back with `Leased`. `chain` None: it begins one."""
+    """Have a completion leased and come back with `Leased`. `chain` None: it begins one. `temperature` None: the problem's own."""
 
     call_id: int
     choice: int
@@ -152,6 +152,7 @@ class Ask:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     stops: tuple[str, ...]
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ _TAKEN = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """`messages` of a chat, or the `prompt` of a text: its characters, or its token ids. `max_tokens` None: as many as may be."""
+    """`messages` of a chat, or the `prompt` of a text: its characters, or its token ids. `max_tokens` None: as many as may be.
+    `temperature` is obeyed in evaluations alone; None: not told, or not a number from 0 to 100."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
@@ -38,12 +39,13 @@ class CallRequest:
     wants_usage: bool = False
     wants_logprobs: bool = False
     wants_ids: bool = False
+    temperature: float | None = None
     ignored: tuple[str, ...] = ()
 
     @property
     def digest(self) -> bytes:
         """Of all that decides the answer: the same for a client's second try."""
-        said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices]
+        said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
         return blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
 
 
@@ -93,6 +95,7 @@ def _call(
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
         wants_ids=body.get("return_token_ids") is True,
+        temperature=_temperature(body.get("temperature")),
         ignored=tuple(
             sorted(str(name)[:40] for name, value in body.items() if name not in _TAKEN and value is not None)
         )[:32],
@@ -160,6 +163,11 @@ def _stops(told: object) -> tuple[str, ...]:
             f"stop: expected at most {STOP_STRINGS_MAX} texts of 1 to {STOP_STRING_BYTES_MAX} bytes, got {_shown(told)}"
         )
     return tuple(stops)
+
+
+def _temperature(told: object) -> float | None:
+    is_number = isinstance(told, int | float) and not isinstance(told, bool)
+    return float(told) if is_number and 0 <= told <= 100 else None  # type: ignore[operator, arg-type]
 
 
 def _whole(told: object, name: str, high: int) -> int:

@@ -126,6 +126,11 @@ class Sessions:
         session = self.sessions.get(session_id)
         return session is not None and hmac.compare_digest(session.key.encode(), key.encode())
 
+    def evaluates(self, session_id: str) -> bool:
+        """Whether nothing of it is trained on: then the client chooses the temperature."""
+        session = self.sessions.get(session_id)
+        return session is not None and self.problems[session.root].is_evaluation
+
     def _on(self, event: e.Event, now: float) -> Iterator[e.Action]:
         match event:
             case e.ProblemOpened(root, seats, told, is_evaluation):
@@ -255,9 +260,12 @@ class Sessions:
         self.counts.kept_tokens += 0 if place.parent is None else len(place.parent.all_token_ids)
         tokens = min(request.max_tokens or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
         chain = session.tree.chain_for(place)
+        temperature = request.temperature if self.evaluates(session.session_id) else None
         for choice in range(request.choices):
             goes_on = chain if choice == 0 else None
-            yield e.Ask(call.call_id, choice, session.root, goes_on, place.prompt_token_ids, tokens, request.stops)
+            yield e.Ask(
+                call.call_id, choice, session.root, goes_on, place.prompt_token_ids, tokens, request.stops, temperature
+            )
 
     def _leased(self, event: e.Leased) -> Iterator[e.Action]:
         found = self._call(event.call_id)

@@ -61,12 +61,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class CallAsked:
-    """An agent asks for a completion of `prompt_token_ids`: behind the last call of `chain`, or of a chain that begins."""
+    """An agent asks for a completion of `prompt_token_ids`: behind the last call of `chain`, or of a chain that begins.
+    `temperature`: of a problem that evaluates, another than the evaluation's."""
 
     root: GroupId
     chain: int | None
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,9 @@ class Examining:
     def asked_call(self, event: CallAsked) -> list[Action]:
         """Of an agent that plays a question."""
         assert self._exam is not None, "calls of an exam come to it"
-        spec = self._exam.shelf.open_call(event.root, event.chain, event.prompt_token_ids, event.sampling)
+        spec = self._exam.shelf.open_call(
+            event.root, event.chain, event.prompt_token_ids, event.sampling, event.temperature
+        )
         return [CallOpened(None)] if spec is None else [CallOpened(spec.group_id), *self._opened(self._exam, [spec])]
 
     def ended_episode(self, event: EpisodeEnded) -> list[Action]:

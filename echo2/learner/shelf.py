@@ -163,10 +163,15 @@ class Shelf:
     # ---- agents
 
     def open_call(
-        self, root: GroupId, chain: int | None, prompt: tuple[int, ...], sampling: SamplingParams
+        self,
+        root: GroupId,
+        chain: int | None,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        temperature: float | None = None,
     ) -> GroupSpec | None:
         """Opens an agent's next call, behind the last one of `chain`, which has ended; None: with it a chain begins. Length and
-        stops are as `sampling` has them, temperature and what goes with it as the problem has them.
+        stops are as `sampling` has them, temperature and what goes with it as the problem has them; `temperature`: another.
 
         Returns None if the episode's group is gone.
         """
@@ -176,7 +181,7 @@ class Shelf:
         if chain is None:
             chain = add_chain(group)
         depth = len(self.turns(root, chain)) + 1
-        own = group.spec.sampling
+        own = group.spec.sampling if temperature is None else replace(group.spec.sampling, temperature=temperature)
         seed = turn_seed(own.seed, chain, depth)
         spec = replace(
             group.spec,

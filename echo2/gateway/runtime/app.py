@@ -73,7 +73,9 @@ class GatewayApp:
 
     async def _answered(self, request: Request, call: CallRequest) -> Response:
         session_id = self._session_of(request)
-        headers = {"x-echo2-ignored": ", ".join(call.ignored)} if call.ignored else {}
+        is_obeyed = call.temperature is not None and self._desk.sessions.evaluates(session_id)
+        ignored = [name for name in call.ignored if not (is_obeyed and name == "temperature")]
+        headers = {"x-echo2-ignored": ", ".join(ignored)} if ignored else {}
         call_id, waiting = self._desk.call(session_id, call)
         if call.is_streamed and not waiting.done():
             stream = self._desk.stream_of(call_id)  # at once, so that it misses nothing

@@ -146,7 +146,7 @@ class Agents:
             run, max_new_tokens=asked.max_tokens, stop_strings=tuple(text.encode() for text in texts),
             stop_piece_ids=piece_ids, stop_pieces=pieces,
         )  # fmt: skip
-        event = b.CallAsked(GroupId(asked.root), asked.chain, asked.prompt_token_ids, sampling)
+        event = b.CallAsked(GroupId(asked.root), asked.chain, asked.prompt_token_ids, sampling, asked.temperature)
         group_id = self._tell(event).call_group
         return None if group_id is None else (group_id, turn_of(group_id, 0).index)
 

@@ -279,3 +279,16 @@ def test_seats_that_evaluate_go_first_but_never_under_a_label() -> None:
     own.tell(e.EpisodeFailed(first.session_id, "broke"))
     begun = [action.told["index"] for action in own.told if isinstance(action, e.RunHarness)]
     assert begun[0] == 5 and begun[1] == 9, "the one under way is left alone"
+
+
+def test_the_temperature_of_a_request_counts_where_nothing_is_trained_on() -> None:
+    world = World()
+    world.tell(e.ProblemOpened("x1", 1, {"index": 9}, is_evaluation=True))
+    world.tell(e.ProblemOpened("a1", 1, {"index": 5}))
+    for is_exam in (True, False):
+        seated = world.seat()
+        assert isinstance(seated, e.Seated) and world.sessions.evaluates(seated.session_id) is is_exam
+        for told, obeyed in ((0.3, 0.3), (0, 0.0), ("hot", None), (True, None), (None, None)):
+            body = {"messages": [{"role": "user", "content": repr(told)}], "temperature": told}
+            (group,) = world.call(seated.session_id, chat_call(body))
+            assert world.asked[group].temperature == (obeyed if is_exam else None)

@@ -139,6 +139,15 @@ def test_held_out_problems_are_played_by_one_version_and_none_is_trained_on() ->
     assert held.ledger.histogram() == {} and held.counts.admitted == 0
 
 
+def test_an_evaluated_agent_may_choose_its_temperature_and_nothing_else_of_the_draw() -> None:
+    caller = begun()
+    one, *_ = caller.problems
+    caller.tell(b.CallAsked(one, None, (5, 6), RUN, 0.7))
+    assert caller.call_group is not None
+    leased = caller.offered[caller.call_group].sampling
+    assert leased.temperature == 0.7 and leased.top_p == GREEDY.top_p and leased.seed != RUN.seed
+
+
 def test_a_lost_episode_is_left_out_and_not_worth_nothing() -> None:
     caller = begun()
     one, two, hard = caller.problems
