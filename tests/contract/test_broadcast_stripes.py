@@ -108,6 +108,29 @@ def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_
     asyncio.run(scene())
 
 
+def test_who_looks_twice_before_a_connection_is_begun_opens_it_once(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1, has_bulk=False) as f:
+            learner, worker = (member.node for member in f.members)
+            is_ours = learner._connections.links[worker.peer_id].connection.is_outgoing
+            dialler, other = (learner, worker) if is_ours else (worker, learner)
+            stripes, opened = dialler._connections.stripes, list[PeerLink]()
+            open_one = stripes._open_one
+
+            async def noted(link: PeerLink) -> None:
+                opened.append(link)
+                await open_one(link)
+
+            stripes._open_one = noted
+            wants(dialler, other, 2)
+            for _ in range(3):
+                stripes.tend(asyncio.get_running_loop().time())
+            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 2, "the link is widened")
+            assert len(opened) == 1
+
+    asyncio.run(scene())
+
+
 def cut(remote: Remote) -> None:
     """Ends this process's connection to that other end at once, as a reset on the way would."""
     for path in Path("/proc/self/fd").iterdir():

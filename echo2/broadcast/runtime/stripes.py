@@ -115,6 +115,7 @@ class Stripes:
                 link.narrow()
             elif now >= width.next_try:
                 for _ in range(goal - has_own - width.running):
+                    width.running += 1  # here, not where it begins to run: the next call may come before that
                     self._spawn(self._open(link, width))
 
     def _ask(self, link: PeerLink, width: _Width) -> None:
@@ -126,7 +127,6 @@ class Stripes:
     async def _open(self, link: PeerLink, width: _Width) -> None:
         now = asyncio.get_running_loop().time
         begun_at = now()
-        width.running += 1
         try:
             await self._open_one(link)
         except Unreachable:
