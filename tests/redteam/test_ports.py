@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.cli.demo.ports import choose_ports
 from echo2.trust.identity import Role
 from tests.e2e.cluster import Cluster, small_run
 from tests.redteam.cost import cpu_s
@@ -73,7 +74,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
         pytest.skip("this machine has no address but loopback, so that no relay would start")
     folder = tmp_path_factory.mktemp("ports")
     config = small_run(folder, make_tiny_model(folder / "model"), steps=100_000, eval_every_steps=100_000)
-    metrics = _free_port()
+    (metrics,) = choose_ports((0,))
     config = config.replace(
         "[coordinator]", f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"'
     )
@@ -83,12 +84,6 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
         cluster.wait_until(lambda: cluster.step() >= 1, 240, "the first step")
         cluster.wait_until(lambda: "libp2p listens" in cluster.log("w0"), 60, "the worker's libp2p")
         yield Ports(cluster, host)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def all_of(ports: Ports) -> dict[str, int]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import urllib.request
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
@@ -25,6 +24,7 @@ from echo2.base.errors import (
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
+from echo2.cli.demo.ports import choose_ports
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.group import exam_version_of
 from echo2.learner.runtime.daemon import LearnerDaemon
@@ -507,9 +507,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(model_path
 
 
 def test_prometheus_serves_a_run(model_path: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = choose_ports((0,))
     run = Run(options_for(tmp_path / "run", model_path, metrics_port=port))
     pages: list[str] = []
 

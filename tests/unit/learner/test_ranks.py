@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import Step, Version
+from echo2.cli.demo.ports import choose_ports
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import CheckpointStore
@@ -58,9 +58,7 @@ def two_nodes(model: Path, folder: Path, weights_dtype: str, command: str = "ste
     """The ranks as of two machines that share no disk: each has a model and a run folder of its own, for two ranks where
     there are two copies of the weights."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = choose_ports((0,))
     started = []
     for node, (path, own) in enumerate(
         [(model, folder), (folder / "elsewhere" / "model", folder / "elsewhere" / "run")]
