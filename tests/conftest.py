@@ -6,7 +6,9 @@ use do so by spinning. The engine's tests took four times as long.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for the processes that tests start
 
@@ -21,6 +23,16 @@ settings.load_profile("echo2")
 
 LONG_FIRST = ("tests/redteam", "tests/contract", "tests/unit/sim")
 """Files of few long tests, most of which wait for deadlines: begun last, one of them would keep all others waiting at the end."""
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command run in this process sets up the log, on a stream that ends with its test: the next finds it as it was."""
+    log = logging.getLogger("echo2")
+    handlers, level, is_passed_on, last = log.handlers[:], log.level, log.propagate, logging.lastResort
+    yield
+    log.handlers[:], log.propagate, logging.lastResort = handlers, is_passed_on, last
+    log.setLevel(level)
 
 
 def pytest_xdist_auto_num_workers() -> int:

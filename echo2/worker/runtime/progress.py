@@ -74,12 +74,13 @@ class ProgressLines:
 
 
 class ProgressBars:
-    """For a terminal. The handlers of echo2's log write through the same console while a bar is drawn."""
+    """For a terminal. The handlers of echo2's log that write to it do so through the same console while a bar is drawn."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._bars: dict[str, TaskID] = {}
         self._progress: Progress | None = None
+        self._moved: list[logging.StreamHandler[TextIO]] = []
 
     def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
         progress = self._progress or self._begin()
@@ -95,7 +96,9 @@ class ProgressBars:
         if not self._bars:
             self._progress.stop()
             self._progress = None
-            _log_to(self._stream)
+            for handler in self._moved:
+                handler.setStream(self._stream)
+            self._moved.clear()
 
     def _begin(self) -> Progress:
         columns = (
@@ -104,16 +107,13 @@ class ProgressBars:
         )  # fmt: skip
         self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
         self._progress.start()
-        _log_to(sys.stderr)  # what rich put in its place
+        for handler in logging.getLogger("echo2").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
+                handler.setStream(sys.stderr)  # what rich put in its place
+                self._moved.append(handler)
         return self._progress
 
 
 def progress_for(stream: TextIO, as_json: bool) -> ShowsProgress:
     """Bars on a terminal, unless the log is for machines."""
     return ProgressBars(stream) if stream.isatty() and not as_json else ProgressLines()
-
-
-def _log_to(stream: TextIO) -> None:
-    for handler in logging.getLogger("echo2").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(stream)

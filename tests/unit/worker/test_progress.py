@@ -75,20 +75,25 @@ def test_long_work_says_so_at_even_intervals_and_quick_work_does_not(caplog: pyt
 
 def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> None:
     terminal = Terminal()
-    handler = logging.StreamHandler(terminal)
+    handler, elsewhere = logging.StreamHandler(terminal), logging.StreamHandler(io.StringIO())
+    kept = elsewhere.stream
+    kept.close()  # it is another's: what becomes of it is not for a bar to meet
     logger = logging.getLogger("echo2")
     logger.addHandler(handler)
+    logger.addHandler(elsewhere)
+    elsewhere.setLevel(logging.CRITICAL)
     try:
         bars = ProgressBars(terminal)
         bars.at("download", 10_000_000, 40_000_000)
-        assert handler.stream is not terminal
+        assert handler.stream is not terminal and elsewhere.stream is kept
         logger.warning("a line meanwhile")
         bars.at("load", 0, 0)
         bars.ended("download")
         bars.ended("load")
         bars.ended("never begun")
-        assert handler.stream is terminal
+        assert handler.stream is terminal and elsewhere.stream is kept
     finally:
         logger.removeHandler(handler)
+        logger.removeHandler(elsewhere)
     text = terminal.getvalue()
     assert "download" in text and "a line meanwhile" in text
