@@ -48,6 +48,7 @@ from echo2.learner.loss import (
     policy_loss,
 )
 from echo2.learner.objectives import Objective, ObjectiveConfig
+from echo2.learner.runtime.reading import cache_name
 from echo2.tasks.sort_digits import ALPHABET, SortDigits, format_only_target
 from echo2.tasks.split import TaskSplit
 
@@ -157,8 +158,8 @@ def sampled(model: PreTrainedModel, prompts_BP: Tensor, generator: torch.Generat
     tokens_BL, ended_B = prompts_BP, torch.zeros(len(prompts_BP), dtype=torch.bool)
     logprobs, mask, cache, unread_BL = [], [], None, prompts_BP
     for _ in range(COMPLETION_TOKENS):
-        done = model(input_ids=unread_BL, use_cache=True, past_key_values=cache, logits_to_keep=1)
-        logprobs_BV, cache = done.logits[:, -1].log_softmax(-1), done.past_key_values
+        done = model(input_ids=unread_BL, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
+        logprobs_BV, cache = done.logits[:, -1].log_softmax(-1), done[cache_name()]
         chosen_B1 = unread_BL = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
         logprobs.append(logprobs_BV.gather(1, chosen_B1)[:, 0])
         mask.append(~ended_B)

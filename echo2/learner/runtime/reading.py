@@ -6,6 +6,7 @@ Shapes: L tokens read, T tokens scored, H hidden size, V vocabulary, C columns o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -45,9 +46,15 @@ class TokensToScore:
     def arguments(self) -> dict[str, Any]:
         """Of a model of transformers."""
         is_kept = self.past is not None
-        return {"input_ids": self.token_ids_1L, "use_cache": is_kept} | (
-            {"past_key_values": self.past} if is_kept else {}
-        )
+        return {"input_ids": self.token_ids_1L, "use_cache": is_kept} | ({cache_name(): self.past} if is_kept else {})
+
+
+@functools.cache
+def cache_name() -> str:
+    """What transformers' models call the KV cache that they take and return: `past_key_values` until version 5.24."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    return "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def columns_of(

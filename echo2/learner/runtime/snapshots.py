@@ -26,6 +26,7 @@ from echo2.base.ids import Version
 from echo2.learner.audit import Passage, Piece
 from echo2.learner.runtime.adapter import published_name
 from echo2.learner.runtime.ranks import own_part
+from echo2.learner.runtime.reading import cache_name
 from echo2.scoring.columns import scores_of
 from echo2.scoring.request import TokenScores
 
@@ -216,11 +217,11 @@ class VersionScorer:
         with torch.no_grad():
             out = self._model(
                 input_ids=tokens_L[None],
-                past_key_values=cache.values if isinstance(cache, _Cache) else None,
                 use_cache=keeps,
                 logits_to_keep=needed,
+                **({cache_name(): cache.values} if isinstance(cache, _Cache) else {}),
             )
             logits_LV = out.logits[0][(places - int(places[0])).to(device)]
             targets_L = torch.tensor([passage.token_ids[place] for place in places.tolist()], device=device)
             scores = scores_of(logits_LV, targets_L, passage.sampling)
-        return scores, _Cache(out.past_key_values, end) if keeps else None
+        return scores, _Cache(out[cache_name()], end) if keeps else None

@@ -21,6 +21,7 @@ from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import TrainerOptions
 from echo2.learner.runtime.own_scoring import RankReader, reading_of, readings_from_bytes, readings_to_bytes
+from echo2.learner.runtime.reading import cache_name
 from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer, rows_by_name
 from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import Trainer
@@ -77,8 +78,8 @@ def sampled(
         for _ in range(count):
             text = [*PROMPT, *token_ids]
             with torch.no_grad():
-                out = own(input_ids=torch.tensor([text[cached:]]), past_key_values=cache, use_cache=True)
-            cache, cached = out.past_key_values, len(text)
+                out = own(input_ids=torch.tensor([text[cached:]]), use_cache=True, **{cache_name(): cache})
+            cache, cached = out[cache_name()], len(text)
             drawn = draw(out.logits[0, -1:].float(), [sampling], [numbers[len(token_ids)]])
             token_ids += drawn.token_ids
             logprobs += drawn.logprobs
