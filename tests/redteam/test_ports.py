@@ -29,6 +29,7 @@ from tests.unit.learner.tiny import make_tiny_model
 DEADLINE_S = 25.0
 """For a caller of no proof. A unary call's message has 20 s, all else less."""
 CROWD, CROWD_LEFT = 120, 64
+TRIES = 3
 EMPTY_BYTES_MAX = 64 << 20
 HEAD = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "
 HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(64)
@@ -138,24 +139,32 @@ def test_each_port_gives_a_crowd_of_half_hellos_its_share_and_answers_others(por
     honest = honest_callers(ports)
     left: dict[str, int] = {}
     for name, port in all_of(ports).items():
-        crowd: list[socket.socket] = []
-        try:
-            for _ in range(CROWD):
-                with contextlib.suppress(OSError):
-                    one = socket.create_connection(("127.0.0.1", port), timeout=2, source_address=(ELSEWHERE, 0))
-                    crowd.append(one)
-                    one.send(HELLO)
-            until = time.monotonic() + 4.0
-            while (count := sum(is_open(one) for one in crowd)) > CROWD_LEFT and time.monotonic() < until:
-                time.sleep(0.1)  # real processes have no virtual clock
-            left[name] = count
-            if port in honest:
-                honest[port]()
-        finally:
-            for one in crowd:
-                one.close()
+        for _ in range(TRIES):  # a process that had no core meanwhile is asked again; one without the bound never passes
+            left[name] = left_of_a_crowd(port, honest.get(port))
+            if left[name] <= CROWD_LEFT:
+                break
     print(left)
     assert max(left.values()) <= CROWD_LEFT, left
+
+
+def left_of_a_crowd(port: int, honest: Callable[[], object] | None) -> int:
+    """How many of CROWD connections with half a hello stand after 4 s at most; meanwhile the honest caller is answered."""
+    crowd: list[socket.socket] = []
+    try:
+        for _ in range(CROWD):
+            with contextlib.suppress(OSError):
+                one = socket.create_connection(("127.0.0.1", port), timeout=2, source_address=(ELSEWHERE, 0))
+                crowd.append(one)
+                one.send(HELLO)
+        until = time.monotonic() + 4.0
+        while (count := sum(is_open(one) for one in crowd)) > CROWD_LEFT and time.monotonic() < until:
+            time.sleep(0.1)  # real processes have no virtual clock
+        if honest is not None:
+            honest()
+        return count
+    finally:
+        for one in crowd:
+            one.close()
 
 
 def honest_callers(ports: Ports) -> dict[int, Callable[[], object]]:

@@ -133,7 +133,7 @@ def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_th
         async with SmallRun(tmp_path / "run") as run:
             models = await prepared(run)
             run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]  # work until the version is here
-            async with working(run, tmp_path / "w", slowdown=4.0) as daemon:
+            async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
                 await run.learner.until(lambda it: len(it.held) == 4)
                 fingerprint = await run.publish(1, models[1])
                 await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
@@ -210,7 +210,7 @@ def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
         async with SmallRun(tmp_path / "run") as run:
             await prepared(run)
             run.coordinator.groups = [group("g1", 4, 200)]
-            daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=4.0))
+            daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0))
             task = asyncio.create_task(daemon.run())
             await run.learner.until(lambda it: it.held)
             assert await ask(daemon.folder, "drain") == {"text": "finishing 1 leases, then leaving"}
@@ -218,7 +218,7 @@ def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
             assert len(run.learner.finished) == 4
             assert run.coordinator.leavings == ["drained"]
             run.coordinator.groups = [group("g2", 4, 200)]
-            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=4.0)).run())
+            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0)).run())
             await run.learner.until(lambda it: ("g2", 0) in it.held)
             await ask(daemon.folder, "leave")
             await asyncio.wait_for(task, 10)
@@ -232,7 +232,7 @@ def test_generation_goes_on_while_coordinator_and_learner_are_away(tmp_path: Pat
         async with SmallRun(tmp_path / "run") as run:
             await prepared(run)
             run.coordinator.groups = [group("g1", 4, 200)]
-            async with working(run, tmp_path / "w", slowdown=4.0) as daemon:
+            async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
                 await run.learner.until(lambda it: it.held)
                 await run.stop("coordinator")
                 await run.stop("learner")
