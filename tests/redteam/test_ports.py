@@ -139,7 +139,9 @@ def test_each_port_gives_a_crowd_of_half_hellos_its_share_and_answers_others(por
     honest = honest_callers(ports)
     left: dict[str, int] = {}
     for name, port in all_of(ports).items():
-        for _ in range(TRIES):  # a process that had no core meanwhile is asked again; one without the bound never passes
+        for _ in range(
+            TRIES
+        ):  # a process that had no core meanwhile is asked again; one without the bound never passes
             left[name] = left_of_a_crowd(port, honest.get(port))
             if left[name] <= CROWD_LEFT:
                 break
