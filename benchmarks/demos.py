@@ -50,7 +50,8 @@ def passage(kept: dict[str, Any]) -> str:
         raise SystemExit("expected no token over the bound and equal weights everywhere")
     shares = [100 * run["delta_bytes"] / run["full_snapshot_bytes"] for run in seeds]
     load = seeds[0]["load_before"]  # before the later ones it is that of the demos themselves
-    cores = f"{kept['cores']} idle cores" if load < QUIET_LOAD else f"{kept['cores']} cores with other work (load {load:.0f})"
+    count = kept["cores"]
+    cores = f"{count} idle cores" if load < QUIET_LOAD else f"{count} cores with other work (load {load:.0f})"
     took = _span([run["elapsed_s"] for run in seeds], 0)
     first = _span([run["held_out_reward_first"] for run in seeds], 2)
     last = _span([run["held_out_reward_last"] for run in seeds], 2)
