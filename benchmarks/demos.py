@@ -50,18 +50,18 @@ def passage(kept: dict[str, Any]) -> str:
         raise SystemExit("expected no token over the bound and equal weights everywhere")
     shares = [100 * run["delta_bytes"] / run["full_snapshot_bytes"] for run in seeds]
     load = seeds[0]["load_before"]  # before the later ones it is that of the demos themselves
-    beside = "with nothing else to do" if load < QUIET_LOAD else f"that shared other work (load {load:.0f})"
+    count = kept["cores"]
+    cores = f"{count} idle cores" if load < QUIET_LOAD else f"{count} cores with other work (load {load:.0f})"
     took = _span([run["elapsed_s"] for run in seeds], 0)
     first = _span([run["held_out_reward_first"] for run in seeds], 2)
     last = _span([run["held_out_reward_last"] for run in seeds], 2)
     busy = _span([100 * run["utilisation_measured"] for run in seeds], 0)
     promised = _span([100 * run["utilisation_predicted"] for run in seeds], 0)
     lines = [
-        f"On {kept['cores']} cores {beside}, {len(seeds)} seeds of `make demo` took {took} s each and",
-        f"brought the held-out reward from {first} to {last}. No token older than S was trained on, all workers ended with the",
-        f"learner's weights bit for bit, deltas were {_span(shares, 0)} % of the full snapshots' bytes, and the learner's "
-        f"utilisation was {busy} %,",
-        f"predicted {promised} %. By staleness bound (`echo2 demo --staleness 8 --steps {BOUND_STEPS}` and so on):",
+        f"`make demo` on {cores}, {len(seeds)} seeds: a run took {took} s and raised the held-out reward from {first} to {last}.",
+        "No token older than S was trained on, and all workers ended with the learner's weights bit for bit. Deltas were",
+        f"{_span(shares, 0)} % of the full snapshots' bytes. The learner's utilisation was {busy} % (predicted {promised} %).",
+        f"By staleness bound (`echo2 demo --staleness 8 --steps {BOUND_STEPS}` and so on):",
         "",
         "| S | measured utilisation | predicted | held-out reward |",
         "|---|---|---|---|",

@@ -141,10 +141,10 @@ def caption_of(summary: dict[str, Any]) -> str:
     first, last = summary["held_out_reward_first"], summary["held_out_reward_last"]
     busy, promised = 100 * summary["utilisation_measured"], 100 * summary["utilisation_predicted"]
     return (
-        "*`make demo` on two cores without a GPU, played faster. Below: the dashboard of the same run.\n"
-        f"It took {summary['elapsed_s']:.0f} s: held-out reward {first:.2f} to {last:.2f}, {sent:.1f} MB of deltas "
-        f"instead of {whole:.1f} MB of snapshots, no token older\n"
-        f"than S trained on, utilisation {busy:.0f} %, predicted {promised:.0f} %. "
+        "*`make demo` on two cores without a GPU, sped up. Below: the dashboard of the same run.\n"
+        f"The run took {summary['elapsed_s']:.0f} s: held-out reward {first:.2f} to {last:.2f}, {sent:.1f} MB of deltas "
+        f"instead of {whole:.1f} MB of snapshots,\n"
+        f"no token older than S trained on, utilisation {busy:.0f} % (predicted {promised:.0f} %). "
         "`make recording` regenerates the images and numbers.*"
     )
 

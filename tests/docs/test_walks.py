@@ -1,4 +1,4 @@
-"""The ways of a rollout and of a chunk in ARCHITECTURE.md name functions that exist, and are as short as it says."""
+"""The life of a rollout and of a chunk in ARCHITECTURE.md name functions that exist, and are as short as it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WALKS = {"rollout": 16, "chunk": 14}
 @pytest.mark.parametrize(("what", "count"), WALKS.items())
 def test_a_walk_names_functions_that_exist(what: str, count: int) -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    walk = text.split(f"## The way of one {what}\n", 1)[1].split("\n## ", 1)[0]
+    walk = text.split(f"## Life of a {what}\n", 1)[1].split("\n## ", 1)[0]
     hops = HOP.findall(walk)
     assert [int(number) for number, *_ in hops] == list(range(1, count + 1))
     assert f"{count} hops" in walk
