@@ -36,14 +36,18 @@ class FrameCutter:
         """Of a frame that is not whole yet."""
         return self._end - self._begin
 
+    @property
+    def missing_bytes(self) -> int:
+        """Of the frame that has begun; 0 where none has, or where its length is not known yet."""
+        if self.held_bytes < HEAD.size:
+            return 0
+        return HEAD.unpack_from(self._buffer, self._begin)[0] + HEAD.size - self.held_bytes
+
     def room(self) -> memoryview:
         """Where the next bytes go; never empty. Of a frame that has begun, no further than its end: so it is never moved."""
         if self._begin == self._end:
             self._begin = self._end = 0
-        left = READ_BYTES
-        if self.held_bytes >= HEAD.size:
-            size = HEAD.unpack_from(self._buffer, self._begin)[0]
-            left = self._begin + HEAD.size + size - self._end
+        left = self.missing_bytes or READ_BYTES
         if len(self._buffer) - self._end < min(left, _ROOM_BYTES_MIN):
             self._make_room()
         return memoryview(self._buffer)[self._end : self._end + left]

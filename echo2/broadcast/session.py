@@ -66,7 +66,7 @@ from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.topology import BroadcastPlan
 
 HOUSEKEEPING_S = 0.05  # the flood of what peers send does not look at every peer each time
-OF_PEERS = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished)
+OFTEN = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished, Woken)
 
 
 class BroadcastSession:
@@ -104,7 +104,7 @@ class BroadcastSession:
         self._actions = []
         self._dispatch(event, now)
         # What peers send comes by the thousand a second, and each of these looks goes over all of them: a timer does the rest.
-        is_due = now >= self._housekeeping_at or not isinstance(event, OF_PEERS)
+        is_due = now >= self._housekeeping_at or not isinstance(event, OFTEN)
         if is_due:
             self._seeding.check_timeouts(now)
             self._expire_requests(now)

@@ -56,7 +56,7 @@ class NodeLink:
         return self.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S
 
 
-CHUNK_S = 0.02  # a chunk may occupy the slowest uplink that forwards for this long
+CHUNK_S = 0.025  # a chunk may occupy the slowest uplink that forwards for this long
 CHUNK_BYTES_MIN = 16 << 10
 CHUNKS_AIM = 16384
 """More chunks of one artifact than this save no waiting that counts, and cost a signature and a message each."""

@@ -15,18 +15,20 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import TrustError, Unreachable
-from echo2.base.ids import Version
+from echo2.base.ids import PeerId, Version
 from echo2.broadcast.bulk_frames import head_of
 from echo2.broadcast.manifest import ArtifactId, Chunk
 from echo2.broadcast.runtime import transport_bulk
 from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.trust.identity import Identity, Role, RunAuthority
+from echo2.trust.identity import Identity, Role, RunAuthority, dns_name_of
 from echo2.trust.runtime import tls
 from echo2.trust.runtime.port_limits import BULK
+from echo2.trust.runtime.sockets_tls import MutualTls
 from echo2.wire import broadcast as wire
 from echo2.wire.chunk_frames import FRAME_BYTES_MAX
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
@@ -336,6 +338,63 @@ def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(
                 pass
             await bulk.close()
             await first.close()  # type: ignore[attr-defined]
+
+    asyncio.run(scene())
+
+
+class TlsByHand:
+    """A member's end of a connection, whose records are cut into segments as the test likes."""
+
+    def __init__(self, credentials: tls.Credentials, port: int, peer_id: PeerId) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = MutualTls(credentials).dialling
+        self._tls = context.wrap_bio(self._came, self._goes, server_hostname=dns_name_of(peer_id))
+
+    def shake_hands(self) -> None:
+        while True:
+            try:
+                self._tls.do_handshake()
+                self.socket.sendall(self._goes.read())
+                return
+            except ssl.SSLWantReadError:
+                self.socket.sendall(self._goes.read())
+                self._came.write(self.socket.recv(1 << 16))
+
+    def sealed(self, data: bytes) -> bytes:
+        self._tls.write(data)
+        return self._goes.read()
+
+
+def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(tmp_path: Path) -> None:
+    """The kernel wakes the loop once a large piece is there, while more than that must still come. What TLS has of a record that
+    is not complete has come already, though the frame misses it."""
+
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            mine, learner = f.credentials(Role.WORKER), f.members[0]
+            frames = asyncio.Queue[bytes]()
+
+            async def take(connection: Connection) -> None:
+                while (frame := await connection.receive()) is not None:
+                    frames.put_nowait(frame)
+
+            receiver = BulkTransport(learner.credentials)
+            receiver.listen("127.0.0.1", 0, take)
+            sender = await asyncio.to_thread(TlsByHand, mine, receiver.port, learner.node.peer_id)
+            with sender.socket:
+                await asyncio.to_thread(sender.shake_hands)
+                for size in (70_000, 200_000, 33_000):
+                    frame = random.Random(size).randbytes(size)
+                    sealed, sent = sender.sealed(head_of(size) + frame), 0
+                    for share in (0.2, 0.35, 0.41, 0.62, 0.93, 0.9999, 1.0):
+                        end = int(share * len(sealed))
+                        sender.socket.sendall(sealed[sent:end])
+                        sent = end
+                        for _ in range(10):
+                            await asyncio.sleep(0)  # the loop reads it, if it is woken
+                    assert await asyncio.wait_for(frames.get(), 20) == frame
+            await receiver.close()
 
     asyncio.run(scene())
 

@@ -62,10 +62,11 @@ class LinkCalls:
 
 
 class _Further:
-    """One more connection of a link."""
+    """One more connection of a link. What it can do is looked up once: such a look costs more than a message."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.for_chunks = connection if isinstance(connection, TakesParts) else None
         self.is_ending = False
         self.told: set[ArtifactKey] = set()  # whose headers went over it
 
@@ -108,7 +109,7 @@ class PeerLink:
     @property
     def has_bulk(self) -> bool:
         """Whether a connection made for chunks is there: then none goes over the first, which has acknowledgements to carry."""
-        return any(isinstance(one.connection, TakesParts) and not one.is_ending for one in self._further)
+        return any(one.for_chunks is not None and not one.is_ending for one in self._further)
 
     @property
     def width(self) -> int:
@@ -204,7 +205,7 @@ class PeerLink:
 
     async def _write_chunks(self, further: _Further) -> None:
         """Until the connection is to end."""
-        takes_acks = isinstance(further.connection, TakesParts)
+        takes_acks = further.for_chunks is not None
         while not further.is_ending:
             if self._acks and takes_acks:
                 await self._send(self._acks.popleft(), further.connection)
@@ -229,9 +230,9 @@ class PeerLink:
             if action.key not in further.told and (header := self._calls.header(action.key)) is not None:
                 await self._send(header, connection)
                 further.told = {action.key, *list(further.told)[: HEADERS_REMEMBERED_MAX - 1]}
-            if isinstance(connection, TakesParts):
+            if further.for_chunks is not None:
                 parts = wire.beside(action.route, action.is_answer), frame
-                await connection.send_parts(parts)
+                await further.for_chunks.send_parts(parts)
                 self.sent_bytes += sum(map(len, parts))
             else:
                 await self._send(wire.addressed(frame, action.route, action.is_answer), connection)

@@ -114,6 +114,7 @@ class BroadcastNode:
         )  # fmt: skip
         self._uplink = UplinkWatch(self.meter, self.session, self._act, self._connections.stripes.look)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._reader = ArtifactReader(self.library)
@@ -439,7 +440,13 @@ class BroadcastNode:
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(at, lambda: self._act(Woken()))
+        self._timer = self._in_loop().call_at(at, lambda: self._act(Woken()))
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._in_loop().time()
+
+    def _in_loop(self) -> asyncio.AbstractEventLoop:
+        """Looked up once: Python 3.11 asks the kernel each time."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop

@@ -43,6 +43,12 @@ GONE_S = 18
 SHUTDOWN_S = 2.0
 UNSENT_BYTES_MAX = 256 << 10
 """Encrypted, in this process; what the kernel holds is sockets' to limit."""
+WRITE_BYTES = 64 << 10
+"""Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
+WAKE_BYTES_MAX, WAKE_STEP_BYTES = 48 << 10, 16 << 10
+"""The kernel wakes the loop when this much of a frame has arrived, not for each packet. A new connection's buffer holds it."""
+RECORD_BYTES = (16 << 10) + 256
+"""A TLS record and its overhead: so much of what a frame misses may be here already, in a record that is not complete."""
 UNREAD_BYTES_MAX = 1 << 20
 """Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
 ACCEPT_PAUSE_S = 0.2
@@ -54,11 +60,14 @@ class BulkConnection(asyncio.BufferedProtocol):
 
     def __init__(self, *, is_outgoing: bool) -> None:
         self.is_outgoing = is_outgoing
+        self._loop = asyncio.get_running_loop()
         self.remotes: frozenset[Remote] = frozenset()
         self.ended = asyncio.Event()
         self.peer = PeerIdentity(PeerId(""), Role.WORKER)
         self._told = ""
         self._transport: Any = None
+        self._raw: Any = None
+        self._wakes_at = 1
         self._cutter = FrameCutter(FRAME_BYTES_MAX, "a bulk connection")
         self._frames: deque[bytes] = deque()
         self._unread_bytes = 0
@@ -66,6 +75,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._stalling: asyncio.TimerHandle | None = None
+        self._went_on_at = 0.0
         self._error: EchoError | None = None
 
     # ---- what asyncio calls
@@ -76,7 +86,8 @@ class BulkConnection(asyncio.BufferedProtocol):
         host, port = transport.get_extra_info("peername")[:2]
         self.remotes = frozenset({(as_ipv4(host), port)})
         self._told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
-        keep_alive(transport.get_extra_info("socket"))
+        self._raw = transport.get_extra_info("socket")
+        keep_alive(self._raw)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._cutter.room()
@@ -96,6 +107,15 @@ class BulkConnection(asyncio.BufferedProtocol):
         if self._unread_bytes > UNREAD_BYTES_MAX:
             self._transport.pause_reading()
         self._expect_more()
+        self._wake_at(self._cutter.missing_bytes - RECORD_BYTES)
+
+    def _wake_at(self, missing_bytes: int) -> None:
+        """Packets of a wide-area link arrive one by one, and each would cost a turn of the loop."""
+        wakes_at = max(1, min(WAKE_BYTES_MAX, missing_bytes // WAKE_STEP_BYTES * WAKE_STEP_BYTES))
+        if wakes_at != self._wakes_at:
+            self._wakes_at = wakes_at
+            with contextlib.suppress(OSError):  # it has just ended
+                self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
 
     def eof_received(self) -> None:
         """The connection is closed; what had come is read."""
@@ -114,12 +134,23 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._may_write.set()
 
     def _expect_more(self) -> None:
-        """Of a frame that has begun; a connection between frames may be silent: its link tells whether the peer is there."""
-        if self._stalling is not None:
-            self._stalling.cancel()
-            self._stalling = None
-        if self._cutter.held_bytes and self._unread_bytes <= UNREAD_BYTES_MAX:
-            self._stalling = asyncio.get_running_loop().call_later(STALLED_S, self._transport.abort)
+        """A frame that has begun goes on within STALLED_S. Between frames a connection may be silent: its link tells whether the
+        peer is there. One timer looks again, since arming one per read would cost as much as the read."""
+        self._went_on_at = self._loop.time()
+        if self._stalling is None and self._is_amid_frame():
+            self._stalling = self._loop.call_later(STALLED_S, self._look_at_progress)
+
+    def _is_amid_frame(self) -> bool:
+        return bool(self._cutter.held_bytes) and self._unread_bytes <= UNREAD_BYTES_MAX
+
+    def _look_at_progress(self) -> None:
+        self._stalling = None
+        if not self._is_amid_frame():
+            return
+        if self._loop.time() - self._went_on_at >= STALLED_S:
+            self._transport.abort()
+        else:
+            self._stalling = self._loop.call_at(self._went_on_at + STALLED_S, self._look_at_progress)
 
     # ---- what a link calls
 
@@ -139,11 +170,12 @@ class BulkConnection(asyncio.BufferedProtocol):
             raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
         *small, large = parts
         self._transport.write(b"".join((head_of(sum(map(len, parts))), *small)))
-        if large:
-            self._transport.write(memoryview(large))  # of bytes, asyncio would copy what is left once a record
-        await self._may_write.wait()
-        if not self._is_open():
-            raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
+        whole = memoryview(large)  # of bytes, asyncio would copy what is left once a record
+        for begin in range(0, len(whole), WRITE_BYTES):
+            self._transport.write(whole[begin : begin + WRITE_BYTES])
+            await self._may_write.wait()
+            if not self._is_open():
+                raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
 
     async def receive(self) -> bytes | None:
         while not self._frames:

@@ -119,7 +119,7 @@ def test_chunks_follow_the_slowest_uplink_that_forwards() -> None:
     assert chunk_bytes_for(hundred, 256 << 10, 11e9) == 1 << 20
     assert chunk_bytes_for(hundred, 256 << 10, 1e15) == 4 << 20, "12.5 MB/s x 0.5 s = 6.25 MB"
     assert chunk_bytes_for(plan(fleet([100] * 7 + [10]), 1), 256 << 10, 11e9) == 512 << 10, "1.25 MB/s x 0.5 s"
-    assert chunk_bytes_for(plan(fleet([100] * 8), 1), 1 << 20) == 128 << 10  # 12.5 MB/s x 20 ms = 250 kB
+    assert chunk_bytes_for(plan(fleet([100] * 8), 1), 1 << 20) == 256 << 10  # 12.5 MB/s x 25 ms = 313 kB
     assert chunk_bytes_for(plan(fleet([100] * 7 + [10]), 1), 1 << 20) == 16 << 10
     assert chunk_bytes_for(plan(fleet([1] * 8, seed_up_mbit=2), 1), 1 << 20) == 16 << 10
     assert chunk_bytes_for(plan(fleet([100] * 8), 1), 64 << 10) == 64 << 10
