@@ -193,7 +193,11 @@ class PipeRelay:
             held.callback(place.book.close, circuit)
             for one in (caller, member):
                 keep_alive(one)
-            await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))
+            try:
+                async with asyncio.timeout(circuit.ends_at - monotonic()):  # also where nothing moves
+                    await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))
+            except TimeoutError:
+                raise place.book.too_old(circuit) from None
 
     async def close(self) -> None:
         for task in list(self._tasks):
