@@ -14,10 +14,11 @@ import pytest
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import splicing
+from echo2.broadcast.runtime import pipe_relay, splicing
 from echo2.trust.identity import dns_name_of
+from echo2.trust.runtime.port_limits import PIPES
 from tests.contract.fleet import until
-from tests.contract.test_pipes import HOST, Scene, scene
+from tests.contract.test_pipes import FRAMES, HOST, Scene, exchanged, scene
 from tests.redteam.target import ELSEWHERE
 
 GARBAGE = b"no record of TLS"
@@ -52,6 +53,15 @@ async def is_served(s: Scene) -> bool:
     answer = await asyncio.wait_for(connection.receive(), 10)
     await connection.close()
     return answer == b"here?"
+
+
+async def until_left(those: list[_Caller], count: int, limit_s: float = 5.0) -> None:
+    """Only so many of them have not been hung up on."""
+    ending = [asyncio.create_task(reader.read()) for reader, _ in those]
+    await until(lambda: sum(not one.done() for one in ending) <= count, f"at most {count} are left", limit_s)
+    for one in ending:
+        one.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def with_limits(s: Scene, limits: RelayLimits) -> RelayBook:
@@ -91,5 +101,49 @@ def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over() -> None:
             assert await asyncio.wait_for(connection.receive(), 10) is None
             await connection.close()
             assert book.refused == 1, "the log says which limit it was"
+
+    asyncio.run(play())
+
+
+def test_hellos_for_the_relay_itself_that_go_no_further_have_the_share_of_their_address() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            hello = hello_for(s.relay_credentials.peer_id)
+            async with callers(s, hello, pipe_relay.CALLERS_PER_HOST) as those:
+                for reader, _ in those:
+                    await asyncio.wait_for(reader.readexactly(1), 10)  # the relay has begun the handshake
+                async with callers(s, hello, 8) as more:
+                    await until_left(more, 0, 3.0)
+                assert await is_served(s) and len(s.relay._places) == 1
+
+    asyncio.run(play())
+
+
+def test_pipes_and_places_stay_where_strangers_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_relay, "PIPES", replace(PIPES, stranger_s=1.5))
+
+    async def play() -> None:
+        async with scene() as s:
+            place, connection = s.relay._places.copy(), await s.call()
+            async with callers(s, b"", 1) as those:
+                await until_left(those, 0)
+            assert await exchanged(connection) == FRAMES
+            assert s.relay._places == place
+            await connection.close()
+
+    asyncio.run(play())
+
+
+def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_relay, "PIPES", replace(PIPES, connections_cap=16))
+
+    async def play() -> None:
+        async with scene() as s:
+            async with callers(
+                s, hello_for(s.member.peer_id), 12
+            ) as those:  # each has a pipe until the member gives it up
+                await until_left(those, 8)
+                assert await is_served(s)
+            await until(lambda: not s.relay._connected[ELSEWHERE], "they have left")
 
     asyncio.run(play())

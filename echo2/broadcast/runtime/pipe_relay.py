@@ -5,7 +5,8 @@
 
 TLS goes end to end: to the relay a pipe is bytes that it cannot read, and a caller is whoever M lets in, as at an open port of M's.
 Guarantees: places only for members of the run that are not barred; pipes within the ledger (relay_book), charged to the member
-that is called; an opening within OPENING_S, an answer within ANSWER_S, CALLERS_PER_HOST of an address that wait for either.
+that is called; an opening within OPENING_S, an answer within ANSWER_S, a certificate within HANDSHAKE_S; CALLERS_PER_HOST of an
+address that wait for any of these, and half of all connections (port_limits.PIPES, watched by doors until they are pipes).
 Leaves to others: who M is (TLS at both ends), what goes through.
 """
 
@@ -21,22 +22,31 @@ from dataclasses import dataclass
 
 from echo2.base.errors import EchoError, LimitExceeded
 from echo2.base.ids import PeerId
+from echo2.broadcast import relay_book
 from echo2.broadcast.pipe_hello import OPENING_BYTES_MAX, TICKET_BYTES, PipeAnswer, TlsHello, opening_of
-from echo2.broadcast.relay_book import PIPES, PIPES_OF_LEARNER, RelayBook
+from echo2.broadcast.relay_book import PIPES_OF_LEARNER, RelayBook
 from echo2.broadcast.runtime.sockets import as_ipv4
 from echo2.broadcast.runtime.splicing import carry
-from echo2.broadcast.runtime.transport_bulk import HANDSHAKE_S, SHUTDOWN_S, BulkConnection, keep_alive, listener_at
+from echo2.broadcast.runtime.transport_bulk import (
+    HANDSHAKE_S,
+    SHUTDOWN_S,
+    BulkConnection,
+    keep_alive,
+    listener_at,
+    told_of,
+)
 from echo2.outside import here, monotonic
 from echo2.outside.guard import Refusals
 from echo2.outside.ready import accepted, readable
 from echo2.trust.identity import Role, dns_name_of
-from echo2.trust.runtime.port_limits import RELAY_CONNECTIONS_MAX, RELAY_SHARE, connections_within
+from echo2.trust.runtime.doors import DOORS
+from echo2.trust.runtime.port_limits import PIPES
 from echo2.trust.runtime.sockets_tls import MutualTls
 from echo2.trust.runtime.tls import Credentials
 
 OPENING_S, ANSWER_S = 8.0, 8.0
 LOOK_S = 0.02
-CALLERS_PER_HOST = 32
+CALLERS_PER_HOST = PIPES.strangers_per_host
 ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("echo2.ports")
 
@@ -55,10 +65,11 @@ class PipeRelay:
         self._tls, self._is_barred = MutualTls(credentials), is_barred
         self._own_name = dns_name_of(credentials.peer_id)
         self._books = {Role.LEARNER: RelayBook(PIPES_OF_LEARNER)}
-        self._book = RelayBook(PIPES)
+        self._book = RelayBook(relay_book.PIPES)
         self._places: dict[str, _Place] = {}
         self._waiting: dict[bytes, asyncio.Future[socket.socket]] = {}
-        self._openings: Counter[str] = Counter()  # by address, those that have no pipe yet
+        self._connected: Counter[str] = Counter()  # by address, callers and places
+        self._openings: Counter[str] = Counter()  # of these, the ones that have no pipe and have not shown who they are
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusals = Refusals(_log)
         self.port = 0
@@ -75,6 +86,7 @@ class PipeRelay:
         """OSError where the port is taken: members know which one it is, so no other will do."""
         listener = listener_at(host, port)
         self.port = int(listener.getsockname()[1])
+        DOORS.watch(self.port, PIPES)
         self._spawn(self._accept_all(listener))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -92,13 +104,17 @@ class PipeRelay:
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 host = as_ipv4(host)
-                full = len(self._tasks) >= connections_within(RELAY_SHARE, RELAY_CONNECTIONS_MAX)
-                if full or self._openings[host] >= CALLERS_PER_HOST:
+                if not self._has_room_for(host):
                     self._refusals.warn("pipe port %d: no room for one more of %s", self.port, host)
                     raw.close()
                     continue
                 self._openings[host] += 1
+                self._connected[host] += 1
                 self._spawn(self._serve(raw, host))
+
+    def _has_room_for(self, host: str) -> bool:
+        is_within_share = self._openings[host] < CALLERS_PER_HOST and self._connected[host] < PIPES.per_host
+        return is_within_share and len(self._tasks) < PIPES.connections
 
     async def _serve(self, raw: socket.socket, host: str) -> None:
         is_counted, is_ours = True, True
@@ -109,11 +125,12 @@ class PipeRelay:
                 case PipeAnswer(ticket):
                     is_ours = not self._answered(ticket, raw)
                 case TlsHello(server_name=name) if name == self._own_name:
-                    is_counted = self._uncount(host)
-                    await self._hold_place(raw)
+                    connection = await self._proven(raw)
+                    is_counted = _uncount(self._openings, host)
+                    await self._hold_place(connection)
                 case TlsHello(server_name=name):
                     place, other = await self._called(name)
-                    is_counted = self._uncount(host)
+                    is_counted = _uncount(self._openings, host)
                     await self._join(place, raw, other)
                 case None:
                     pass  # it ended before it had said what it wants
@@ -121,28 +138,31 @@ class PipeRelay:
             self._refusals.warn("pipe port %d: a caller from %s was refused: %s", self.port, host, error or "too slow")
         finally:
             if is_counted:
-                self._uncount(host)
+                _uncount(self._openings, host)
+            _uncount(self._connected, host)
             if is_ours:
                 raw.close()
 
-    def _uncount(self, host: str) -> bool:
-        self._openings[host] -= 1
-        if not self._openings[host]:
-            del self._openings[host]
-        return False
-
     # ---- members
 
-    async def _hold_place(self, raw: socket.socket) -> None:
+    async def _proven(self, raw: socket.socket) -> BulkConnection:
+        """Whoever it is has shown a certificate of the run; else OSError or TrustError."""
         connection = BulkConnection(is_outgoing=False)
-        name = ""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, raw, ssl=self._tls.listening, ssl_handshake_timeout=HANDSHAKE_S,
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )  # fmt: skip
             connection.prove()
-            peer = connection.peer
+        except BaseException:
+            if connection.remotes:
+                await connection.close()
+            raise
+        return connection
+
+    async def _hold_place(self, connection: BulkConnection) -> None:
+        peer, name = connection.peer, ""
+        try:
             if self._is_barred(peer.peer_id):
                 raise LimitExceeded(f"peer {peer.peer_id}: it is barred from this run")
             book = self._books.get(peer.role, self._book)
@@ -155,8 +175,7 @@ class PipeRelay:
         finally:
             if (held := self._places.get(name)) is not None and held.connection is connection:
                 del self._places[name]
-            if connection.remotes:
-                await connection.close()
+            await connection.close()
 
     async def _called(self, name: str) -> tuple[_Place, socket.socket]:
         """The member's own connection to us, once it has come. LimitExceeded where there is none."""
@@ -193,6 +212,7 @@ class PipeRelay:
             held.callback(place.book.close, circuit)
             for one in (caller, member):
                 keep_alive(one)
+                DOORS.release(told_of(*one.getpeername()[:2]))
             try:
                 async with asyncio.timeout(circuit.ends_at - monotonic()):  # also where nothing moves
                     await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))
@@ -203,7 +223,16 @@ class PipeRelay:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        DOORS.close(self.port)
         self.port = 0
+
+
+def _uncount(counts: Counter[str], host: str) -> bool:
+    """One fewer. False: it is not counted any more."""
+    counts[host] -= 1
+    if not counts[host]:
+        del counts[host]
+    return False
 
 
 async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:
