@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.ids import PeerId
+from echo2.broadcast import relay_book
 from echo2.broadcast.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.runtime import pipe_relay, splicing
-from echo2.trust.identity import dns_name_of
+from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
+from echo2.trust.identity import Role, dns_name_of
 from echo2.trust.runtime.port_limits import PIPES
 from tests.contract.fleet import until
 from tests.contract.test_pipes import FRAMES, HOST, Scene, exchanged, scene
@@ -145,5 +147,40 @@ def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypa
                 await until_left(those, 8)
                 assert await is_served(s)
             await until(lambda: not s.relay._connected[ELSEWHERE], "they have left")
+
+    asyncio.run(play())
+
+
+def test_a_members_second_place_ends_its_first_however_often() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            worker = BulkTransport(s.credentials(Role.WORKER))
+            made: list[BulkConnection] = []
+            for count in range(12):
+                made.append(await worker.dial(HOST, s.relay.port, s.relay_credentials.peer_id))
+                await until(lambda: len(s.relay._places) == 2, "it holds a place")
+                if count:
+                    assert await asyncio.wait_for(made[-2].receive(), 5) is None
+            await until(lambda: s.relay._connected[HOST] == 2, "one of the worker, one of the member")
+            assert not made[-1].ended.is_set() and len(s.relay._places) == 2
+            assert await is_served(s)
+            for one in made:
+                await one.close()
+
+    asyncio.run(play())
+
+
+def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_book, "PIPES", RelayLimits(reservation_s=0.5))
+
+    async def play() -> None:
+        made = Scene()
+        try:
+            silent = await made.bulk.dial(HOST, made.relay.port, made.relay_credentials.peer_id)
+            assert await asyncio.wait_for(silent.receive(), 10) is None
+            await silent.close()
+            assert not made.relay._places
+        finally:
+            await made.relay.close()
 
     asyncio.run(play())

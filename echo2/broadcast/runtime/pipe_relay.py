@@ -4,9 +4,10 @@
     member --TLS hello for us, its certificate--> holds a place: knows of callers as long as this connection lives
 
 TLS goes end to end: to the relay a pipe is bytes that it cannot read, and a caller is whoever M lets in, as at an open port of M's.
-Guarantees: places only for members of the run that are not barred; pipes within the ledger (relay_book), charged to the member
-that is called; an opening within OPENING_S, an answer within ANSWER_S, a certificate within HANDSHAKE_S; CALLERS_PER_HOST of an
-address that wait for any of these, and half of all connections (port_limits.PIPES, watched by doors until they are pipes).
+Guarantees: places only for members of the run that are not barred, one a member, its newest; pipes within the ledger (relay_book),
+charged to the member that is called; an opening within OPENING_S, an answer within ANSWER_S, a certificate within HANDSHAKE_S;
+CALLERS_PER_HOST of an address that wait for any of these, and half of all connections (port_limits.PIPES, watched by doors until
+they are pipes).
 Leaves to others: who M is (TLS at both ends), what goes through.
 """
 
@@ -168,9 +169,11 @@ class PipeRelay:
             book = self._books.get(peer.role, self._book)
             book.reserve(peer.peer_id, monotonic())
             name = dns_name_of(peer.peer_id)
+            if (first := self._places.get(name)) is not None:
+                first.connection.abort()  # a peer has one place: its newest connection
             self._places[name] = _Place(peer.peer_id, connection, book)
             _log.info("byte pipes: %s %s holds a place", peer.role.value, peer.peer_id)
-            while await connection.receive() is not None:  # it says now and then that it is still here
+            while await _heard(connection, book.limits.reservation_s):
                 book.reserve(peer.peer_id, monotonic())
         finally:
             if (held := self._places.get(name)) is not None and held.connection is connection:
@@ -233,6 +236,12 @@ def _uncount(counts: Counter[str], host: str) -> bool:
     if not counts[host]:
         del counts[host]
     return False
+
+
+async def _heard(connection: BulkConnection, within_s: float) -> bool:
+    """Whether the member says that it is still here, as it does now and then. TimeoutError where it stays silent."""
+    async with asyncio.timeout(within_s):
+        return await connection.receive() is not None
 
 
 async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:

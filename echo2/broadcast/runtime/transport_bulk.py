@@ -175,6 +175,10 @@ class BulkConnection(asyncio.BufferedProtocol):
         except TimeoutError:
             self._transport.abort()
 
+    def abort(self) -> None:
+        """At once; what was written may be lost."""
+        self._transport.abort()
+
     def _is_open(self) -> bool:
         return not (self.ended.is_set() or self._transport.is_closing())
 
