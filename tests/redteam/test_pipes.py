@@ -85,7 +85,7 @@ def test_a_caller_that_stays_behind_the_members_end_holds_no_pipe(
 
     async def play() -> None:
         async with scene() as s:
-            book = with_limits(s, RelayLimits(circuits_per_member_max=4))
+            book = with_limits(s, RelayLimits(circuits_per_member_max=8))
             async with callers(s, hello_for(s.member.peer_id) + GARBAGE, 4) as those:
                 for reader, _ in those:  # the member sees the garbage and hangs up; the caller does not
                     await asyncio.wait_for(reader.read(), 10)
@@ -147,6 +147,18 @@ def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypa
                 await until_left(those, 8)
                 assert await is_served(s)
             await until(lambda: not s.relay._connected[ELSEWHERE], "they have left")
+
+    asyncio.run(play())
+
+
+def test_an_address_gets_half_of_a_members_pipes() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            with_limits(s, RelayLimits(circuits_per_member_max=4))
+            async with callers(s, hello_for(s.member.peer_id), 6) as those:
+                await until_left(those, 2)
+                assert await is_served(s)
+            await until(lambda: not s.relay._piped, "they have left")
 
     asyncio.run(play())
 

@@ -6,8 +6,8 @@
 TLS goes end to end: to the relay a pipe is bytes that it cannot read, and a caller is whoever M lets in, as at an open port of M's.
 Guarantees: places only for members of the run that are not barred, one a member, its newest; pipes within the ledger (relay_book),
 charged to the member that is called; an opening within OPENING_S, an answer within ANSWER_S, a certificate within HANDSHAKE_S;
-CALLERS_PER_HOST of an address that wait for any of these, and half of all connections (port_limits.PIPES, watched by doors until
-they are pipes).
+CALLERS_PER_HOST of an address that wait for any of these, half of all connections (port_limits.PIPES, watched by doors until they
+are pipes), half of a member's pipes.
 Leaves to others: who M is (TLS at both ends), what goes through.
 """
 
@@ -20,6 +20,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
 from echo2.base.errors import EchoError, LimitExceeded
 from echo2.base.ids import PeerId
@@ -50,6 +51,7 @@ LOOK_S = 0.02
 CALLERS_PER_HOST = PIPES.strangers_per_host
 ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("echo2.ports")
+Key = TypeVar("Key", str, tuple[PeerId, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class PipeRelay:
         self._book = RelayBook(relay_book.PIPES)
         self._places: dict[str, _Place] = {}
         self._waiting: dict[bytes, asyncio.Future[socket.socket]] = {}
+        self._piped: Counter[tuple[PeerId, str]] = Counter()  # by member and the caller's address
         self._connected: Counter[str] = Counter()  # by address, callers and places
         self._openings: Counter[str] = Counter()  # of these, the ones that have no pipe and have not shown who they are
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +135,7 @@ class PipeRelay:
                 case TlsHello(server_name=name):
                     place, other = await self._called(name)
                     is_counted = _uncount(self._openings, host)
-                    await self._join(place, raw, other)
+                    await self._join(place, raw, other, host)
                 case None:
                     pass  # it ended before it had said what it wants
         except (OSError, TimeoutError, EchoError) as error:
@@ -208,11 +211,16 @@ class PipeRelay:
         coming.set_result(raw)
         return True
 
-    async def _join(self, place: _Place, caller: socket.socket, member: socket.socket) -> None:
+    async def _join(self, place: _Place, caller: socket.socket, member: socket.socket, host: str) -> None:
+        key, most = (place.peer_id, host), max(1, place.book.limits.circuits_per_member_max // 2)
         with contextlib.ExitStack() as held:
             held.callback(member.close)
             circuit = place.book.open(place.peer_id, place.peer_id, monotonic())
             held.callback(place.book.close, circuit)
+            if self._piped[key] >= most:
+                raise LimitExceeded(f"peer {place.peer_id} has {most} pipes of that address, the most allowed")
+            self._piped[key] += 1
+            held.callback(_uncount, self._piped, key)
             for one in (caller, member):
                 keep_alive(one)
                 DOORS.release(told_of(*one.getpeername()[:2]))
@@ -230,11 +238,11 @@ class PipeRelay:
         self.port = 0
 
 
-def _uncount(counts: Counter[str], host: str) -> bool:
+def _uncount(counts: Counter[Key], key: Key) -> bool:
     """One fewer. False: it is not counted any more."""
-    counts[host] -= 1
-    if not counts[host]:
-        del counts[host]
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
     return False
 
 
