@@ -91,7 +91,7 @@ class RelayBook:
     def move(self, circuit: Circuit, count: int, now: float) -> None:
         """Charges `count` bytes; LimitExceeded when they may not pass."""
         if now >= circuit.ends_at:
-            raise self._refusal(f"circuit {circuit.number} is {self.limits.circuit_s_max:.0f} s old, the most allowed")
+            raise self.too_old(circuit)
         if circuit.moved_bytes + count > self.limits.circuit_bytes_max:
             raise self._refusal(f"circuit {circuit.number} has moved {circuit.moved_bytes} bytes, the most allowed")
         uses = [self._used(member, now) for member in {circuit.source, circuit.target}]
@@ -102,6 +102,10 @@ class RelayBook:
             use.moved_bytes += count
         circuit.moved_bytes += count
         self.moved_bytes += count
+
+    def too_old(self, circuit: Circuit) -> LimitExceeded:
+        """What to raise once `ends_at` has come."""
+        return self._refusal(f"circuit {circuit.number} is {self.limits.circuit_s_max:.0f} s old, the most allowed")
 
     def close(self, circuit: Circuit) -> None:
         self.circuits.pop(circuit.number, None)

@@ -23,6 +23,7 @@ _FILES, _TLS, _BATCHER = "learner/runtime/checkpoint.py", "trust/runtime/tls.py"
 _DOOR = "learner/batcher.py"
 _SWAP, _GATE, _WIRE, _TOKENS = "worker/swap.py", "worker/token_gate.py", "wire/coordinator.py", "coordinator/tokens.py"
 _LEARNER, _WORKER, _ORDERS = "learner/runtime/shift.py", "worker/runtime/shift.py", "learner/runtime/orders.py"
+_PIPE_RELAY, _PIPES = "broadcast/runtime/pipe_relay.py", ("tests/redteam/test_pipes.py",)
 _UNIT = "tests/unit/"
 _W = (_UNIT + "wire/test_fields.py",)
 _WF = (_UNIT + "sim/test_said.py",)
@@ -73,6 +74,17 @@ MUTANTS: tuple[Mutant, ...] = (
            "            if self._is_barred(peer.peer_id):", "            if False:", ("tests/contract/test_pipes.py",)),
     Mutant("what a byte pipe moves is not charged", "broadcast/runtime/pipe_relay.py",
            "place.book.move(circuit, count, monotonic())", "None", ("tests/contract/test_pipes.py",)),
+    Mutant("a byte pipe waits for ever for its second direction", "broadcast/runtime/splicing.py", "timeout=ENDING_S", "timeout=None", _PIPES),
+    Mutant("a byte pipe on which nothing moves outlives its time", _PIPE_RELAY,
+           "asyncio.timeout(circuit.ends_at - monotonic())", "asyncio.timeout(None)", _PIPES),
+    Mutant("a hello for the relay is counted until its handshake begins", _PIPE_RELAY,
+           "                    connection = await self._proven(raw)\n                    is_counted = _uncount(self._openings, host)\n",
+           "                    is_counted = _uncount(self._openings, host)\n                    connection = await self._proven(raw)\n", _PIPES),
+    Mutant("doors do not watch the port for byte pipes", _PIPE_RELAY, "        DOORS.watch(self.port, PIPES)\n", "", _PIPES),
+    Mutant("doors take a byte pipe for a stranger", _PIPE_RELAY,
+           "                DOORS.release(told_of(*one.getpeername()[:2]))\n", "", _PIPES),
+    Mutant("an address may hold all of a member's byte pipes", _PIPE_RELAY, "            if self._piped[key] >= most:", "            if False:", _PIPES),
+    Mutant("a member's second place for byte pipes leaves its first", _PIPE_RELAY, "                first.connection.abort()", "                pass", _PIPES),
     # staleness and exactly once
     Mutant("S is off by one", "staleness/rule.py", "<= staleness_bound\n\n\ndef last", "<= staleness_bound + 1\n\n\ndef last",
            (_UNIT + "staleness/test_rule.py",)),
@@ -180,9 +192,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a worker scores what it sampled itself", "learner/scorings.py", "            if worker not in authors\n", "            if True\n",
            (_UNIT + "learner/test_scorings.py",)),
     Mutant("no known answers are among what a scorer scores", "learner/scorings.py",
-           "scorer.checked < VERIFIED_FIRST or self.rng.random() < VERIFIED_SHARE", "False", (_UNIT + "learner/test_scorings.py",)),
+           "record.checked < VERIFIED_FIRST or self.rng.random() < VERIFIED_SHARE", "False", (_UNIT + "learner/test_scorings.py",)),
     Mutant("a scorer may hand back every lease", "learner/scorings.py",
-           "            scorer.declined += bool(scores) or one.request.versions <= scorer.versions\n", "", (_UNIT + "learner/test_scorings.py",)),
+           "            record.declined += 1\n", "", (_UNIT + "learner/test_scorings.py",)),
+    Mutant("a new stream clears a scorer's record", "learner/scorings.py", "self._records.get(worker) or _Record()", "_Record()",
+           (_UNIT + "learner/test_scorings.py",)),
+    Mutant("a lease that a scorer's stream left never counts as silent", "learner/scorings.py", "            one.is_left = True\n",
+           "            one.is_left, one.delivered_before = True, 1 << 60\n", (_UNIT + "learner/test_scorings.py",)),
+    Mutant("versions that a scorer took back are asked of it again", "learner/scorings.py",
+           "scorer.versions = versions - record.given_up", "scorer.versions = versions", (_UNIT + "learner/test_scorings.py",)),
+    Mutant("what a scorer left is counted twice", "learner/scorings.py", "        self.counts.read_tokens -= one.request.read_tokens\n", "",
+           (_UNIT + "learner/test_scorings.py",)),
     Mutant("a barred worker is heard as a scorer", "learner/runtime/scoring.py",
            "            begun = monotonic()\n            check_allowed(worker)\n", "            begun = monotonic()\n",
            (_UNIT + "learner/test_scoring_streams.py",)),

@@ -5,8 +5,8 @@ connection to a watched port is a caller's, who is a stranger until a call on it
 within two looks: a stranger stays for `stranger_s`; an address has `strangers_per_host` strangers, of which the slow go first,
 and `per_host` connections in all; a peer has `per_peer`; what has come and was not taken as a message holds `in_flight_bytes`
 of memory for a peer, IN_FLIGHT_OF_TRUSTED for those whom all trust, and IN_FLIGHT_IN_ALL for all, beyond which the connections
-that hold most are ended. Waits LOOK_S
-between looks, in a thread of its own. Leaves to others: how many are accepted at all (port_limits), calls (gate).
+that hold most are ended. Waits LOOK_S between looks, in a thread of its own. Leaves to others: how many are accepted at all
+(port_limits), calls (gate), connections that were let go (`release`).
 
 Linux only; elsewhere callers are limited by gRPC's own counts alone.
 """
@@ -56,12 +56,25 @@ class Caller:
     taken_bytes: int = 0
     messages: int = 0
     in_flight_max: int = IN_FLIGHT_OF_TRUSTED
+    is_released: bool = False
 
     def in_flight_bytes(self, now: float) -> int:
         """What came and was not taken as a message: at least so much of it lies in memory."""
         overhead = OVERHEAD + OVERHEAD_SHARE * self.received_bytes + OVERHEAD_PER_MESSAGE * self.messages
         overhead += OVERHEAD_PER_S * (now - self.since)
         return max(0, int(self.received_bytes - self.taken_bytes - overhead))
+
+
+@dataclass(slots=True)
+class _Early:
+    """What was told of a connection before a look has seen it."""
+
+    peer: str = ""
+    is_trusted: bool = False
+    taken_bytes: int = 0
+    messages: int = 0
+    is_released: bool = False
+    looks: int = 0
 
 
 def overdue(callers: Iterable[Caller], limits: PortLimits, now: float) -> dict[str, list[Caller]]:
@@ -131,7 +144,7 @@ class Doors:
     _ports: dict[int, PortLimits] = field(default_factory=dict)
     _callers: dict[tuple[int, Remote], Caller] = field(default_factory=dict)
     _by_remote: dict[Remote, Caller] = field(default_factory=dict)
-    _known_early: dict[Remote, tuple[str, bool, int, int]] = field(default_factory=dict)
+    _known_early: dict[Remote, _Early] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
 
@@ -154,9 +167,16 @@ class Doors:
             caller = self._by_remote.get(remote)
             if caller is not None:
                 self._name(caller, peer, is_trusted)
-            elif self._may_enter():  # it came after the last look, and is entered at the next
-                _, _, size, count = self._known_early.get(remote, ("", False, 0, 0))
-                self._known_early[remote] = (peer, is_trusted, size, count)
+            elif (early := self._early(remote)) is not None:
+                early.peer, early.is_trusted = peer, is_trusted
+
+    def release(self, told: str) -> None:
+        """From now on others limit this connection, and its bytes do not lie in this process: it is not looked at any more."""
+        remote = remote_of(told)
+        with self._lock:
+            caller = self._by_remote.get(remote) or self._early(remote)
+            if caller is not None:
+                caller.is_released = True
 
     def _name(self, caller: Caller, peer: str, is_trusted: bool) -> None:
         limits = self._ports.get(caller.port)
@@ -171,12 +191,15 @@ class Doors:
             if caller is not None:
                 caller.taken_bytes += size_bytes
                 caller.messages += 1
-            elif self._may_enter():
-                peer, is_trusted, size, count = self._known_early.get(remote, ("", False, 0, 0))
-                self._known_early[remote] = (peer, is_trusted, size + size_bytes, count + 1)
+            elif (early := self._early(remote)) is not None:
+                early.taken_bytes += size_bytes
+                early.messages += 1
 
-    def _may_enter(self) -> bool:
-        return bool(self._ports) and len(self._known_early) < EARLY_MAX
+    def _early(self, remote: Remote) -> _Early | None:
+        """Of a connection that came after the last look, and is entered at the next. None where there is no room for it."""
+        if remote not in self._known_early and (not self._ports or len(self._known_early) >= EARLY_MAX):
+            return None
+        return self._known_early.setdefault(remote, _Early())
 
     def look(self, now: float) -> int:
         """One look; returns how many connections it ended."""
@@ -185,7 +208,7 @@ class Doors:
         seen = dict(_connections(ports))
         with self._lock:
             self._enter(seen, now)
-            callers = list(self._callers.values())
+            callers = [caller for caller in self._callers.values() if not caller.is_released]
             reasons: dict[str, list[Caller]] = defaultdict(list)
             for port, limits in ports.items():
                 for reason, those in overdue([one for one in callers if one.port == port], limits, now).items():
@@ -204,11 +227,15 @@ class Doors:
             if caller is None or received_bytes < caller.received_bytes:  # the same ports, another connection
                 caller = self._callers[key] = Caller(*key, now)
                 self._by_remote[caller.remote] = caller
-                early = self._known_early.get(caller.remote, ("", False, 0, 0))
-                self._name(caller, *early[:2])
-                caller.taken_bytes, caller.messages = early[2:]
+                early = self._known_early.pop(caller.remote, _Early())
+                self._name(caller, early.peer, early.is_trusted)
+                caller.taken_bytes, caller.messages = early.taken_bytes, early.messages
+                caller.is_released = early.is_released
             caller.fd, caller.received_bytes = fd, received_bytes
-        self._known_early.clear()
+        for remote, early in list(self._known_early.items()):
+            early.looks += 1  # it may have come while this look was under way: the next one sees it
+            if early.looks > 1:
+                del self._known_early[remote]
 
     def _end(self, reason: str, callers: list[Caller]) -> int:
         ended = sum(_shut(caller) for caller in callers)

@@ -113,11 +113,14 @@ BULK = PortLimits(
     connections_cap=1_024,
 )
 """Chunks over plain sockets, beside the streams of the two above."""
-
-
 PAGE_SHARE, PAGE_CONNECTIONS_MAX = 0.15, 512
 RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048
 """Of the operator's page and of libp2p, which accept for themselves."""
+PIPES = PortLimits(
+    message_bytes=64 << 10, reply_bytes=64 << 10, streams=1, window_bytes=WINDOW_BYTES_MIN, share=RELAY_SHARE,
+    connections_cap=RELAY_CONNECTIONS_MAX, per_peer=4, in_flight_bytes=1 << 20,
+)  # fmt: skip
+"""Of a relay: callers until they have a pipe, and members that hold a place. A pipe counts as one connection, of its caller."""
 
 
 def merged(*tables: Mapping[str, int | str]) -> list[tuple[str, int | str]]:
