@@ -3,7 +3,8 @@
     a header or a seal: sent to a peer once, before anything that needs it
     a have-map:  changed --at most once per interval, less often with many peers--> sent to peers whose last one differs
 
-Guarantees: chunks that are about to be pushed are left out of have-maps, or peers would request what is on its way; the last few chunks of an artifact are announced quickly, because many peers wait for few chunks. Leaves to others: sending (runtime/outbox).
+Guarantees: have-maps leave out chunks that are about to be pushed, or peers would request what is on its way; the last few
+chunks of an artifact are announced quickly, because many peers wait for them. Leaves to others: sending (runtime/outbox).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _direct_share(nodes: Sequence[NodeLink]) -> float:
 
 def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, ...]:
     """The same trees with weights that relieve the most loaded uplink: workers that relay to nodes which others cannot
-    reach carry more than their own share, so their trees get less weight."""
+    reach carry more than their own share."""
     edges = [Counter(tree.parents) for tree in trees]
     weights = best = [tree.weight for tree in trees]
     best_peak = float("inf")
