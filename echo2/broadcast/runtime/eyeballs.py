@@ -1,7 +1,7 @@
-"""Of several addresses of one peer the first that answers, as RFC 8305 has it: the next is tried beside those that have not yet.
+"""Connects to the first address of a peer that answers (Happy Eyeballs, RFC 8305), trying the next while earlier ones are pending.
 
-Guarantees: one connection comes out, any other is closed; addresses are begun in the order given, NEXT_ADDRESS_S apart or as
-soon as one before has failed. Raises the error of the last that failed. Leaves to others: which addresses, and dialling one.
+Guarantees: returns one connection and closes any other; addresses are tried in the given order, NEXT_ADDRESS_S apart or as
+soon as the previous one has failed. Raises the last error if all fail. Leaves to others: which addresses, and dialling one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _C = TypeVar("_C", bound=Connection)
 
 
 async def hosts_of(name: str, port: int) -> list[str]:
-    """The numeric hosts that a name stands for, IPv6 and IPv4 by turns. OSError where it stands for none."""
+    """Resolves a name to numeric hosts, IPv6 and IPv4 alternating. OSError if it cannot be resolved."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name.strip("[]"), port, type=socket.SOCK_STREAM)
     hosts = list(dict.fromkeys(str(place[0]) for *_, place in found))
@@ -31,7 +31,7 @@ async def hosts_of(name: str, port: int) -> list[str]:
 
 
 async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]]) -> tuple[_C, str]:
-    """The connection, and the address that answered. At least one address is given."""
+    """Returns the connection and the address that answered. `addresses` must not be empty."""
     trying: dict[asyncio.Future[_C], str] = {}
     left, error = list(addresses), None
     try:
@@ -53,7 +53,7 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]
 
 
 def _give_up(trying: Iterable[asyncio.Future[_C]]) -> None:
-    """Without waiting: whoever called may be at its own end."""
+    """Cancels pending dials without waiting, because the caller may itself be cancelled."""
     for one in trying:
         if one.done():
             _close_late(one)
@@ -63,7 +63,7 @@ def _give_up(trying: Iterable[asyncio.Future[_C]]) -> None:
 
 
 def _close_late(one: asyncio.Future[Any]) -> None:
-    """It was through as it was given up."""
+    """Closes a connection that was established just as it was cancelled."""
     if not one.cancelled() and one.exception() is None:
         closing = asyncio.ensure_future(one.result().close())
         _closing.add(closing)
@@ -71,4 +71,4 @@ def _close_late(one: asyncio.Future[Any]) -> None:
 
 
 _closing: set[asyncio.Future[None]] = set()
-"""The loop keeps no hold of what nobody awaits."""
+"""Keeps references, because the event loop holds tasks only weakly."""
