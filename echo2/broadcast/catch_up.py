@@ -118,8 +118,8 @@ def _quickest(
 
 
 def _way(plan: CatchUp, of_edge: dict[Edge, ArtifactOffer]) -> Way:
-    found = [of_edge[piece] for piece in plan.pieces]
-    is_plain = plan.kind == "merged" and found[0].is_pushed
+    offers = [of_edge[piece] for piece in plan.pieces]
+    is_plain = plan.kind == "merged" and offers[0].is_pushed
     return Way(
-        "delta" if is_plain else plan.kind, tuple(offer.key for offer in found), plan.expected_s, plan.reason
+        "delta" if is_plain else plan.kind, tuple(offer.key for offer in offers), plan.expected_s, plan.reason
     )  # fmt: skip

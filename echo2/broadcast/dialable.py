@@ -50,13 +50,15 @@ class MetAddresses:
 def dialable(named: Access, seen_from: str, proven: Collection[str] = ()) -> tuple[Access, tuple[str, ...]]:
     """Filters the addresses that peers may be given of a worker seen from this host and reached at `proven`; returns them and the
     rejected ones."""
-    seen, met = _ip(seen_from), {_place(one) for one in proven} - {None}
-    addresses = tuple(one for one in named.addresses if _is_at(one, seen) or _place(one) in met)[:NAMED_MAX]
+    seen, met = _ip(seen_from), {_place(address) for address in proven} - {None}
+    addresses = tuple(address for address in named.addresses if _is_at(address, seen) or _place(address) in met)[
+        :NAMED_MAX
+    ]
     is_behind = seen is not None and _ip(named.public_host) == seen
-    lan = tuple(one for one in named.lan_addresses if is_behind and _is_within(one, seen))[:NAMED_MAX]
+    lan = tuple(address for address in named.lan_addresses if is_behind and _is_within(address, seen))[:NAMED_MAX]
     kept = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
     told = {*addresses, *lan}
-    return kept, tuple(one for one in (*named.addresses, *named.lan_addresses) if one not in told)
+    return kept, tuple(address for address in (*named.addresses, *named.lan_addresses) if address not in told)
 
 
 def is_punchable(host: str, port: int, own_host: str) -> bool:
@@ -107,7 +109,7 @@ def _host(address: str) -> _Ip | None:
 
 def _ip(text: str) -> _Ip | None:
     try:
-        found = ipaddress.ip_address(text)
+        ip = ipaddress.ip_address(text)
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(ip, "ipv4_mapped", None) or ip

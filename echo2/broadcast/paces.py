@@ -132,15 +132,15 @@ def _in_turn(downs: Sequence[float], lacking: Sequence[float], uplinks: float, b
 
 def marked(nodes: Sequence[NodeLink], made: Stages, own_relay: Sequence[float]) -> tuple[NodeLink, ...]:
     """The nodes with their deferred share and turn. `own_relay`: per node, the share of chunks that it is the first to get."""
-    found = [nodes[0]]
+    result = [nodes[0]]
     for number, node in enumerate(nodes[1:], start=1):
         if number in made.prompt:
-            found.append(node)
+            result.append(node)
             continue
         own = own_relay[number]
         at_once = max(0.0, 1.0 - made.deferred[number - 1] - own) / max(1e-9, 1.0 - own)
-        found.append(replace(node, deferred_share=max(1e-6, 1.0 - at_once), turn=made.turns[number - 1]))
-    return tuple(found)
+        result.append(replace(node, deferred_share=max(1e-6, 1.0 - at_once), turn=made.turns[number - 1]))
+    return tuple(result)
 
 
 def paced_trees(

@@ -41,12 +41,12 @@ def egress_usd(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes:
 
 def crossings(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> dict[str, float]:
     """Per region, how many copies of an artifact enter it from outside."""
-    found: dict[str, float] = defaultdict(float)
+    copies: dict[str, float] = defaultdict(float)
     for tree in trees:
         for child, parent in enumerate(tree.parents, start=1):
             if is_crossing(nodes[parent], nodes[child]):
-                found[nodes[child].region] += tree.weight
-    return dict(found)
+                copies[nodes[child].region] += tree.weight
+    return dict(copies)
 
 
 def regional(
@@ -68,14 +68,14 @@ def regional(
 def _groups(nodes: Sequence[NodeLink]) -> dict[str, list[int]]:
     """Workers by region, the gateway first: the strongest uplink among dialable workers; the seed itself in the seed's
     region."""
-    found: dict[str, list[int]] = defaultdict(list)
+    groups: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes[1:], start=1):
-        found[node.region].append(number)
-    for region, members in found.items():
+        groups[node.region].append(number)
+    for region, members in groups.items():
         members.sort(key=lambda number: (not nodes[number].addresses, -nodes[number].up, number))
         if region == nodes[0].region:
             members.insert(0, 0)
-    return dict(found)
+    return dict(groups)
 
 
 def _inside(
@@ -115,8 +115,8 @@ def _gateways_above(nodes: Sequence[NodeLink], gateways: Sequence[int], *, is_ch
     """Maps each gateway to the node that feeds it."""
     if not is_chain:
         return dict.fromkeys(gateways, 0)
-    found, before = dict[int, int](), 0
+    feeders, before = dict[int, int](), 0
     for gateway in sorted(gateways, key=lambda number: (not nodes[number].addresses, -nodes[number].up, number)):
-        found[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
+        feeders[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
         before = gateway
-    return found
+    return feeders

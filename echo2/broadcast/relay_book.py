@@ -78,7 +78,7 @@ class RelayBook:
         if len(self.circuits) >= self.limits.circuits_max:
             raise self._refusal(f"all {self.limits.circuits_max} circuits are in use")
         for member in (source, target):
-            held = sum(member in (one.source, one.target) for one in self.circuits.values())
+            held = sum(member in (other.source, other.target) for other in self.circuits.values())
             if held >= self.limits.circuits_per_member_max:
                 raise self._refusal(f"peer {member} has {held} circuits, the most allowed")
             if self._used(member, now).moved_bytes >= self.limits.member_bytes_per_hour:

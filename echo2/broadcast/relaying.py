@@ -60,12 +60,12 @@ class Relaying:
             return known
         plan = self._plans.get(route.epoch)
         mine = plan.index_of(self._me) if plan is not None else None
-        found: tuple[Child, ...] = ()
+        ours: tuple[Child, ...] = ()
         if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
             children = plan.pushed_to(route.tree)
-            found = tuple(child_of(plan.nodes[child], child in children, mine == 0) for child in children.get(mine, ()))
-            self._children[route] = found
-        return found
+            ours = tuple(child_of(plan.nodes[child], child in children, mine == 0) for child in children.get(mine, ()))
+            self._children[route] = ours
+        return ours
 
     def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[SendRelayAck]:
         """Starts relaying a chunk to `waiting`, the children that still need it; with none, acknowledges at once."""

@@ -213,15 +213,15 @@ def _builders(
 ) -> dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]]:
     """Builders of candidates: a full mesh if the degree limit allows it; trees by region if traffic is charged."""
     count = len(nodes)
-    found: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
+    builders: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
     if count <= degree_max + 1:
-        found["multi_tree"] = weighted_multi_tree
+        builders["multi_tree"] = weighted_multi_tree
     else:
-        found["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
+        builders["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
     if any(node.egress_usd_per_gib for node in nodes):
         by_region = functools.partial(regional, degree_max=degree_max, striped=striped)
-        found |= {"regional": by_region, "regional_chain": functools.partial(by_region, is_chain=True)}
-    return found
+        builders |= {"regional": by_region, "regional_chain": functools.partial(by_region, is_chain=True)}
+    return builders
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +260,17 @@ def plan(
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     weighed = tuple(weights) if sum(weights) > 0 else (1.0,) * (len(nodes) - 1)
-    found: list[TreeChoice] = []
+    candidates: list[TreeChoice] = []
     for name, build in _builders(nodes, degree_max).items():
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             guess = predict(nodes, trees, artifact_bytes, size)
             usd = egress_usd(nodes, trees, artifact_bytes)
-            found.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s, usd))
+            candidates.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s, usd))
     paced = _paced(nodes, weighed, artifact_bytes, chunk_bytes, degree_max) if is_paced else None
-    found += [paced] if paced is not None else []
-    in_limit = [f for f in found if degree_of(f.trees, len(nodes)) <= degree_max] or found
+    candidates += [paced] if paced is not None else []
+    in_limit = [f for f in candidates if degree_of(f.trees, len(nodes)) <= degree_max] or candidates
     fastest = min(in_limit, key=lambda candidate: candidate.all_s)
     chosen = min((f for f in in_limit if f.nodes == tuple(nodes)), key=lambda candidate: candidate.all_s)
     for candidate in in_limit:
@@ -279,7 +279,7 @@ def plan(
         if is_near and (is_first or candidate.mean_s(weighed) < chosen.mean_s(weighed) / MEAN_GAIN_MIN):
             chosen = candidate
     chosen = _worth_its_price(chosen, in_limit, fastest, usd_per_s)
-    reason = _reason(chosen, found, nodes, weighed, artifact_bytes)
+    reason = _reason(chosen, candidates, nodes, weighed, artifact_bytes)
     return BroadcastPlan(
         epoch, chosen.nodes, chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd
     )
@@ -290,10 +290,10 @@ def _worth_its_price(
 ) -> TreeChoice:
     """The candidate with the least sum of traffic and time costs; if time has no price, only those near the fastest compete. The
     first choice stays unless another is cheaper by more than the predictions' error."""
-    if not any(one.usd for one in in_limit):
+    if not any(candidate.usd for candidate in in_limit):
         return chosen
-    near = [one for one in in_limit if usd_per_s > 0 or one.all_s <= SLOWEST_NEAR * fastest.all_s]
-    cheapest = min(near, key=lambda one: one.usd + usd_per_s * one.all_s)
+    near = [candidate for candidate in in_limit if usd_per_s > 0 or candidate.all_s <= SLOWEST_NEAR * fastest.all_s]
+    cheapest = min(near, key=lambda candidate: candidate.usd + usd_per_s * candidate.all_s)
     is_cheaper = (cheapest.usd + usd_per_s * cheapest.all_s) * MEAN_GAIN_MIN < chosen.usd + usd_per_s * chosen.all_s
     return cheapest if is_cheaper else chosen
 
@@ -318,16 +318,16 @@ def _paced(
 
 
 def _reason(
-    chosen: TreeChoice, found: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
+    chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
 ) -> str:
     bound, earliest = fluid_bound(nodes), own_earliest(nodes)
-    is_charged = any(other.usd for other in found)
+    is_charged = any(other.usd for other in candidates)
     times = ", ".join(
         f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s"
         + (f", {other.usd:.2f} USD of traffic" if is_charged else "")
-        for other in found
+        for other in candidates
     )
-    if is_charged and chosen.all_s > SLOWEST_NEAR * min(other.all_s for other in found):
+    if is_charged and chosen.all_s > SLOWEST_NEAR * min(other.all_s for other in candidates):
         whom = f"{size / 1e6:.1f} MB to {len(nodes) - 1} workers"
         return f"{chosen.name} has the least cost of time and traffic for {whom} ({times})"
     by_mean = ", with the least mean time of those near the fastest," if chosen.name.startswith("paced") else ""

@@ -108,11 +108,13 @@ class TaskSection(Section):
     @property
     def asked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         """Adapter and arguments of each training task."""
-        return tuple((one.task, one.args) for one in self.mixture.values()) or ((self.name, self.args),)
+        return tuple((entry.task, entry.args) for entry in self.mixture.values()) or ((self.name, self.args),)
 
     @property
     def held_out(self) -> dict[str, int]:
         """Number of held-out prompts by name of the mixture's tasks; a single task has an empty name."""
         default = self.eval_prompts
-        named = {name: default if one.eval_prompts < 0 else one.eval_prompts for name, one in self.mixture.items()}
+        named = {
+            name: default if entry.eval_prompts < 0 else entry.eval_prompts for name, entry in self.mixture.items()
+        }
         return named or {"": default}

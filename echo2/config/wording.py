@@ -106,10 +106,10 @@ def _expected(field: FieldInfo) -> str:
         return " or ".join(_of_kind(part) for part in get_args(kind))
     expected = _of_kind(kind)
     low = next(
-        (one for one in reversed(field.metadata) if isinstance(one, Ge | Gt)), None
+        (bound for bound in reversed(field.metadata) if isinstance(bound, Ge | Gt)), None
     )  # the field's own bound comes last
-    high = next((one for one in field.metadata if isinstance(one, Le | Lt)), None)
-    length = next((one.max_length for one in field.metadata if "MaxLen" in type(one).__name__), None)
+    high = next((bound for bound in field.metadata if isinstance(bound, Le | Lt)), None)
+    length = next((bound.max_length for bound in field.metadata if "MaxLen" in type(bound).__name__), None)
     match low, high:
         case (Ge(ge=least), Le(le=most)):
             return f"{expected} from {least} to {most}"
@@ -123,10 +123,10 @@ def _expected(field: FieldInfo) -> str:
 
 
 def _of_kind(kind: Any) -> str:
-    choices = [str(one) for one in get_args(kind) if isinstance(one, str)]
+    choices = [str(part) for part in get_args(kind) if isinstance(part, str)]
     if choices:
         return f"one of {', '.join(choices)}"
-    inner = [_of_kind(one) for one in get_args(kind) if one is not Ellipsis and get_origin(kind) is tuple]
+    inner = [_of_kind(part) for part in get_args(kind) if part is not Ellipsis and get_origin(kind) is tuple]
     if inner and inner[0].startswith("one of"):
         return f"a list of {inner[0].removeprefix('one of ')}"
     origin = get_origin(kind) or kind

@@ -34,12 +34,12 @@ def answer_frame(ending: Ending, is_last: bool, cpu_s: float, printed: bytes, bo
 def foreign_object(body: bytes) -> dict[str, object]:
     """Parses a JSON object from bytes that hostile code may have written."""
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        parsed = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise MalformedMessage(f"contained answer: expected JSON, got {error_text(error)}") from None
-    if not isinstance(found, dict):
-        raise MalformedMessage(f"contained answer: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(parsed, dict):
+        raise MalformedMessage(f"contained answer: expected a JSON object, got {type(parsed).__name__}")
+    return parsed
 
 
 def shown(text: object) -> str:

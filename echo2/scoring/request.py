@@ -39,7 +39,7 @@ class TokenScores:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return tuple(getattr(self, one.name) for one in fields(self))
+        return tuple(getattr(self, column.name) for column in fields(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,18 +28,18 @@ class Routers:
     """The routers of one model, in the order of its layers. Not for concurrent calls of the model."""
 
     def __init__(self, model: nn.Module, whose: str) -> None:
-        found = [module for module in model.modules() if _is_router(module)]
-        sizes = {(int(module.top_k), int(module.num_experts)) for module in found}  # type: ignore[arg-type]
+        modules = [module for module in model.modules() if _is_router(module)]
+        sizes = {(int(module.top_k), int(module.num_experts)) for module in modules}  # type: ignore[arg-type]
         if len(sizes) != 1:
             raise ConfigError(
                 f"{whose}: routing can be replayed where each router says its top_k and num_experts, the same ones; "
-                + ("this model has no such router" if not found else f"got {sorted(sizes)}")
+                + ("this model has no such router" if not modules else f"got {sorted(sizes)}")
             )
         ((chosen, experts),) = sizes
-        self.shape = RoutingShape(len(found), chosen, experts)
+        self.shape = RoutingShape(len(modules), chosen, experts)
         self._given_LTK: Tensor | None = None
         self._record: list[Tensor] | None = None
-        for number, module in enumerate(found):
+        for number, module in enumerate(modules):
             module.forward = _Chosen(self, number, module.forward)
 
     def give(self, experts_TLK: Tensor | None) -> None:

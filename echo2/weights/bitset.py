@@ -78,10 +78,10 @@ class Reader:
 
     def take(self, size: int, what: str) -> memoryview:
         """The next `size` bytes."""
-        found = self._next(size, what)
+        part = self._next(size, what)
         if self._plain is not None:
-            self._plain.append(found)
-        return found
+            self._plain.append(part)
+        return part
 
     def _next(self, size: int, what: str) -> memoryview:
         if size > len(self._payload) - self._at:

@@ -331,11 +331,11 @@ class ContainerDecoder:
             raise DeltaFormatError(f"{header.describe()}: the tensors of the learner are not those of the host")
         # The fingerprint is linear in the bits, so the parent's plus the steps is the target's: a delta is verified without
         # reading the weights that it does not change.
-        found = self._base.fingerprint(header.fingerprint_key)
-        if found != header.parent_fingerprint:
+        fingerprint = self._base.fingerprint(header.fingerprint_key)
+        if fingerprint != header.parent_fingerprint:
             raise FingerprintMismatch(
                 f"{header.describe()}: expected the parent's fingerprint {header.parent_fingerprint:016x}, "
-                f"the host has {found:016x}"
+                f"the host has {fingerprint:016x}"
             )
 
     def _take_block(self, frame: BlockFrame) -> None:
@@ -425,13 +425,13 @@ class ContainerDecoder:
                 _tensor_bits(self._whole if self._whole is not None else {}, spec)
         else:
             start = header.parent_fingerprint
-        found = (start + sum(self._steps.values())) % MODULUS
+        fingerprint = (start + sum(self._steps.values())) % MODULUS
         for claimed in (self._end.target_fingerprint, header.target_fingerprint):
-            if claimed is not None and claimed != found:
+            if claimed is not None and claimed != fingerprint:
                 raise FingerprintMismatch(
-                    f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {found:016x}"
+                    f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {fingerprint:016x}"
                 )
-        return StagedDelta(header, self._table, found, self._base, self._staging).fill(self._staged, self._whole)
+        return StagedDelta(header, self._table, fingerprint, self._base, self._staging).fill(self._staged, self._whole)
 
 
 def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:

@@ -131,10 +131,10 @@ class HostWeights:
     def verify(self) -> None:
         """Recomputes the fingerprint from all bits; raises if memory differs from the version claimed."""
         expected = self.fingerprint()
-        found = self._computed(self.key)
-        if found != expected:
+        computed = self._computed(self.key)
+        if computed != expected:
             raise FingerprintMismatch(
-                f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {found:016x}"
+                f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {computed:016x}"
             )
 
     def commit(self, staged: Exchange) -> None:

@@ -146,12 +146,12 @@ def parents_to_publish(ordinal: int, lag_max: int) -> tuple[int, ...]:
     So any lag of k is caught up with at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge
     reaches back farther than `lag_max`.
     """
-    found = []
+    parents = []
     reach = 1
     while reach <= min(ordinal, lag_max) and ordinal % reach == 0:
-        found.append(ordinal - reach)
+        parents.append(ordinal - reach)
         reach *= 2
-    return tuple(found)
+    return tuple(parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def choose_setting(
 
     The current setting stays unless another one takes less than `STAY_SHARE` of its time.
     """
-    found: dict[CodecSetting, tuple[float, str]] = {}
+    by_setting: dict[CodecSetting, tuple[float, str]] = {}
     for setting in CodecSetting:
         cost = costs[setting]
         stages = {
@@ -188,11 +188,11 @@ def choose_setting(
         }
         slowest = max(stages, key=lambda name: stages[name])
         why = f"{setting.name.lower()}: {slowest} takes {stages[slowest]:.3g} s, the other stages less"
-        found[setting] = (stages[slowest], why)
-    best = min(found, key=lambda setting: found[setting][0])
-    if current is not None and found[best][0] > STAY_SHARE * found[current][0]:
+        by_setting[setting] = (stages[slowest], why)
+    best = min(by_setting, key=lambda setting: by_setting[setting][0])
+    if current is not None and by_setting[best][0] > STAY_SHARE * by_setting[current][0]:
         best = current
-    return best, found[best][1]
+    return best, by_setting[best][1]
 
 
 def dropped_to_fit(

@@ -65,8 +65,8 @@ def _split(tensor: torch.Tensor) -> list[tuple[Placement, int, int]]:
         return []
     mesh = tensor.device_mesh
     here = mesh.get_coordinate() or ()
-    found = zip(tensor.placements, here, mesh.shape, strict=True)
-    return [(placement, part, parts) for placement, part, parts in found if not placement.is_replicate()]
+    parts_of_mesh = zip(tensor.placements, here, mesh.shape, strict=True)
+    return [(placement, part, parts) for placement, part, parts in parts_of_mesh if not placement.is_replicate()]
 
 
 def sharded_table(weights: WeightSet) -> TensorTable:

@@ -40,10 +40,10 @@ class Kept:
         if self.data is not None:
             return self.data
         assert self.spill is not None, "bytes are kept in memory or in a spill"
-        found = self.spill.get(self.place, self.size)
-        if len(found) != self.size or xxhash.xxh3_64_intdigest(found) != self.digest:
-            raise StateError(f"staged bytes: expected the {self.size} that were kept, got {len(found)}, or others")
-        return found
+        data = self.spill.get(self.place, self.size)
+        if len(data) != self.size or xxhash.xxh3_64_intdigest(data) != self.digest:
+            raise StateError(f"staged bytes: expected the {self.size} that were kept, got {len(data)}, or others")
+        return data
 
 
 class Staging:

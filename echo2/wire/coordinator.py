@@ -171,7 +171,9 @@ def learner_report_to_message(report: LearnerReport) -> pb.LearnerReport:
 
 def delivered_from_message(message: pb.WorkersDelivered, whose: str) -> Delivered:
     check(message, whose)
-    return Delivered(tuple(core_of(one, WorkerDelivered, worker_id=PeerId(one.peer_id)) for one in message.workers))
+    return Delivered(
+        tuple(core_of(worker, WorkerDelivered, worker_id=PeerId(worker.peer_id)) for worker in message.workers)
+    )
 
 
 def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:

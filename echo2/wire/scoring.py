@@ -27,9 +27,13 @@ def lease_to_message(request: ScoreRequest, within_s: float) -> ingest_pb2.Scori
         sampling=sampling_to_message(request.sampling),
         stretches=[
             ingest_pb2.Stretch(
-                version=one.version, first=one.first, count=one.count, group_id=one.prefix_key, position=one.position
+                version=stretch.version,
+                first=stretch.first,
+                count=stretch.count,
+                group_id=stretch.prefix_key,
+                position=stretch.position,
             )
-            for one in request.stretches
+            for stretch in request.stretches
         ],
         within_s=within_s,
     )
@@ -38,8 +42,8 @@ def lease_to_message(request: ScoreRequest, within_s: float) -> ingest_pb2.Scori
 def lease_from_message(message: ingest_pb2.ScoringLease) -> tuple[ScoreRequest, float]:
     """The request, and the lease's duration in seconds."""
     stretches = tuple(
-        Stretch(Version(one.version), one.first, one.count, GroupId(one.group_id), one.position)
-        for one in message.stretches
+        Stretch(Version(stretch.version), stretch.first, stretch.count, GroupId(stretch.group_id), stretch.position)
+        for stretch in message.stretches
     )
     if not stretches or not message.token_ids:
         raise MalformedMessage(f"scoring {message.lease_id}: expected tokens to score, got none")

@@ -110,7 +110,7 @@ class Connections:
     async def _dial(self, target: Target, address: str) -> None:
         try:
             connection, address = await first_of(
-                _beside(address, target.addresses), lambda one: self._transport.dial(one, target.peer_id)
+                _beside(address, target.addresses), lambda candidate: self._transport.dial(candidate, target.peer_id)
             )
         except EchoError as error:  # includes a malformed peer ID in a plan
             if target.failures == 0:
@@ -181,7 +181,7 @@ class Connections:
             del self.links[link.peer_id]
             self._calls.act(PeerDown(link.peer_id))
             await old.close()
-        held = [self._place_of(one) for one in self.links.values()]
+        held = [self._place_of(other) for other in self.links.values()]
         gone = giving_way(self._place_of(link), held, has_plan=self._dialling.plan is not None)
         if gone is not None:
             self.accuse(gone, "gives way to a newcomer", is_ban=False)
@@ -222,5 +222,5 @@ class Connections:
 
 def _beside(address: str, known: Sequence[str]) -> list[str]:
     """The given address, then one of the other IP family if the peer has one; circuits are tried alone."""
-    others = [one for one in known if relay_of(one) is None and ("[" in one) != ("[" in address)]
+    others = [other for other in known if relay_of(other) is None and ("[" in other) != ("[" in address)]
     return [address] if relay_of(address) is not None else [address, *others[:1]]

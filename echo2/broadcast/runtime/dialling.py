@@ -96,15 +96,15 @@ class Dialling:
 
     def due(self, connected: set[PeerId], now: float) -> list[tuple[Target, str]]:
         """The targets to dial now, each with the address to try."""
-        found = []
+        targets = []
         for target in self.targets.values():
             if target.peer_id in connected:
                 target.wanted_since = now
                 continue
             is_ours = self._dials_first(target) or now - target.wanted_since >= GRACE_S
             if target.addresses and is_ours and now >= target.next_try:
-                found.append((target, target.addresses[target.failures % len(target.addresses)]))
-        return found
+                targets.append((target, target.addresses[target.failures % len(target.addresses)]))
+        return targets
 
     def waits_for(self) -> str:
         """Describes the connection that has been missing longest."""

@@ -23,8 +23,8 @@ _C = TypeVar("_C", bound=Connection)
 async def hosts_of(name: str, port: int) -> list[str]:
     """Resolves a name to numeric hosts, IPv6 and IPv4 alternating. OSError if it cannot be resolved."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name.strip("[]"), port, type=socket.SOCK_STREAM)
-    hosts = list(dict.fromkeys(str(place[0]) for *_, place in found))
+    infos = await loop.getaddrinfo(name.strip("[]"), port, type=socket.SOCK_STREAM)
+    hosts = list(dict.fromkeys(str(place[0]) for *_, place in infos))
     six = [host for host in hosts if ipaddress.ip_address(host.partition("%")[0]).version == 6]
     pairs = itertools.zip_longest(six, [host for host in hosts if host not in six])
     return [host for pair in pairs for host in pair if host is not None]
@@ -41,11 +41,11 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]
                 trying[asyncio.ensure_future(dial(address))] = address
             pause_s = NEXT_ADDRESS_S if left else None
             done, _ = await asyncio.wait(trying, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-            for one in sorted(done, key=list(trying).index):
-                address = trying.pop(one)
-                if not isinstance(one.exception(), EchoError):
-                    return one.result(), address
-                error = one.exception()
+            for attempt in sorted(done, key=list(trying).index):
+                address = trying.pop(attempt)
+                if not isinstance(attempt.exception(), EchoError):
+                    return attempt.result(), address
+                error = attempt.exception()
     finally:
         _give_up(trying)
     assert error is not None, "no address was given"
@@ -54,18 +54,18 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]
 
 def _give_up(trying: Iterable[asyncio.Future[_C]]) -> None:
     """Cancels pending dials without waiting, because the caller may itself be cancelled."""
-    for one in trying:
-        if one.done():
-            _close_late(one)
+    for attempt in trying:
+        if attempt.done():
+            _close_late(attempt)
         else:
-            one.add_done_callback(_close_late)
-            one.cancel()
+            attempt.add_done_callback(_close_late)
+            attempt.cancel()
 
 
-def _close_late(one: asyncio.Future[Any]) -> None:
+def _close_late(attempt: asyncio.Future[Any]) -> None:
     """Closes a connection that was established just as it was cancelled."""
-    if not one.cancelled() and one.exception() is None:
-        closing = asyncio.ensure_future(one.result().close())
+    if not attempt.cancelled() and attempt.exception() is None:
+        closing = asyncio.ensure_future(attempt.result().close())
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)
 

@@ -57,10 +57,10 @@ class Following:
         if not self._stalls.look(wanted, known, is_connected, now, is_late):
             return None
         self._library.set_stalled(self._stalls.keys)
-        found = [key for key in wanted if key in self._stalls.keys]
-        for key in found:
+        stalled = [key for key in wanted if key in self._stalls.keys]
+        for key in stalled:
             log.warning("%s has stalled: no peer sends the missing chunks", entries[key].header.artifact)
-        return found
+        return stalled
 
     def describe(self) -> str:
         """The last choice and its reason; empty before the first."""

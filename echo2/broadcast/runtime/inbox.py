@@ -71,7 +71,7 @@ class Inbox:
     def _hold(self, peer: PeerId, header: Header) -> None:
         self._held[peer, header.key] = header
         if len(self._held) > HELD_HEADERS_MAX:
-            counts = Counter(whose for whose, _ in self._held)
+            counts = Counter(sender for sender, _ in self._held)
             del self._held[max(self._held, key=lambda held: counts[held[0]])]
 
     def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:

@@ -284,13 +284,13 @@ class Library:
             return None
         if (recent := self.recent.get(key, index)) is not None:
             return recent[1]
-        found = entry.memory.get(index) or self.store.chunk(key, index)
-        if found is not None and xxhash.xxh3_64_intdigest(found) != entry.checks.get(index):
+        stored = entry.memory.get(index) or self.store.chunk(key, index)
+        if stored is not None and xxhash.xxh3_64_intdigest(stored) != entry.checks.get(index):
             self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
             log.error("%s; the chunk is not served", self.trouble)
             self._rotten.add(key)
             return None
-        return found
+        return stored
 
     def chunk(self, key: ArtifactKey, index: int) -> Chunk:
         """A chunk for decoding, read from disk unless recent; CorruptChunk if the disk corrupted it."""
@@ -315,9 +315,9 @@ class Library:
     def take_rotten(self) -> list[tuple[ArtifactKey, ArtifactId]]:
         """Sealed artifacts with a chunk found corrupted on disk since the last call."""
         self._rotten &= self.entries.keys()
-        found = [key for key in self._rotten if self.entries[key].seal is not None]
-        self._rotten.difference_update(found)
-        return [(key, self.entries[key].header.artifact) for key in found]
+        rotten = [key for key in self._rotten if self.entries[key].seal is not None]
+        self._rotten.difference_update(rotten)
+        return [(key, self.entries[key].header.artifact) for key in rotten]
 
     def header_frame(self, key: ArtifactKey) -> bytes | None:
         entry = self.entries.get(key)
@@ -407,14 +407,14 @@ class Library:
 
     def available(self) -> list[AvailableArtifact]:
         """All artifacts held or announced, oldest version first."""
-        found = [
+        artifacts = [
             AvailableArtifact(
                 entry.header.artifact, key, entry.held_bytes, entry.seal.total_bytes if entry.seal else 0,
                 entry.is_complete,
             )
             for key, entry in self.entries.items()
         ]  # fmt: skip
-        return sorted(found, key=lambda available: (available.artifact.version, available.held_bytes))
+        return sorted(artifacts, key=lambda available: (available.artifact.version, available.held_bytes))
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
         """The newest publication of an artifact; complete ones first."""
@@ -424,5 +424,5 @@ class Library:
 
 
 def _chunk_of(frame: bytes, whose: str) -> Chunk:
-    found = chunk_in(frame, whose)
-    return found.chunk if found is not None else wire.chunk_from(wire.parse(frame, whose).chunk)
+    parsed = chunk_in(frame, whose)
+    return parsed.chunk if parsed is not None else wire.chunk_from(wire.parse(frame, whose).chunk)

@@ -67,15 +67,15 @@ async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: 
         stub = probe_pb2_grpc.ProbeStub(channel)
         try:
             question = pb.ReachRequest(protocol_version=PROTOCOL_VERSION, token=link.token)
-            told: pb.ReachReply = await stub.Reach(question, timeout=timeout_s)
-            found = await _reach(stub, link, ports.get(told.role, 0), timeout_s)
+            reach: pb.ReachReply = await stub.Reach(question, timeout=timeout_s)
+            own_link = await _reach(stub, link, ports.get(reach.role, 0), timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, f"coordinator at {link.address}") from None
         try:
             down, up = await _download(stub, link.token), await _upload(stub, link.token)
         except grpc.aio.AioRpcError as error:
-            return replace(found, rate_problem=str(error_of(error, f"coordinator at {link.address}")))
-    return replace(found, uplink_bytes_per_s=up, downlink_bytes_per_s=down)
+            return replace(own_link, rate_problem=str(error_of(error, f"coordinator at {link.address}")))
+    return replace(own_link, uplink_bytes_per_s=up, downlink_bytes_per_s=down)
 
 
 async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, timeout_s: float) -> OwnLink:

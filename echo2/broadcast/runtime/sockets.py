@@ -99,17 +99,17 @@ class SocketWatch:
         self._looks += 1
         delivered, queue_s, retransmitted, paths = 0, float("inf"), 0, dict[Remote, PathSent]()
         for fd, before in self._last.items():
-            found = _tcp_info(fd)
-            if found is None:
+            info = _tcp_info(fd)
+            if info is None:
                 continue
-            self._last[fd] = found
-            if found.confirmed_bytes > before.confirmed_bytes > 0:
-                came, again = found.confirmed_bytes - before.confirmed_bytes, found.retransmitted - before.retransmitted
+            self._last[fd] = info
+            if info.confirmed_bytes > before.confirmed_bytes > 0:
+                came, again = info.confirmed_bytes - before.confirmed_bytes, info.retransmitted - before.retransmitted
                 delivered += came
-                queue_s = min(queue_s, found.queue_s)
+                queue_s = min(queue_s, info.queue_s)
                 retransmitted += max(0, again)
-                path = PathSent(came, max(0, again) if found.queue_s < SHORT_QUEUE_S else 0)
-                paths[found.remote] = paths.get(found.remote, PathSent()) + path
+                path = PathSent(came, max(0, again) if info.queue_s < SHORT_QUEUE_S else 0)
+                paths[info.remote] = paths.get(info.remote, PathSent()) + path
         return SocketTotals(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
 
     def use(self, control: Control) -> None:

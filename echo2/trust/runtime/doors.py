@@ -66,26 +66,26 @@ class Caller:
 
 def overdue(callers: Iterable[Caller], limits: PortLimits, now: float) -> dict[str, list[Caller]]:
     """The callers of a port to end, by reason."""
-    found: dict[str, list[Caller]] = defaultdict(list)
+    due: dict[str, list[Caller]] = defaultdict(list)
     by_host: dict[str, list[Caller]] = defaultdict(list)
     by_peer: dict[str, list[Caller]] = defaultdict(list)
-    for caller in sorted(callers, key=lambda one: one.since):
+    for caller in sorted(callers, key=lambda other: other.since):
         if not caller.peer and now - caller.since > limits.stranger_s:
-            found[f"no caller proved who it is within {limits.stranger_s:.0f} s"].append(caller)
+            due[f"no call proved its peer within {limits.stranger_s:.0f} s"].append(caller)
             continue
         by_host[caller.remote[0]].append(caller)
         if caller.peer:
             by_peer[caller.peer].append(caller)
     for held in by_host.values():
-        strangers = [one for one in held if not one.peer]
+        strangers = [other for other in held if not other.peer]
         excess = max(len(strangers) - limits.strangers_per_host, len(held) - limits.per_host)
         if excess > 0:
-            found["an address holds more than its share"] += _too_many(strangers, excess, now)
-            found["an address holds more than its share"] += [one for one in held if one.peer][limits.per_host :]
+            due["an address holds more than its share"] += _too_many(strangers, excess, now)
+            due["an address holds more than its share"] += [other for other in held if other.peer][limits.per_host :]
     for held in by_peer.values():
         if len(held) > limits.per_peer:
-            found[f"more than {limits.per_peer} connections of a peer"] += held[: len(held) - limits.per_peer]
-    return found
+            due[f"more than {limits.per_peer} connections of a peer"] += held[: len(held) - limits.per_peer]
+    return due
 
 
 def _too_many(strangers: list[Caller], excess: int, now: float) -> list[Caller]:
@@ -95,14 +95,14 @@ def _too_many(strangers: list[Caller], excess: int, now: float) -> list[Caller]:
     checked, instead of being ended over and over by later arrivals. The last ones stay, so that a few that prove nothing do
     not lock out their neighbours.
     """
-    slow = min(excess, sum(now - one.since > PROVING_S for one in strangers))
+    slow = min(excess, sum(now - stranger.since > PROVING_S for stranger in strangers))
     first = slow + (len(strangers) - excess) // 2
     return strangers[:slow] + strangers[first : first + excess - slow]
 
 
 def overweight(callers: Iterable[Caller], now: float) -> list[Caller]:
     """Callers of all ports whose unfinished messages use more memory than a peer, or all peers together, may."""
-    found: list[Caller] = []
+    heavy: list[Caller] = []
     by_peer: dict[str, list[tuple[int, Caller]]] = defaultdict(list)
     for caller in callers:
         if size := caller.in_flight_bytes(now):
@@ -111,16 +111,16 @@ def overweight(callers: Iterable[Caller], now: float) -> list[Caller]:
     for held in by_peer.values():
         total = sum(size for size, _ in held)
         if total > max(caller.in_flight_max for _, caller in held):
-            found += [caller for _, caller in held]
+            heavy += [caller for _, caller in held]
         else:
             left.append((total, held))
     whole = sum(total for total, _ in left)
-    for total, held in sorted(left, key=lambda one: -one[0]):
+    for total, held in sorted(left, key=lambda entry: -entry[0]):
         if whole <= IN_FLIGHT_IN_ALL:
             break
-        found += [caller for _, caller in held]
+        heavy += [caller for _, caller in held]
         whole -= total
-    return found
+    return heavy
 
 
 @dataclass(slots=True)
@@ -188,11 +188,13 @@ class Doors:
             callers = list(self._callers.values())
             reasons: dict[str, list[Caller]] = defaultdict(list)
             for port, limits in ports.items():
-                for reason, those in overdue([one for one in callers if one.port == port], limits, now).items():
-                    reasons[f"port {port}: {reason}"] += those
+                for reason, overdue_callers in overdue(
+                    [caller for caller in callers if caller.port == port], limits, now
+                ).items():
+                    reasons[f"port {port}: {reason}"] += overdue_callers
             if heavy := overweight(callers, now):
                 reasons["unfinished messages use more memory than allowed"] += heavy
-        return sum(self._end(reason, those) for reason, those in reasons.items())
+        return sum(self._end(reason, overdue_callers) for reason, overdue_callers in reasons.items())
 
     def _enter(self, seen: dict[tuple[int, Remote], tuple[int, int]], now: float) -> None:
         for key in [key for key in self._callers if key not in seen]:

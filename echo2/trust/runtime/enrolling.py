@@ -100,13 +100,13 @@ async def find_coordinator(
             newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
             link = newer if newer.peer_id == link.peer_id else link
     try:
-        found = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
+        address = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
     except EchoError as error:
         _log.debug("the coordinator's address could not be looked up: %s", error)
         return
-    if found != credentials.coordinator_address:
-        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, found)
-        credentials.coordinator_address = found
+    if address != credentials.coordinator_address:
+        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, address)
+        credentials.coordinator_address = address
         kept(credentials)
 
 

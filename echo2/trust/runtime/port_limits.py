@@ -60,7 +60,7 @@ class PortLimits:
 
     def options(self) -> dict[str, int]:
         """The limits as gRPC options."""
-        found = {
+        options = {
             **KEEPALIVE,
             "grpc.max_receive_message_length": self.message_bytes,
             "grpc.max_send_message_length": self.reply_bytes,
@@ -75,10 +75,13 @@ class PortLimits:
             "grpc.http2.min_ping_interval_without_data_ms": 5_000,
         }
         if self.age_s:
-            found |= {"grpc.max_connection_age_ms": int(1000 * self.age_s), "grpc.max_connection_age_grace_ms": 10_000}
+            options |= {
+                "grpc.max_connection_age_ms": int(1000 * self.age_s),
+                "grpc.max_connection_age_grace_ms": 10_000,
+            }
         if self.window_bytes <= WINDOW_BYTES_MIN:
-            found["grpc.http2.bdp_probe"] = 0  # it would widen the window for callers that answer pings fast
-        return found
+            options["grpc.http2.bdp_probe"] = 0  # it would widen the window for callers that answer pings fast
+        return options
 
 
 WINDOW_BYTES_MIN = 64 << 10
@@ -122,10 +125,10 @@ RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048
 
 def merged(*tables: Mapping[str, int | str]) -> list[tuple[str, int | str]]:
     """Merges option tables; the last table that has a name wins."""
-    found: dict[str, int | str] = {}
+    options: dict[str, int | str] = {}
     for table in tables:
-        found |= table
-    return list(found.items())
+        options |= table
+    return list(options.items())
 
 
 def raise_descriptor_limit() -> None:

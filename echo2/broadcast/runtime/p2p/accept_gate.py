@@ -48,7 +48,9 @@ class Places:
         elif len(strangers) + len(self._members[host]) >= max(1, self.connections_max // 2):
             gone = next(iter(strangers), None)
         elif full:
-            gone = next((one for one in self._host_of if one in self._strangers[self._host_of[one]]), None)
+            gone = next(
+                (stranger for stranger in self._host_of if stranger in self._strangers[self._host_of[stranger]]), None
+            )
         else:
             self._enter(number, host)
             return True, None

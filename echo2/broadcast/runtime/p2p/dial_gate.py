@@ -39,13 +39,13 @@ class DialGate:
 
     def know_relay(self, address: Multiaddr) -> None:
         """Allows a relay that the coordinator named."""
-        found = _host_and_port(address)
-        if found is not None:
-            self._relays.add(found)
+        place = _host_and_port(address)
+        if place is not None:
+            self._relays.add(place)
 
     def lets_through(self, address: Multiaddr) -> bool:
-        found = _host_and_port(address)
-        return found is not None and (found in self._relays or is_punchable(*found, self._own_host()))
+        place = _host_and_port(address)
+        return place is not None and (place in self._relays or is_punchable(*place, self._own_host()))
 
 
 class _Dialler:

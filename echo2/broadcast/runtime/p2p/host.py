@@ -104,7 +104,9 @@ class P2pHost:
         host = new_host(key_pair=create_new_key_pair(secret), listen_addrs=[], connection_config=few)
         assert isinstance(host, BasicHost)
         self._host = host
-        listens = [Multiaddr(f"/{_kind(one)}/{one}/tcp/{self.port}") for one in _hosts(self.options.listen_host)]
+        listens = [
+            Multiaddr(f"/{_kind(own_host)}/{own_host}/tcp/{self.port}") for own_host in _hosts(self.options.listen_host)
+        ]
         self._autonat = ReachabilityService(
             host, self._members, is_serving=self.options.book is not None, proven=self.options.proven
         )
@@ -298,7 +300,7 @@ class P2pHost:
         return ""
 
     def _without(self, relay: PeerId, trouble: str) -> None:
-        left = tuple(one for one in self.facts.relays if one != relay)
+        left = tuple(other for other in self.facts.relays if other != relay)
         self._change(replace(self.facts, relays=left, trouble=trouble))
 
     def _change(self, facts: HostFacts) -> None:
@@ -350,7 +352,7 @@ class P2pHost:
 
     def _unrelayed(self, peer: PeerId) -> bool:
         connections = self._host.get_network().connections.get(ID.from_base58(peer), [])
-        return any(one.get_connection_type() is ConnectionType.DIRECT for one in connections)
+        return any(connection.get_connection_type() is ConnectionType.DIRECT for connection in connections)
 
     async def _accept(self, stream: Any) -> None:
         peer = peer_of_stream(stream)
@@ -398,11 +400,11 @@ async def _multiaddr_of(address: str, own_host: str = "", turn: int = 0) -> Mult
     """Resolves a relay's address, preferring families in which this node listens, because that is where it is to be seen. Several
     addresses take turns."""
     host, _, port = address.rpartition(":")
-    found = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    if not found:
+    infos = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    if not infos:
         raise Unreachable(f"{address}: expected a host that can be resolved")
-    ips = list(dict.fromkeys(str(one[4][0]) for one in found))
-    own = {_kind(one) for one in _hosts(own_host)}
+    ips = list(dict.fromkeys(str(each[4][0]) for each in infos))
+    own = {_kind(each) for each in _hosts(own_host)}
     ips = [ip for ip in ips if _kind(ip) in own] or ips
     ip = ips[turn % len(ips)]
     return Multiaddr(f"/{_kind(ip)}/{ip}/tcp/{port}")
