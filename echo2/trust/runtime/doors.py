@@ -71,7 +71,7 @@ def overdue(callers: Iterable[Caller], limits: PortLimits, now: float) -> dict[s
     by_peer: dict[str, list[Caller]] = defaultdict(list)
     for caller in sorted(callers, key=lambda other: other.since):
         if not caller.peer and now - caller.since > limits.stranger_s:
-            due[f"no call proved its peer within {limits.stranger_s:.0f} s"].append(caller)
+            due[f"no call identified its caller within {limits.stranger_s:.0f} s"].append(caller)
             continue
         by_host[caller.remote[0]].append(caller)
         if caller.peer:
