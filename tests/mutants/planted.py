@@ -339,5 +339,5 @@ MUTANTS: tuple[Mutant, ...] = (
            "        if link is None or not is_for_it or not isinstance(connection, Widenable):",
            "        if link is None or not isinstance(connection, Widenable):", ("tests/contract/test_bulk.py",)),
     Mutant("a connection under way is counted only once it runs", "broadcast/runtime/stripes.py",
-           "width.running += 1  # here", "width.running += 0  # here", ("tests/contract/test_broadcast_stripes.py",)),
+           "width.running += 1  # counted here", "width.running += 0  # counted here", ("tests/contract/test_broadcast_stripes.py",)),
 )  # fmt: skip
