@@ -215,6 +215,14 @@ class AskScore:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeLost:
+    """It failed, for this reason, which the log is to say."""
+
+    session_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndEpisode:
     """`chains`: how many calls of each count. `reward` None: it failed. Not `is_final`: another takes its seat."""
 
@@ -225,4 +233,4 @@ class EndEpisode:
     is_final: bool
 
 
-Action = RunHarness | StopHarness | Ask | CallPiece | CallAnswer | Refuse | Seated | AskScore | EndEpisode
+Action = RunHarness | StopHarness | Ask | CallPiece | CallAnswer | Refuse | Seated | AskScore | EpisodeLost | EndEpisode

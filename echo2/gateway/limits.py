@@ -11,6 +11,13 @@ CHOICES_MAX = 16
 LABEL_CHARS_MAX = 200
 CHAINS_MAX = 256
 """Of one episode: beginnings of chats that do not continue one another."""
+REWARD_MAX = 1e6
+"""Of either sign. No task is worth more, and sums and squares of rewards stay finite."""
+
+
+def is_reward(told: object) -> bool:
+    """Whether it is a number from -REWARD_MAX to REWARD_MAX. NaN is none, and a whole number of any length is compared as it is."""
+    return isinstance(told, int | float) and abs(told) <= REWARD_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Protocol
 from echo2.base.errors import EchoError
 from echo2.gateway import events as e
 from echo2.gateway.growth import certain_part, is_told_in_pieces
-from echo2.gateway.limits import CHAINS_MAX, GatewayLimits
+from echo2.gateway.limits import CHAINS_MAX, REWARD_MAX, GatewayLimits, is_reward
 from echo2.gateway.requests import CallRequest, Message
 from echo2.gateway.tree import Node, Speech, TokenTree, TreePlace
 
@@ -394,8 +394,14 @@ class Sessions:
         if not session.told_calls:
             yield from self._failed(session_id, "it made no call")
             return
-        self.counts.rewarded += 1
         told = dict(parts) if isinstance(parts, dict) else {}
+        wrong = [number for number in (value, *told.values()) if not is_reward(number)]
+        if wrong:  # whoever gave it: a harness, a client, the task
+            yield from self._failed(
+                session_id, f"expected a reward within {REWARD_MAX:,.0f} of 0, got {wrong[0]!r:.40}"
+            )
+            return
+        self.counts.rewarded += 1
         chains = {chain: session.told_calls.get(chain, 0) for chain in session.tree.lengths}
         yield from self._over(session, "the episode has its reward")
         yield e.EndEpisode(session.root, chains, value, told, is_final=True)
@@ -408,6 +414,7 @@ class Sessions:
         problem = self.problems[session.root]
         is_final = problem.restarts[session.seat] >= self.limits.restarts_max
         chains = dict.fromkeys(session.tree.lengths, 0)
+        yield e.EpisodeLost(session_id, reason)
         yield from self._over(session, f"the episode is lost: {reason}")
         self.counts.dropped += is_final
         self.counts.restarted += not is_final

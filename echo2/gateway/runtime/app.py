@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +20,7 @@ from starlette.routing import Route
 
 from echo2.base.errors import MalformedMessage
 from echo2.gateway import events as e
-from echo2.gateway.limits import BODY_BYTES_MAX, LABEL_CHARS_MAX
+from echo2.gateway.limits import BODY_BYTES_MAX, LABEL_CHARS_MAX, REWARD_MAX, is_reward
 from echo2.gateway.replies import TextOf, error_body, piece_of, pieces_of, reply_of
 from echo2.gateway.requests import CallRequest, chat_call, text_call
 from echo2.gateway.runtime.desk import GatewayDesk, Reply
@@ -29,7 +28,6 @@ from echo2.outside import unix_now
 
 KEEP_ALIVE_S = 15.0
 _SAMPLED_ANEW = e.Refuse(0, 502, "sampled_anew", "another worker began this completion anew, and it came out otherwise")
-REWARD_MAX = 1e6
 
 
 class _Refused(Exception):
@@ -163,8 +161,10 @@ class GatewayApp:
         value, parts = body.get("reward"), body.get("parts") or {}
         numbers = [value, *parts.values()] if isinstance(parts, dict) and len(parts) <= 64 else [None]
         for number in numbers:
-            if not isinstance(number, int | float) or not math.isfinite(number) or abs(number) > REWARD_MAX:
-                raise MalformedMessage("reward: expected a finite number, and parts as an object of finite numbers")
+            if not is_reward(number):
+                raise MalformedMessage(
+                    f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
+                )
         assert isinstance(value, int | float) and isinstance(parts, dict), "checked above"
         self._desk.tell(e.EpisodeRewarded(session_id, float(value), {str(k)[:64]: float(v) for k, v in parts.items()}))
         return JSONResponse({"id": session_id, "is_ended": True})

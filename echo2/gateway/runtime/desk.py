@@ -16,6 +16,7 @@ from echo2.gateway import events as e
 from echo2.gateway.requests import CallRequest
 from echo2.gateway.runtime.harness import Harnesses
 from echo2.gateway.sessions import Sessions
+from echo2.outside.guard import Refusals
 
 TICK_S = 1.0
 Reply = e.CallAnswer | e.Refuse | e.Seated
@@ -46,10 +47,9 @@ class GatewayDesk:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._streams: dict[int, asyncio.Queue[str]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
+        self._refusals = Refusals(_log)
 
     def tell(self, event: e.Event) -> None:
-        if isinstance(event, e.EpisodeFailed):
-            _log.warning("episode %s is lost: %s", event.session_id, event.reason)
         for action in self.sessions.handle(event, self._clock()):
             match action:
                 case e.Ask():
@@ -72,6 +72,8 @@ class GatewayDesk:
                     task = asyncio.get_running_loop().create_task(self._score(action))
                     self._scoring.add(task)
                     task.add_done_callback(self._scoring.discard)
+                case e.EpisodeLost(session_id, reason):
+                    self._refusals.warn("episode %s is lost: %s", session_id, reason)
                 case e.EndEpisode():
                     self._fleet.ended(action)
 

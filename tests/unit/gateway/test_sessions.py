@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -175,6 +176,19 @@ def test_a_lost_episode_is_begun_anew_then_dropped_and_never_worth_nothing() -> 
     (end,) = [a for a in last if isinstance(a, e.EndEpisode)]
     assert (end.reward, end.is_final) == (None, True) and not [a for a in last if isinstance(a, e.RunHarness)]
     assert (world.sessions.counts.restarted, world.sessions.counts.dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e300, 10**400], ids=str)
+@pytest.mark.parametrize("is_part", [False, True])
+def test_what_is_no_reward_loses_the_episode_whoever_gave_it(number: float, is_part: bool) -> None:
+    world, session = begun(restarts_max=0)
+    world.ask(session, "hi")
+    actions = world.tell(e.EpisodeRewarded(session, 1.0 if is_part else number, {"exact": number if is_part else 1.0}))
+    (end,) = [a for a in actions if isinstance(a, e.EndEpisode)]
+    assert (end.reward, end.chains, end.parts) == (None, {0: 0}, {})
+    (lost,) = [a for a in actions if isinstance(a, e.EpisodeLost)]
+    assert "expected a reward within 1,000,000 of 0" in lost.reason
+    assert (world.sessions.counts.rewarded, world.sessions.counts.dropped) == (0, 1)
 
 
 def test_idle_and_endless_episodes_are_lost_but_not_those_that_wait_for_the_fleet() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from typing import Any
 
@@ -53,6 +54,15 @@ async def breaks_once(episode: Episode) -> float:
         raise OSError("the tool's machine is gone")
     await asyncio.sleep(0)
     return await three_turns(episode)
+
+
+async def pays_no_number_once(episode: Episode) -> float:
+    """Each problem's first episode is worth nothing that can be averaged."""
+    problem = str(episode.problem["index"])
+    FAILURES[problem] += 1
+    paid = (math.nan, math.inf, -math.inf, 1e300)[sum(FAILURES.values()) % 4] if FAILURES[problem] == 1 else None
+    earned = await three_turns(episode)
+    return earned if paid is None else paid
 
 
 async def leaves_it_to_the_task(episode: Episode) -> None:
