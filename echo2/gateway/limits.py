@@ -22,11 +22,14 @@ def is_reward(told: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """`idle_s`: an episode that asks nothing for so long is lost; `episode_s`: none lasts longer. `restarts_max`: how often a
-    lost episode is begun anew before its rollout is dropped. `harnesses_max`: episodes that echo2 runs at the same time."""
+    """`vocabulary_size`: of the model; token ids of clients are below it. `idle_s`: an episode that asks nothing for so long is
+    lost; `episode_s`: none lasts longer. `restarts_max`: how often a lost episode is begun anew before its rollout is dropped.
+    `harnesses_max`: episodes that echo2 runs at the same time.
+    """
 
     context_tokens: int
     max_new_tokens: int
+    vocabulary_size: int
     sessions_max: int = 4096
     calls_max: int = 512
     calls_at_once_max: int = 16

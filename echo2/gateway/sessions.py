@@ -226,6 +226,10 @@ class Sessions:
             self.counts.refused += 1
             yield problem(event.call_id)
             return
+        if isinstance(request.prompt, tuple) and max(request.prompt) >= self.limits.vocabulary_size:
+            text = f"prompt: expected token ids below {self.limits.vocabulary_size}, got {max(request.prompt)!r:.40}"
+            yield e.Refuse(event.call_id, 400, "invalid_request_error", text)
+            return
         try:
             place = session.tree.place_of(request, self.reading)
         except EchoError as error:

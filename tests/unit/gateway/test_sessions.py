@@ -36,7 +36,7 @@ class World:
     """The sessions with a fleet that samples when it is told to."""
 
     def __init__(self, has_harness: bool = False, **limits: Any) -> None:
-        given: dict[str, Any] = {"context_tokens": 400, "max_new_tokens": 50, **limits}
+        given: dict[str, Any] = {"context_tokens": 400, "max_new_tokens": 50, "vocabulary_size": 2048, **limits}
         keys = iter(range(10**6))
         self.sessions = Sessions(GatewayLimits(**given), Letters(), lambda: f"k{next(keys)}", has_harness)
         self.now = 0.0
@@ -140,6 +140,19 @@ def test_texts_and_token_ids_continue_as_chats_do() -> None:
     whole = [*world.asked[second].prompt_token_ids, 1000 + ord("!"), 7]
     (third,) = world.call(session, text_call({"prompt": whole}))
     assert world.asked[third].chain == 0 and world.sessions.counts.branches == 0
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
+    world, session = begun(vocabulary_size=2000)
+    for tokens in ([2000], [1, 2, 10**12], [10**4000]):
+        assert world.call(session, text_call({"prompt": tokens})) == []
+        refused = world.told[-1]
+        assert isinstance(refused, e.Refuse) and refused.status == 400 and "token ids below 2000" in refused.message
+        assert len(refused.message) < 200
+    assert world.call(session, text_call({"prompt": [1999]})), "a refused call leaves no place taken"
+    for tokens in ([-1], [1.5], [True]):
+        with pytest.raises(MalformedMessage, match="prompt: expected"):
+            text_call({"prompt": tokens})
 
 
 def test_a_second_try_takes_the_answer_behind_which_nobody_waited() -> None:

@@ -65,6 +65,19 @@ async def pays_no_number_once(episode: Episode) -> float:
     return earned if paid is None else paid
 
 
+async def asks_with_foreign_tokens(episode: Episode) -> float:
+    """Its first calls have token ids that the model does not have; each is refused, and the episode goes on."""
+    import openai
+
+    client = client_of(episode)
+    for tokens in ([10**12], [1, 2, 99_999], [*range(5), 10**30]):
+        try:
+            await client.completions.create(model="policy", prompt=tokens)
+        except openai.BadRequestError as error:
+            CHECKED.append(str(error))
+    return await three_turns(episode)
+
+
 async def leaves_it_to_the_task(episode: Episode) -> None:
     await three_turns(episode)
 
