@@ -115,9 +115,29 @@ BULK = PortLimits(
 """Chunks over plain sockets, beside the streams of the two above."""
 
 
-PAGE_SHARE, PAGE_CONNECTIONS_MAX = 0.15, 512
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Of a port that speaks HTTP. `share`: of the process's descriptors. Of one address `per_host` connections are open and
+    `handshakes_per_host` are in their TLS handshake. `head_s`: for the whole head of a request."""
+
+    name: str
+    share: float
+    connections_cap: int
+    per_host: int
+    handshakes_per_host: int
+    backlog: int
+    head_s: float = 8.0
+
+    @property
+    def connections(self) -> int:
+        """Open at a time."""
+        return connections_within(self.share, self.connections_cap)
+
+
+PAGE = HttpLimits("dashboard", 0.15, 512, per_host=48, handshakes_per_host=16, backlog=128)
+"""The operator's page."""
 RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048
-"""Of the operator's page and of libp2p, which accept for themselves."""
+"""Of libp2p, which accepts for itself."""
 
 
 def merged(*tables: Mapping[str, int | str]) -> list[tuple[str, int | str]]:
