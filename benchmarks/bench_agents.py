@@ -83,7 +83,8 @@ class PlainClient:
 
     async def post(self, path: str, key: str, body: Any) -> Any:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = int(answer.partition("content-length: ")[2].partition("\r\n")[0])

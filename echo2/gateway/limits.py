@@ -7,6 +7,8 @@ from dataclasses import dataclass
 BODY_BYTES_MAX = 8 << 20
 MESSAGES_MAX = 2048
 TOOLS_MAX = 128
+BODY_VALUES_MAX = 1 << 19
+"""Commas and opening brackets in it: the interpreter does nothing else while it makes lists and objects of them."""
 CHOICES_MAX = 16
 LABEL_CHARS_MAX = 200
 CHAINS_MAX = 256

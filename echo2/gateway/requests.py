@@ -14,7 +14,7 @@ from typing import cast
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.stops import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
-from echo2.gateway.limits import CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
+from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
 
 Message = Mapping[str, object]
 ROLES = ("system", "user", "assistant", "tool")
@@ -47,6 +47,20 @@ class CallRequest:
         """Of all that decides the answer: the same for a client's second try."""
         said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
         return blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+
+
+def body_of(data: bytes) -> dict[str, object]:
+    """The JSON object that a request brings; without a body, an empty one."""
+    count = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if count > BODY_VALUES_MAX:
+        raise MalformedMessage(f"body: expected at most {BODY_VALUES_MAX} commas and opening brackets, got {count}")
+    try:
+        told = json.loads(data.decode() or "{}")
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessage(f"body: expected JSON, got {error}") from None
+    if not isinstance(told, dict):
+        raise MalformedMessage("body: expected a JSON object")
+    return told
 
 
 def chat_call(body: Mapping[str, object]) -> CallRequest:

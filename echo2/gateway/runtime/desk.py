@@ -15,6 +15,7 @@ from typing import Protocol
 from echo2.gateway import events as e
 from echo2.gateway.requests import CallRequest
 from echo2.gateway.runtime.harness import Harnesses
+from echo2.gateway.runtime.long_work import LongWork
 from echo2.gateway.sessions import Sessions
 from echo2.outside.guard import Refusals
 
@@ -48,6 +49,7 @@ class GatewayDesk:
         self._streams: dict[int, asyncio.Queue[str]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
         self._refusals = Refusals(_log)
+        self.long_work = LongWork()
 
     def tell(self, event: e.Event) -> None:
         for action in self.sessions.handle(event, self._clock()):
@@ -108,6 +110,7 @@ class GatewayDesk:
             self.tell(e.GatewayTick())
 
     async def close(self) -> None:
+        self.long_work.close()
         for task in list(self._scoring):
             task.cancel()
         if self.harnesses is not None:

@@ -1,19 +1,22 @@
 """Serves HTTP on a port that counts its connections: so many in all, so many of an address, each with a deadline for its request.
 
-Guarantees: `limits.connections` are open at a time, and `limits.per_host` of one address, of which the longest idle one gives way
-to a newcomer; a connection that has not sent a whole request head within `limits.head_s` ends, however slowly it sends; one that
-takes no answer for `TAKE_S` ends. Waits for connections. Leaves to others: requests (uvicorn), bodies and who asks (the
-application).
+A stranger is a connection on which no request has shown a key yet; the application says when one has (`scope[KEY_SHOWN]()`).
+
+Guarantees: `limits.connections` are open at a time, and `limits.strangers_per_host` strangers of one address, of which the longest
+idle one gives way to a newcomer, or, with `limits.crowd_s`, those that come beyond have that long for their first request; a
+connection that has not sent a whole request head within `limits.head_s` ends, however slowly it sends; one that takes no answer for
+`TAKE_S` ends. Waits for connections. Leaves to others: requests (uvicorn), bodies and keys (the application).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +29,18 @@ from echo2.trust.runtime.port_limits import HttpLimits
 HANDSHAKE_S = 5.0
 TAKE_S = 30.0
 NO_DESCRIPTOR_PAUSE_S = 0.2
+KEY_SHOWN = "echo2.key_shown"
+"""Under this name a request's scope has a function that the application calls once a key has been shown."""
 _log = logging.getLogger("echo2.http")
 
 
 class HttpConnection(H11Protocol):  # type: ignore[misc]  # untyped library
-    """One connection. `ended` is called once, at its end."""
+    """One connection. `keeper` is told once that it has shown a key, and once that it has ended."""
 
-    def __init__(self, ended: Callable[[HttpConnection], None], head_s: float, **arguments: Any) -> None:
+    def __init__(self, keeper: _Acceptor, head_s: float, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._ended, self._head_s = ended, head_s
+        self.is_stranger = True
+        self._keeper, self._head_s = keeper, head_s
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -55,12 +61,22 @@ class HttpConnection(H11Protocol):  # type: ignore[misc]  # untyped library
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
         super().connection_lost(exc)
-        self._ended(self)
+        self._keeper.ended(self)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:
+            self.scope.setdefault(KEY_SHOWN, self._shown)
 
     def give_way(self) -> None:
         """Ends at once."""
         if self.transport is not None:
             self.transport.abort()
+
+    def _shown(self) -> None:
+        if self.is_stranger:
+            self.is_stranger, self._head_s = False, self._keeper.limits.head_s
+            self._keeper.shown(self)
 
     def _expect_head(self) -> None:
         self._deadline = self.loop.call_later(self._head_s, self._is_late)
@@ -77,36 +93,38 @@ class HttpConnection(H11Protocol):  # type: ignore[misc]  # untyped library
 
 
 class _Acceptor:
-    """`make(ended)` makes the protocol of a connection."""
+    """`make(keeper, head_s)` makes the protocol of a connection."""
 
     def __init__(
         self,
         listener: socket.socket,
-        make: Callable[[Callable[[HttpConnection], None]], HttpConnection],
+        make: Callable[[_Acceptor, float], HttpConnection],
         tls: ssl.SSLContext | None,
         limits: HttpLimits,
     ) -> None:
-        self._listener, self._make, self._tls, self._limits = listener, make, tls, limits
-        self._open: dict[HttpConnection, str] = {}  # oldest first
+        self._listener, self._make, self._tls, self.limits = listener, make, tls, limits
+        self._open: dict[HttpConnection, str] = {}  # oldest first, by address
+        self._strangers: dict[str, dict[HttpConnection, None]] = {}
         self._shaking: dict[asyncio.Task[None], str] = {}
         self._connections_max = limits.connections
 
     async def run(self) -> None:
         """Until cancelled."""
         self._listener.setblocking(False)
-        self._listener.listen(self._limits.backlog)
+        self._listener.listen(self.limits.backlog)
         try:
             while True:
                 try:
                     connection, host = await accepted(self._listener)
                 except OSError as error:  # no descriptor, or it was gone before it was accepted
-                    _log.warning("%s: a connection could not be accepted: %s", self._limits.name, error)
+                    _log.warning("%s: a connection could not be accepted: %s", self.limits.name, error)
                     await asyncio.sleep(NO_DESCRIPTOR_PAUSE_S)
                     continue
-                if not self._has_room_for(host):
+                head_s = self._patience_s(host)
+                if head_s is None:
                     connection.close()
                     continue
-                task = asyncio.create_task(self._begin(connection, host))
+                task = asyncio.create_task(self._begin(connection, host, head_s))
                 if self._tls is not None:
                     self._shaking[task] = host
                     task.add_done_callback(lambda done: self._shaking.pop(done, None))
@@ -115,42 +133,57 @@ class _Acceptor:
             for task in list(self._shaking):
                 task.cancel()
 
-    def _has_room_for(self, host: str) -> bool:
-        """Whether one more may come; makes room by ending the longest idle one."""
+    def _patience_s(self, host: str) -> float | None:
+        """How long one more is waited for until it has asked something; None: it may not come. Makes room by ending the longest
+        idle one."""
+        limits, strangers = self.limits, self._strangers.get(host, {})
         shaking = [task for task, whose in self._shaking.items() if whose == host]
-        if len(shaking) >= self._limits.handshakes_per_host:
+        if len(shaking) >= limits.handshakes_per_host:
             shaking[0].cancel()
-        own = [one for one, whose in self._open.items() if whose == host]
-        if len(own) >= self._limits.per_host:
-            return _ended_one_of(own)
+        is_crowd = len(strangers) >= limits.strangers_per_host
+        head_s = limits.crowd_s if is_crowd and limits.crowd_s else limits.head_s
+        if is_crowd and (not limits.crowd_s or len(strangers) >= self._connections_max // 2):
+            return head_s if _ended_one_of(strangers) else None
         if len(self._open) + len(self._shaking) >= self._connections_max:
-            return _ended_one_of(list(self._open))
-        return True
+            every = itertools.chain(*self._strangers.values(), self._open)
+            return head_s if _ended_one_of(every) else None
+        return head_s
 
-    def _ended(self, connection: HttpConnection) -> None:
+    def shown(self, connection: HttpConnection) -> None:
+        """It is no stranger any more."""
+        host = self._open.get(connection)
+        strangers = self._strangers.get(host, {}) if host is not None else {}
+        strangers.pop(connection, None)
+        if host is not None and not strangers:
+            self._strangers.pop(host, None)
+
+    def ended(self, connection: HttpConnection) -> None:
+        self.shown(connection)
         self._open.pop(connection, None)
 
-    async def _begin(self, connection: socket.socket, host: str) -> None:
+    async def _begin(self, connection: socket.socket, host: str, head_s: float) -> None:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * TAKE_S))
 
         def protocol() -> HttpConnection:
-            return self._make(self._ended)
+            return self._make(self, head_s)
 
         try:
             _, made = await asyncio.get_running_loop().connect_accepted_socket(
                 protocol, connection, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S if self._tls else None
             )
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
-            _log.debug("%s: %s: %r", self._limits.name, host, error)
+            _log.debug("%s: %s: %r", self.limits.name, host, error)
             with contextlib.suppress(OSError):
                 connection.close()
             return
         if not made.transport.is_closing():
             self._open[made] = host
+            if made.is_stranger:
+                self._strangers.setdefault(host, {})[made] = None
 
 
-def _ended_one_of(connections: list[HttpConnection]) -> bool:
+def _ended_one_of(connections: Iterable[HttpConnection]) -> bool:
     for one in connections:
         if one.is_idle:
             one.give_way()
@@ -181,13 +214,9 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]
             await asyncio.gather(self._accepting, return_exceptions=True)
         await super().shutdown(sockets)
 
-    def _protocol(self, ended: Callable[[HttpConnection], None]) -> HttpConnection:
+    def _protocol(self, keeper: _Acceptor, head_s: float) -> HttpConnection:
         return HttpConnection(
-            ended,
-            self._limits.head_s,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
+            keeper, head_s, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
     @contextmanager

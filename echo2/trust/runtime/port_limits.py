@@ -117,16 +117,19 @@ BULK = PortLimits(
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Of a port that speaks HTTP. `share`: of the process's descriptors. Of one address `per_host` connections are open and
-    `handshakes_per_host` are in their TLS handshake. `head_s`: for the whole head of a request."""
+    """Of a port that speaks HTTP. `share`: of the process's descriptors. `head_s`: for the whole head of a request. Of one address
+    `handshakes_per_host` are in their TLS handshake, and `strangers_per_host` connections that have shown no key are open:
+    one more ends the longest idle one, or, with `crowd_s`, has so long for its first request, and half of the port's
+    connections are the limit. Who opens many at once to ask something is not hurt by that."""
 
     name: str
     share: float
     connections_cap: int
-    per_host: int
+    strangers_per_host: int
     handshakes_per_host: int
     backlog: int
     head_s: float = 8.0
+    crowd_s: float = 0.0
 
     @property
     def connections(self) -> int:
@@ -134,8 +137,12 @@ class HttpLimits:
         return connections_within(self.share, self.connections_cap)
 
 
-PAGE = HttpLimits("dashboard", 0.15, 512, per_host=48, handshakes_per_host=16, backlog=128)
+PAGE = HttpLimits("dashboard", 0.15, 512, strangers_per_host=48, handshakes_per_host=16, backlog=128)
 """The operator's page."""
+GATEWAY = HttpLimits(
+    "gateway", 0.15, 8192, strangers_per_host=48, handshakes_per_host=512, backlog=1024, crowd_s=3.0
+)  # fmt: skip
+"""Agents' calls: hundreds of connections of one address, most of which wait for a completion."""
 RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048
 """Of libp2p, which accepts for itself."""
 

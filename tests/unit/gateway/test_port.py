@@ -1,0 +1,210 @@
+"""Strangers and hostile clients at the gateway's port: what they may hold, and that honest agents beside them are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echo2.gateway.limits import BODY_BYTES_MAX
+from echo2.gateway.runtime import app as app_module
+from echo2.gateway.runtime import guard
+from echo2.gateway.runtime.guard import Bodies, Refused
+from echo2.gateway.runtime.long_work import LongWork
+from echo2.trust.runtime.port_limits import GATEWAY
+from tests.redteam.hostile import still_open
+from tests.unit.gateway.served import Served, answer_of, served
+
+QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+ELSEWHERE = "127.0.0.9"
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Served]:
+    with served(port_limits=QUICK) as found:
+        yield found
+
+
+def ended_after_s(connection: socket.socket, limit_s: float = 6.0) -> float:
+    began = time.monotonic()
+    connection.settimeout(limit_s)
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("key", [None, "guessed", "a1-0-0.guessed", "é"])
+def test_who_shows_no_key_is_answered_before_its_body_is_read_and_leaves(gateway: Served, key: str | None) -> None:
+    with gateway.connect() as connection:
+        began = time.monotonic()
+        connection.sendall(gateway.head(BODY_BYTES_MAX, key))  # and nothing of the body
+        status, told = answer_of(connection)
+        assert status == 401 and told["error"]["code"] == "invalid_api_key" and time.monotonic() - began < 1.0
+        assert ended_after_s(connection) < 3.0
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/sessions", "/v1/models"])
+def test_no_path_is_open_to_strangers(gateway: Served, path: str) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        assert answer_of(connection)[0] == 401 and ended_after_s(connection) < 3.0
+
+
+def test_a_client_in_the_middle_of_its_body_still_reads_why_it_is_refused(gateway: Served) -> None:
+    body = b"x" * 900_000
+    with gateway.connect() as connection:
+        connection.sendall(gateway.head(len(body), "of.an.episode.that.ended") + body)
+        assert answer_of(connection)[0] == 401
+
+
+def test_silence_and_heads_in_drips_end(gateway: Served) -> None:
+    with gateway.connect() as silent, gateway.connect() as dripping:
+        dripping.sendall(b"POST /v1/models HTTP/1.1\r\nx: ")
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 5.0:
+                dripping.sendall(b"a")
+                dripping.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    if dripping.recv(10) == b"":
+                        break
+        assert time.monotonic() - began < 3.0
+        assert ended_after_s(silent) < 3.0
+
+
+def test_a_crowd_of_strangers_keeps_its_share_and_hurts_nobody_of_its_own_address(gateway: Served) -> None:
+    with contextlib.ExitStack() as held:
+        known = [held.enter_context(gateway.connect(ELSEWHERE)) for _ in range(40)]
+        for one in known:
+            one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n\r\n".encode())
+            assert answer_of(one)[0] == 200
+        crowd = [held.enter_context(gateway.connect(ELSEWHERE)) for _ in range(100)]
+        until = time.monotonic() + 1.2
+        while still_open(crowd) > QUICK.strangers_per_host and time.monotonic() < until:
+            time.sleep(0.05)  # real sockets have no virtual clock
+        assert still_open(crowd) <= QUICK.strangers_per_host
+        time.sleep(max(0.0, until - time.monotonic()) + QUICK.head_s)
+        assert still_open(crowd) == 0 and still_open(known) == 40
+
+
+def test_hundreds_of_connections_that_ask_something_are_all_answered() -> None:
+    with served() as gateway, contextlib.ExitStack() as held:
+        opened = [held.enter_context(gateway.connect()) for _ in range(400)]
+        for one in opened:
+            one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n\r\n".encode())
+        assert [answer_of(one)[0] for one in opened] == [200] * 400
+
+
+def test_a_full_port_ends_idle_strangers_first() -> None:
+    with served(port_limits=replace(QUICK, connections_cap=16, head_s=5.0, crowd_s=4.0)) as small:
+        with contextlib.ExitStack() as held:
+            known = [held.enter_context(small.connect()) for _ in range(8)]
+            for one in known:
+                one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {small.key}\r\n\r\n".encode())
+                assert answer_of(one)[0] == 200
+            strangers = [held.enter_context(small.connect(ELSEWHERE)) for _ in range(30)]
+            assert small.post(HI)[0] == 200
+            assert still_open(known) == 8 and still_open(strangers) <= 8
+
+
+def test_a_body_that_is_not_whole_in_time_is_given_up(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_S", 0.3)
+    with gateway.connect() as connection:
+        connection.sendall(gateway.head(1000, gateway.key) + b'{"a')
+        assert answer_of(connection)[0] == 408
+
+
+def test_bodies_are_json_and_say_so(gateway: Served) -> None:
+    body = json.dumps(HI).encode()
+    for kind, expected in (
+        ("text/plain", 415), ("application/x-www-form-urlencoded", 415), ("application/json; charset=utf-8", 200)
+    ):  # fmt: skip
+        with gateway.connect() as connection:
+            connection.sendall(gateway.head(len(body), gateway.key, kind) + body)
+            assert answer_of(connection)[0] == expected
+    assert gateway.post(b'{"messages": ' + b"[],".join([b""] * 300_000) + b"0}")[0] == 400
+    for wrong in (b"[]", b"\xff", b'{"a": ' + b"[" * 100_000, b"{"):
+        assert gateway.post(wrong)[0] == 400
+    with gateway.connect() as connection:
+        connection.sendall(gateway.head(BODY_BYTES_MAX + 1, gateway.key))
+        assert answer_of(connection)[0] == 413
+
+
+class Parts:
+    """A request's body in so many parts."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self._parts = parts
+
+    async def stream(self) -> Any:
+        for part in self._parts:
+            yield part
+
+
+def test_a_body_in_many_parts_takes_time_by_its_length_alone() -> None:
+    async def read() -> int:
+        async with Bodies().read(Parts(*[b"x" * 1000] * 8000), "a1") as data:  # type: ignore[arg-type]
+            return len(data)
+
+    began = time.process_time()
+    assert asyncio.run(read()) == 8_000_000
+    assert time.process_time() - began < 0.5
+
+
+def test_bodies_together_and_of_one_episode_hold_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODIES_BYTES_MAX", 500)
+    monkeypatch.setattr(guard, "BODIES_OF_ONE_BYTES_MAX", 200)
+
+    async def scene() -> None:
+        bodies = Bodies()
+
+        async def read(caller: str, count: int) -> None:
+            async with bodies.read(Parts(b"x" * count), caller):  # type: ignore[arg-type]
+                await asyncio.sleep(0.05)
+
+        for callers, refused in (("aaa", 1), ("abcdef", 1), ("abcde", 0)):
+            ends = await asyncio.gather(*(read(one, 100) for one in callers), return_exceptions=True)
+            assert sum(isinstance(end, Refused) for end in ends) == refused, callers
+        assert not bodies._held
+
+    asyncio.run(scene())
+
+
+def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    parse = app_module.body_of
+
+    def noting(data: bytes) -> dict[str, object]:
+        threads.append(threading.current_thread().name)
+        return parse(data)
+
+    monkeypatch.setattr(app_module, "body_of", noting)
+    assert gateway.post(HI)[0] == 200
+    assert gateway.post({**HI, "user": "x" * 300_000})[0] == 200
+    assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+
+
+def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
+    async def scene() -> list[str]:
+        work, order = LongWork(), list[str]()
+
+        async def asked(caller: str) -> None:
+            await work.run(caller, lambda: time.sleep(0.03))
+            order.append(caller)
+
+        await asyncio.gather(*(asked(caller) for caller in ("greedy",) * 6 + ("honest",)))
+        assert not work._turns and not work._asked
+        work.close()
+        return order
+
+    assert asyncio.run(scene()).index("honest") <= 2
