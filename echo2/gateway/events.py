@@ -81,6 +81,14 @@ class ClientLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class CallBroke:
+    """An error that nobody foresaw in handling it, by its class."""
+
+    call_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeRewarded:
     """By the harness or the task; the episode ends with it."""
 
@@ -118,6 +126,7 @@ Event = (
     | CallTokens
     | CallGrew
     | ClientLeft
+    | CallBroke
     | EpisodeRewarded
     | EpisodeFailed
     | HarnessDone

@@ -7,6 +7,7 @@ and what came. Fields that have no meaning here are listed in `ignored`. Leaves 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,6 +18,8 @@ from echo2.base.stops import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
 from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
 
 Message = Mapping[str, object]
+JSON_DEPTH_MAX = 200
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ROLES = ("system", "user", "assistant", "tool")
 _TAKEN = frozenset({
     "model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
@@ -55,9 +58,10 @@ def body_of(data: bytes) -> dict[str, object]:
     if count > BODY_VALUES_MAX:
         raise MalformedMessage(f"body: expected at most {BODY_VALUES_MAX} commas and opening brackets, got {count}")
     try:
-        told = json.loads(data.decode() or "{}")
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessage(f"body: expected JSON, got {error}") from None
+        text = data.decode() or "{}"
+    except UnicodeDecodeError as error:
+        raise MalformedMessage(f"body: expected UTF-8, got {error}") from None
+    told = _parsed(text, "body")
     if not isinstance(told, dict):
         raise MalformedMessage("body: expected a JSON object")
     return told
@@ -145,15 +149,44 @@ def _tool_call(told: object, whose: str) -> Message:
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise MalformedMessage(f"{whose}.tool_calls: expected arguments as JSON, got {_shown(arguments)}") from None
+        arguments = _parsed(arguments, f"{whose}.tool_calls: arguments")
     return {
         "id": str(told.get("id", "")),
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def _parsed(text: str, whose: str) -> object:
+    """JSON that can be written again: of text that is Unicode, and not nested too deeply."""
+    try:
+        told: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessage(f"{whose}: expected JSON, got {error}") from None
+    if _is_deeper(told, JSON_DEPTH_MAX):
+        raise MalformedMessage(f"{whose}: expected at most {JSON_DEPTH_MAX} levels of lists and objects")
+    if _SURROGATE.search(text) is not None and not _is_unicode(told):
+        raise MalformedMessage(f"{whose}: expected text in Unicode, got half of a surrogate pair")
+    return told
+
+
+def _is_deeper(told: object, depth_max: int) -> bool:
+    level = [told]
+    for _ in range(depth_max + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _is_unicode(told: object) -> bool:
+    """A pair that was written as two halves is one character by now."""
+    try:
+        json.dumps(told, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(content: object, whose: str) -> str:

@@ -149,6 +149,8 @@ class Sessions:
                 yield from self._grew(group_id, token_ids, now)
             case e.ClientLeft(call_id):
                 self._left(call_id)
+            case e.CallBroke(call_id, name):
+                yield from self._broke(call_id, name)
             case e.EpisodeRewarded(session_id, value, parts):
                 yield from self._ended(session_id, value, parts)
             case e.EpisodeFailed(session_id, reason):
@@ -364,6 +366,15 @@ class Sessions:
         found = self._call(call_id)
         if found is not None:
             found[1].is_waited_for = False
+
+    def _broke(self, call_id: int, name: str) -> Iterator[e.Action]:
+        """Nothing of the call stays behind, and its client need not wait."""
+        found = self._call(call_id)
+        if found is not None:
+            self._forget(*found)
+        for group_id in [group_id for group_id, (_, of_call, _) in self._of_group.items() if of_call == call_id]:
+            del self._of_group[group_id]
+        yield e.Refuse(call_id, 500, "internal_error", f"{name}; the learner's log says more")
 
     def _call(self, call_id: int) -> tuple[Session, Call] | None:
         session = self.sessions.get(self._of_call.get(call_id, ""))

@@ -17,7 +17,7 @@ from echo2.gateway.requests import CallRequest
 from echo2.gateway.runtime.harness import Harnesses
 from echo2.gateway.runtime.long_work import LongWork
 from echo2.gateway.sessions import Sessions
-from echo2.outside.guard import Refusals
+from echo2.outside.guard import MISHAPS, Refusals
 
 TICK_S = 1.0
 Reply = e.CallAnswer | e.Refuse | e.Seated
@@ -94,8 +94,15 @@ class GatewayDesk:
     def _told(self, call_id: int, event: e.Event) -> asyncio.Future[Reply]:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
-        self.tell(event)
+        try:
+            self.tell(event)
+        except Exception as error:  # noqa: BLE001 - whatever a call brings about is an answer to its client
+            self._broke(call_id, error)
         return future
+
+    def _broke(self, call_id: int, error: Exception) -> None:
+        MISHAPS.note("a call", "an agent", error)
+        self.tell(e.CallBroke(call_id, type(error).__name__))
 
     def left(self, call_id: int) -> None:
         """Nobody waits for the call any more."""

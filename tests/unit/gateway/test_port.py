@@ -140,6 +140,62 @@ def test_bodies_are_json_and_say_so(gateway: Served) -> None:
         assert answer_of(connection)[0] == 413
 
 
+HALF = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (HALF, "half of a surrogate pair"),
+        (HALF.replace(b"\\ud800", b"\\uDFFF x"), "half of a surrogate pair"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "expected UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "stop": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"\\udead": 1}]}', "half of a surrogate pair"),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            b'"{\\"a\\": \\"\\\\ud800\\"}"}}]}]}',
+            "arguments: expected text in Unicode",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"a": ' + b"[" * 900 + b"]" * 900 + b"}]}",
+            "levels",
+        ),
+    ],
+    ids=["content", "low half", "raw bytes", "stop", "key", "arguments", "deep"],
+)
+def test_what_no_tokenizer_or_template_takes_is_refused_by_name(
+    gateway: Served, body: bytes, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        status, told = gateway.post(body)
+        assert status == 400 and text in told["error"]["message"]
+    assert not gateway.desk._waiting and not [one for one in caplog.records if one.exc_info]
+    whole = {"messages": [{"role": "user", "content": "\U0001f600"}]}
+    assert gateway.post(json.dumps(whole).encode())[0] == 200, "both halves are a character"
+
+
+def test_a_reward_of_four_hundred_digits_is_refused_and_the_episode_goes_on(gateway: Served) -> None:
+    session_id = gateway.key.partition(".")[0]
+    for number in (b"1" + b"0" * 400, b"1e999", b"NaN", b"-Infinity", b'"1"'):
+        status, told = gateway.post(b'{"reward": ' + number + b"}", f"/v1/sessions/{session_id}/reward")
+        assert status == 400 and "expected a number within 1,000,000 of 0" in told["error"]["message"]
+    assert gateway.post(HI)[0] == 200
+
+
+def test_an_error_that_nobody_foresaw_is_one_answer_and_nothing_stays_behind(
+    gateway: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    (session,) = gateway.desk.sessions.sessions.values()
+    for number in range(20):
+        gateway.fleet.broken = ValueError("the journal took no such number")
+        status, told = gateway.post({"messages": [{"role": "user", "content": f"hi {number}"}]})
+        assert status == 500 and told["error"]["code"] == "internal_error" and "ValueError" in told["error"]["message"]
+        gateway.fleet.broken = None
+    assert not gateway.desk._waiting and not session.calls
+    assert len([one for one in caplog.records if one.exc_info]) <= 1
+    assert gateway.post({"messages": [{"role": "user", "content": "hi again"}]})[0] == 200
+
+
 class Parts:
     """A request's body in so many parts."""
 
