@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo2.gateway.requests import CallRequest
+from echo2.gateway.tree import Wording
 
 # ---- events
 
@@ -42,6 +43,23 @@ class Called:
     call_id: int
     session_id: str
     request: CallRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of what a call adds, or why there are none. `number`: as `Encode` has it."""
+
+    session_id: str
+    number: int
+    token_ids: tuple[int, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRefused:
+    """What a client of this episode sent was no call: it counts as one, since reading it cost time."""
+
+    session_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +140,8 @@ Event = (
     | ProblemClosed
     | SeatAsked
     | Called
+    | Encoded
+    | CallRefused
     | Leased
     | CallTokens
     | CallGrew
@@ -148,6 +168,16 @@ class RunHarness:
 @dataclass(frozen=True, slots=True)
 class StopHarness:
     session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """A long text is to become tokens beside the loop, and to come back as `Encoded`. `number`: the call's for good, also when a
+    client's second try takes it over."""
+
+    session_id: str
+    number: int
+    wording: Wording
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,4 +272,16 @@ class EndEpisode:
     is_final: bool
 
 
-Action = RunHarness | StopHarness | Ask | CallPiece | CallAnswer | Refuse | Seated | AskScore | EpisodeLost | EndEpisode
+Action = (
+    RunHarness
+    | StopHarness
+    | Encode
+    | Ask
+    | CallPiece
+    | CallAnswer
+    | Refuse
+    | Seated
+    | AskScore
+    | EpisodeLost
+    | EndEpisode
+)

@@ -26,14 +26,19 @@ def is_reward(told: object) -> bool:
 class GatewayLimits:
     """`vocabulary_size`: of the model; token ids of clients are below it. `idle_s`: an episode that asks nothing for so long is
     lost; `episode_s`: none lasts longer. `restarts_max`: how often a lost episode is begun anew before its rollout is dropped.
-    `harnesses_max`: episodes that echo2 runs at the same time.
+    `harnesses_max`: episodes that echo2 runs at the same time. `token_bytes_max`: of the tokenizer's longest token: a text of more
+    than `context_tokens` times that has no room. `encoded_at_once_max`: characters that become tokens on the loop, more in a
+    thread. `session_bytes_max`: about what the gateway keeps of one episode.
     """
 
     context_tokens: int
     max_new_tokens: int
     vocabulary_size: int
+    token_bytes_max: int
     sessions_max: int = 4096
     calls_max: int = 512
+    session_bytes_max: int = 64 << 20
+    encoded_at_once_max: int = 16 << 10
     calls_at_once_max: int = 16
     calls_in_flight_max: int = 4096
     idle_s: float = 600.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import cast
 
@@ -18,6 +18,8 @@ from echo2.base.stops import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
 from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
 
 Message = Mapping[str, object]
+ID_BYTES = 8
+"""Of a token id in a prompt."""
 JSON_DEPTH_MAX = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ROLES = ("system", "user", "assistant", "tool")
@@ -30,7 +32,11 @@ _TAKEN = frozenset({
 @dataclass(frozen=True, slots=True)
 class CallRequest:
     """`messages` of a chat, or the `prompt` of a text: its characters, or its token ids. `max_tokens` None: as many as may be.
-    `temperature` is obeyed in evaluations alone; None: not told, or not a number from 0 to 100."""
+    `temperature` is obeyed in evaluations alone; None: not told, or not a number from 0 to 100.
+
+    `digest`: of all that decides the answer, the same for a client's second try. Of a chat, `history` has the key of its tools,
+    then of the chat up to each message, and `sizes` how long these are as JSON.
+    """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
@@ -44,12 +50,30 @@ class CallRequest:
     wants_ids: bool = False
     temperature: float | None = None
     ignored: tuple[str, ...] = ()
+    digest: bytes = b""
+    history: tuple[bytes, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
-    def digest(self) -> bytes:
-        """Of all that decides the answer: the same for a client's second try."""
+    def size_bytes(self) -> int:
+        """About what is kept of it while it waits."""
+        if self.prompt is None:
+            return sum(self.sizes)
+        return len(self.prompt) * (1 if isinstance(self.prompt, str) else ID_BYTES)
+
+    def with_digests(self) -> CallRequest:
+        """Whole: hashing a large one takes a while."""
         said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
-        return blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+        digest = blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+        if self.prompt is not None:
+            return replace(self, digest=digest)
+        key, size = beginning(self.tools)
+        keys, sizes = [key], [size]
+        for message in self.messages:
+            key, size = behind(key, message)
+            keys.append(key)
+            sizes.append(size)
+        return replace(self, digest=digest, history=tuple(keys), sizes=tuple(sizes))
 
 
 def body_of(data: bytes) -> dict[str, object]:
@@ -102,7 +126,7 @@ def _call(
     tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     options = body.get("stream_options")
     logprobs = body.get("logprobs")
-    return CallRequest(
+    call = CallRequest(
         messages=messages,
         tools=tools,
         prompt=prompt,
@@ -118,6 +142,28 @@ def _call(
             sorted(str(name)[:40] for name, value in body.items() if name not in _TAKEN and value is not None)
         )[:32],
     )
+    return call.with_digests()
+
+
+def beginning(tools: Sequence[Message]) -> tuple[bytes, int]:
+    """The key of a chat's beginning, and how long its tools are as JSON."""
+    said = json.dumps(list(tools), sort_keys=True, default=dict)
+    return blake2b(said.encode(), digest_size=16).digest(), len(said)
+
+
+def behind(key: bytes, message: Message) -> tuple[bytes, int]:
+    """The key of a chat with one more message, and how long that is as JSON."""
+    calls = message.get("tool_calls")
+    told = [_call_key(call) for call in calls] if isinstance(calls, list) else []
+    said = json.dumps([message["role"], message["content"], told], sort_keys=True)
+    return blake2b(key + said.encode(), digest_size=16).digest(), len(said)
+
+
+def _call_key(call: Mapping[str, object]) -> object:
+    """Without the id, which some clients make anew."""
+    function = call["function"]
+    assert isinstance(function, Mapping), "parsed before"
+    return [function["name"], function["arguments"]]
 
 
 def _message(told: object, place: int) -> Message:

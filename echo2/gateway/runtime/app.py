@@ -69,7 +69,13 @@ class GatewayApp:
 
     async def _answered(self, request: Request, call_of: Callable[[Mapping[str, object]], CallRequest]) -> Response:
         session_id = self._session_of(request)
-        call = await self._told(request, session_id, call_of)
+        if self._desk.sessions.is_spent(session_id):
+            raise Refused(400, "too_many_calls", "this episode has made all the calls that it may")
+        try:
+            call = await self._told(request, session_id, call_of)
+        except MalformedMessage:
+            self._desk.tell(e.CallRefused(session_id))
+            raise
         is_obeyed = call.temperature is not None and self._desk.sessions.evaluates(session_id)
         ignored = [name for name in call.ignored if not (is_obeyed and name == "temperature")]
         headers = {"x-echo2-ignored": ", ".join(ignored)} if ignored else {}

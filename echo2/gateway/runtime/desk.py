@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
+from echo2.base.errors import EchoError
 from echo2.gateway import events as e
 from echo2.gateway.requests import CallRequest
 from echo2.gateway.runtime.harness import Harnesses
@@ -47,7 +48,7 @@ class GatewayDesk:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._streams: dict[int, asyncio.Queue[str]] = {}
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._refusals = Refusals(_log)
         self.long_work = LongWork()
 
@@ -57,6 +58,8 @@ class GatewayDesk:
                 case e.Ask():
                     leased = self._fleet.ask(action) or ("", -1)
                     self.tell(e.Leased(action.call_id, action.choice, *leased))
+                case e.Encode():
+                    self._begin(self._encode(action))
                 case e.CallPiece(call_id, text):
                     if (stream := self._streams.get(call_id)) is not None:
                         stream.put_nowait(text)
@@ -71,9 +74,7 @@ class GatewayDesk:
                     if self.harnesses is not None:
                         self.harnesses.stop(session_id)
                 case e.AskScore():
-                    task = asyncio.get_running_loop().create_task(self._score(action))
-                    self._scoring.add(task)
-                    task.add_done_callback(self._scoring.discard)
+                    self._begin(self._score(action))
                 case e.EpisodeLost(session_id, reason):
                     self._refusals.warn("episode %s is lost: %s", session_id, reason)
                 case e.EndEpisode():
@@ -118,13 +119,34 @@ class GatewayDesk:
 
     async def close(self) -> None:
         self.long_work.close()
-        for task in list(self._scoring):
+        for task in list(self._tasks):
             task.cancel()
         if self.harnesses is not None:
             await self.harnesses.close()
         for call_id, waiting in self._waiting.items():
             if not waiting.done():
                 waiting.set_result(e.Refuse(call_id, 503, "run_ended", "the run has ended"))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _encode(self, asked: e.Encode) -> None:
+        token_ids: tuple[int, ...] = ()
+        problem = ""
+        try:
+            made = await self.long_work.run(asked.session_id, lambda: asked.wording.tokens(self.sessions.reading))
+            token_ids = tuple(made)
+        except EchoError as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
+            MISHAPS.note("the text of a call", asked.session_id, error)
+            problem = f"{type(error).__name__}: no tokens could be made of it"
+        try:
+            self.tell(e.Encoded(asked.session_id, asked.number, token_ids, problem))
+        except Exception as error:  # noqa: BLE001 - as for any call
+            self._broke(asked.number, error)
 
     async def _score(self, action: e.AskScore) -> None:
         found = await self._fleet.score(action.root, action.token_ids)

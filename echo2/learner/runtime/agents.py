@@ -58,8 +58,9 @@ class Agents:
         self._refusals = Refusals(_log)
         self._problems: dict[str, tuple[int, PromptWorld | None]] = {}  # by group: the index, and whose it is
         limits = GatewayLimits(
-            prompts.context_tokens, prompts.sampling.max_new_tokens, prompts.vocabulary_size, idle_s=options.idle_s,
-            episode_s=options.episode_s, restarts_max=options.restarts_max, harnesses_max=options.at_once,
+            prompts.context_tokens, prompts.sampling.max_new_tokens, prompts.vocabulary_size,
+            prompts.stop_strings.longest_bytes, idle_s=options.idle_s, episode_s=options.episode_s,
+            restarts_max=options.restarts_max, harnesses_max=options.at_once,
         )  # fmt: skip
         harness = make_harness(options.harness, options.at_once)
         reading = ChatReading(prompts.chat)

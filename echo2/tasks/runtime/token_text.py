@@ -57,6 +57,13 @@ class StopStrings:
         self._texts: list[bytes] | None = None
         self._known: dict[tuple[str, ...], tuple[tuple[int, ...], tuple[bytes, ...]]] = {}
 
+    @property
+    def longest_bytes(self) -> int:
+        """Of all tokens."""
+        if self._texts is None:
+            self._texts = token_texts(self._tokenizer)
+        return max(map(len, self._texts), default=1)
+
     def pieces_of(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """Ids and texts of all tokens that can be part of one of `strings`. Raises `ConfigError` if there are too many."""
         key = tuple(strings)

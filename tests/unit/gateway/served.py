@@ -100,7 +100,13 @@ def answer_of(connection: socket.socket) -> tuple[int, Any]:
 def served(
     reading: Callable[[], ModelReading] = Letters, port_limits: HttpLimits = GATEWAY, **limits: Any
 ) -> Iterator[Served]:
-    given: dict[str, Any] = {"context_tokens": 400, "max_new_tokens": 50, "vocabulary_size": 2048, **limits}
+    given: dict[str, Any] = {
+        "context_tokens": 400,
+        "max_new_tokens": 50,
+        "vocabulary_size": 200_000,
+        "token_bytes_max": 4,
+        **limits,
+    }
     found: list[Served] = []
     is_ready, loop = threading.Event(), asyncio.new_event_loop()
 

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from echo2.gateway.runtime.long_work import LongWork
 from echo2.trust.runtime.port_limits import GATEWAY
 from tests.redteam.hostile import still_open
 from tests.unit.gateway.served import Served, answer_of, served
+from tests.unit.gateway.test_sessions import Letters
 
 QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -248,6 +249,41 @@ def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: py
     assert gateway.post(HI)[0] == 200
     assert gateway.post({**HI, "user": "x" * 300_000})[0] == 200
     assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+
+
+class SlowLetters(Letters):
+    """Of a long text it takes a while."""
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
+        text = "".join(str(message["content"]) for message in messages)
+        if len(text) > 1000:
+            time.sleep(1.5)
+        return [ord(letter) for letter in text[:50]]
+
+
+def test_a_text_that_takes_long_to_encode_holds_up_no_other_call() -> None:
+    long = {"messages": [{"role": "user", "content": "x" * 100_000}]}
+    with served(SlowLetters, context_tokens=100_000) as gateway:
+        answers: list[int] = []
+        thread = threading.Thread(target=lambda: answers.append(gateway.post(long)[0]))
+        gateway.longest_hold_s = 0.0
+        thread.start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert gateway.post(HI)[0] == 200 and time.monotonic() - began < 0.8
+        assert not answers and gateway.longest_hold_s < 0.8
+        thread.join(20)
+        assert answers == [200]
+
+
+def test_calls_that_are_none_use_up_an_episodes_calls() -> None:
+    with served(calls_max=3) as gateway:
+        for _ in range(3):
+            assert gateway.post({"messages": "none"})[0] == 400
+        with gateway.connect() as connection:
+            connection.sendall(gateway.head(1000, gateway.key))  # nothing of the body is waited for
+            status, told = answer_of(connection)
+            assert status == 400 and told["error"]["code"] == "too_many_calls"
 
 
 def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
