@@ -71,13 +71,19 @@ def stop_place(
 
 
 def piece_of(text: bytes, strings: Sequence[bytes]) -> bytes:
-    """What a lease must know of a token of this `text`; empty: it is part of no stop string, wherever it stands."""
-    longest = max(map(len, strings))
+    """What a lease must know of a token of this `text`; empty: it is part of no stop string, wherever it stands. For many tokens
+    there is an index (tasks/runtime/token_text), which finds what this finds."""
+    if not text or not any(string in text or _may_be_part(text, string) for string in strings):
+        return b""
+    return piece_of_part(text, strings)
+
+
+def piece_of_part(text: bytes, strings: Sequence[bytes]) -> bytes:
+    """The same of a token that is known to be part of one."""
     for string in strings:
         if string in text:
             return string
-    if not text or not any(_may_be_part(text, string) for string in strings):
-        return b""
+    longest = max(map(len, strings))
     return text if len(text) <= 2 * longest else text[:longest] + b"\0" + text[-longest:]
 
 
