@@ -71,13 +71,19 @@ def stop_place(
 
 
 def piece_of(text: bytes, strings: Sequence[bytes]) -> bytes:
-    """The piece of a token's `text` that a lease must carry; empty if the token can be part of no stop string."""
-    longest = max(map(len, strings))
+    """The piece of a token's `text` that a lease must carry; empty if the token can be part of no stop string. For many tokens
+    there is an index with the same results (tasks/runtime/token_text)."""
+    if not text or not any(string in text or _may_be_part(text, string) for string in strings):
+        return b""
+    return piece_of_part(text, strings)
+
+
+def piece_of_part(text: bytes, strings: Sequence[bytes]) -> bytes:
+    """`piece_of` for a token that is known to be part of a stop string."""
     for string in strings:
         if string in text:
             return string
-    if not text or not any(_may_be_part(text, string) for string in strings):
-        return b""
+    longest = max(map(len, strings))
     return text if len(text) <= 2 * longest else text[:longest] + b"\0" + text[-longest:]
 
 

@@ -21,6 +21,7 @@ class Mutant:
 _HUB, _INTAKE, _JOURNAL = "coordinator/runtime/hub.py", "learner/runtime/intake.py", "learner/runtime/journal.py"
 _FILES, _TLS, _BATCHER = "learner/runtime/checkpoint.py", "trust/runtime/tls.py", "learner/shelf.py"
 _DOOR = "learner/batcher.py"
+_SESSIONS = "gateway/sessions.py"
 _SWAP, _GATE, _WIRE, _TOKENS = "worker/swap.py", "worker/token_gate.py", "wire/coordinator.py", "coordinator/tokens.py"
 _LEARNER, _WORKER, _ORDERS = "learner/runtime/shift.py", "worker/runtime/shift.py", "learner/runtime/orders.py"
 _PIPE_RELAY, _PIPES = "broadcast/runtime/pipe_relay.py", ("tests/redteam/test_pipes.py",)
@@ -335,6 +336,26 @@ MUTANTS: tuple[Mutant, ...] = (
            "TURN_GRACE_S if warm_groups(lease.group.group_id) else EXACT_GRACE_S", "EXACT_GRACE_S", (_UNIT + "worker/test_assignments.py",)),
     Mutant("a stream tells the beginning of a stop string", "gateway/growth.py",
            "    return text[: len(text) - held]", "    return text", (_UNIT + "gateway/test_growth.py",)),
+    # clients of the gateway
+    Mutant("gateway: a reward that is no number is trained on", _SESSIONS, "        if wrong:  # whoever", "        if False:  # whoever",
+           (_UNIT + "gateway/test_sessions.py",)),
+    Mutant("gateway: a client's token ids are not compared with the vocabulary", _SESSIONS,
+           "if isinstance(request.prompt, tuple) and max(request.prompt) >= limits.vocabulary_size:", "if False:",
+           (_UNIT + "gateway/test_sessions.py",)),
+    Mutant("gateway: the shelf opens a call whose tokens the model lacks", _BATCHER,
+           "        check_prompt(root, prompt, self.config.vocabulary_size)\n", "", (_UNIT + "learner/test_agent_groups.py",)),
+    Mutant("gateway: a stranger's body is waited for before its key is looked at", "gateway/runtime/guard.py",
+           "        refused = _refusal(request, is_known=caller is not None)\n",
+           "        await receive()\n        refused = _refusal(request, is_known=caller is not None)\n", (_UNIT + "gateway/test_port.py",)),
+    Mutant("gateway: a connection that has shown a key is a stranger all the same", "gateway/runtime/guard.py",
+           "        scope.get(KEY_SHOWN, _nothing)()\n", "", (_UNIT + "gateway/test_port.py",)),
+    Mutant("gateway: a text without room is encoded before it is refused", _SESSIONS,
+           "if place.wording.text_bytes > self.limits.context_tokens * self.limits.token_bytes_max:", "if False:",
+           (_UNIT + "gateway/test_sessions.py",)),
+    Mutant("gateway: a long text is encoded on the loop", _SESSIONS,
+           "if place.wording.size > self.limits.encoded_at_once_max:", "if False:", (_UNIT + "gateway/test_port.py",)),
+    Mutant("gateway: a call that is refused costs an episode nothing", _SESSIONS,
+           "        session.call_count += 1  # refused or not: to look at it costs time\n", "", (_UNIT + "gateway/test_sessions.py",)),
     Mutant("a further connection joins whatever link is there", "broadcast/runtime/stripes.py",
            "        if link is None or not is_for_it or not isinstance(connection, Widenable):",
            "        if link is None or not isinstance(connection, Widenable):", ("tests/contract/test_bulk.py",)),

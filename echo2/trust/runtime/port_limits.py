@@ -116,9 +116,38 @@ BULK = PortLimits(
     connections_cap=1_024,
 )
 """Bulk ports: chunks over plain sockets, beside the streams of the two ports above."""
-PAGE_SHARE, PAGE_CONNECTIONS_MAX = 0.15, 512
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of an HTTP port. `share`: part of the process's descriptors. `head_s`: deadline for all headers of a request. One address
+    may have `handshakes_per_host` TLS handshakes under way and `strangers_per_host` connections that have shown no key. One more
+    ends the connection that has been idle longest; with `crowd_s` it is let in and has that long for its first request, up to half
+    of the port's connections. So a client that opens many connections at once is served."""
+
+    name: str
+    share: float
+    connections_cap: int
+    strangers_per_host: int
+    handshakes_per_host: int
+    backlog: int
+    head_s: float = 8.0
+    crowd_s: float = 0.0
+
+    @property
+    def connections(self) -> int:
+        """Open at a time."""
+        return connections_within(self.share, self.connections_cap)
+
+
+PAGE = HttpLimits("dashboard", 0.15, 512, strangers_per_host=48, handshakes_per_host=16, backlog=128)
+"""The dashboard."""
+GATEWAY = HttpLimits(
+    "gateway", 0.15, 8192, strangers_per_host=48, handshakes_per_host=512, backlog=1024, crowd_s=3.0
+)  # fmt: skip
+"""Agents' calls: hundreds of connections from one address, most of them waiting for a completion."""
 RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048
-"""Limits of the dashboard and of libp2p, which accept connections themselves."""
+"""Limits of libp2p, which accepts connections itself."""
 PIPES = PortLimits(
     message_bytes=64 << 10, reply_bytes=64 << 10, streams=1, window_bytes=WINDOW_BYTES_MIN, share=RELAY_SHARE,
     connections_cap=RELAY_CONNECTIONS_MAX, per_peer=4, in_flight_bytes=1 << 20,
