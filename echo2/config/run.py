@@ -377,8 +377,8 @@ class WorkerSection(Section):
         Field(ge=0, le=16, description="vLLM guesses so many tokens from repetitions in a sequence; 0: none."),
     ] = 0
     quantisation: Annotated[
-        Literal["none", "int8"],
-        Field(description="int8: generates by rounded weights, bf16 masters beside them; embedded engine."),
+        Literal["none", "int8", "fp8"],
+        Field(description="Generates by rounded weights, bf16 masters beside them: int8 embedded engine, fp8 vLLM."),
     ] = "none"
     slowdown: Annotated[float, Field(ge=1, description="Makes the embedded engine this much slower, for trials.")] = 1.0
     host: Annotated[

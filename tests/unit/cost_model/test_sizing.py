@@ -25,8 +25,8 @@ from echo2.cost_model.sizing import (
     SEQUENCES_CPU,
     SEQUENCES_CPU_MAX,
     SEQUENCES_MAX,
-    CpuWeights,
     ModelSize,
+    Quantisation,
     RunLengths,
     cpu_fit,
     gpu_fit,
@@ -130,7 +130,7 @@ def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
     tight = held - large.parameters + 2 * each
     with pytest.raises(ResourceError, match="worker.quantisation int8"):
         cpu_fit(large, tight, RunLengths(4096))
-    assert cpu_fit(large, tight, RunLengths(4096), CpuWeights.INT8).sequences >= 1, "what is said to fit does"
+    assert cpu_fit(large, tight, RunLengths(4096, quantisation=Quantisation.INT8)).sequences >= 1, "it fits as told"
 
 
 def test_each_gpu_gets_an_engine_where_enough_fits_beside_the_weights() -> None:

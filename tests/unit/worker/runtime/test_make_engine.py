@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
-from echo2.worker.runtime.engines.vllm import _only_gpus
+from echo2.cost_model.sizing import Quantisation
+from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.engines.vllm_start import only_gpus
 from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
 from echo2.worker.runtime.make_engine import fit_engine, make_engine
 from tests.contract.engine_rig import tiny_config
@@ -56,12 +57,12 @@ def test_rounding_is_for_the_embedded_engine_and_refused_by_name_elsewhere(tmp_p
 
 def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with _only_gpus((2,)):
+    with only_gpus((2,)):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6, 7")
-    with _only_gpus((1, 2)):
+    with only_gpus((1, 2)):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
-    with _only_gpus(()):
+    with only_gpus(()):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"
