@@ -46,9 +46,11 @@ def check_rounding(config: Mapping[str, object], quantisation: Quantisation, ada
         return
     if adapter is not None:
         raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
+    text = config.get("text_config")
+    said = {**config, **(text if isinstance(text, Mapping) else {})}
     for field, what in _UNROUNDED.items():
-        if config.get(field):
-            raise ConfigError(f"{whose} is not for models with {what} ({field} {config[field]!r}); expected none")
+        if said.get(field):
+            raise ConfigError(f"{whose} is not for models with {what} ({field} {said[field]!r}); expected none")
 
 
 def check_device(quantisation: Quantisation) -> None:
