@@ -30,7 +30,7 @@ from echo2.cli.link_text import link_text
 from echo2.cli.run_shape import fit_rows, guessed_model_of, learner_line, lengths_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.cost_model.sizing import CpuWeights, worker_fit
+from echo2.cost_model.sizing import worker_fit
 from echo2.trust.identity import JoinLink
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding
 from echo2.worker.options import EngineChoice
@@ -115,9 +115,8 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
     shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
     is_vllm = chosen_engine(EngineChoice(config.worker.engine), machine) is EngineChoice.VLLM
     gpus = [gpu.memory_bytes for gpu in machine.gpus] if is_vllm else []
-    weights = CpuWeights.INT8 if config.worker.quantisation == "int8" else CpuWeights.FLOAT32
     try:
-        here = worker_fit(size, gpus, machine.memory_bytes, lengths, weights).reason
+        here = worker_fit(size, gpus, machine.memory_bytes, lengths).reason
     except ResourceError as error:
         here = f"no worker: {error}"
     yield Finding("model", f"{shape}; here: {here}")

@@ -21,7 +21,14 @@ from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
 from echo2.cost_model.memory import Checkpointing, checkpointing_of, learner_memory, token_budget_for
 from echo2.cost_model.question import billions_in
-from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
+from echo2.cost_model.sizing import (
+    ModelSize,
+    Quantisation,
+    RunLengths,
+    longest_sequence,
+    model_size,
+    size_by_billions,
+)
 
 DEFAULT_BILLIONS = 8.0
 SCORED_VERSIONS = 2  # each rollout, under its version and an older one
@@ -97,7 +104,7 @@ def lengths_of(config: RunConfig) -> RunLengths:
     """The run's longest sequence, and what its workers are told to stay below."""
     sampling, worker = config.sampling, config.worker
     longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
-    return RunLengths(longest, worker.slots, worker.context_tokens)
+    return RunLengths(longest, worker.slots, worker.context_tokens, Quantisation(worker.quantisation))
 
 
 def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:

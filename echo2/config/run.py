@@ -426,8 +426,8 @@ class WorkerSection(Section):
         ),
     ] = 0
     quantisation: Annotated[
-        Literal["none", "int8"],
-        Field(description="int8: generates with int8 weights, keeping bf16 masters; embedded engine only."),
+        Literal["none", "int8", "fp8"],
+        Field(description="Generates with rounded weights, keeping bf16 masters: int8 (embedded engine), fp8 (vLLM)."),
     ] = "none"
     slowdown: Annotated[
         float, Field(ge=1, description="Makes the embedded engine this many times slower, for experiments.")

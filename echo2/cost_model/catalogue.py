@@ -11,7 +11,17 @@ from dataclasses import dataclass, fields
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.cost_model.roofline import tokens_per_s
-from echo2.cost_model.sizing import FILL, Fit, ModelSize, RunLengths, cpu_fit, gpu_fit, model_size, spread_speed
+from echo2.cost_model.sizing import (
+    FILL,
+    Fit,
+    ModelSize,
+    Quantisation,
+    RunLengths,
+    cpu_fit,
+    gpu_fit,
+    model_size,
+    spread_speed,
+)
 from echo2.cost_model.snapshot import checked_positive
 
 TRAIN_FLOPS_SHARE = 0.35
@@ -84,12 +94,12 @@ def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: fl
     tokens_each: in the cache of a sequence on average; 0: half of the longest.
     """
     if gpu.name == CPU:
-        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each)
+        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each, run.quantisation)
     priors, refusal = [], ""
     for gpu_count in GPUS_PER_WORKER:
         try:
             fit = gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)
-            priors.append(_prior(gpu, gpu_count, size, fit, tokens_each))
+            priors.append(_prior(gpu, gpu_count, size, fit, tokens_each, run.quantisation))
         except ResourceError as error:
             refusal = str(error)
     if not priors:
@@ -97,10 +107,13 @@ def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: fl
     return max(priors, key=lambda prior: (round(prior.tokens_per_s / prior.gpu_count, 6), -prior.gpu_count))
 
 
-def _prior(gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float) -> WorkerPrior:
+def _prior(
+    gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float, quantisation: Quantisation
+) -> WorkerPrior:
     """Tokens/s by the roofline."""
     speed = spread_speed(fit.tensor_parallel)
-    engine_tokens_per_s = tokens_per_s(gpu, size, fit.sequences, tokens_each or fit.sequence_tokens / FILL, speed)
+    tokens = tokens_each or fit.sequence_tokens / FILL
+    engine_tokens_per_s = tokens_per_s(gpu, size, fit.sequences, tokens, speed, quantisation)
     return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, fit.engine_count * engine_tokens_per_s, fit)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from echo2.cost_model.sizing import GPU_BYTES, ModelSize
+from echo2.cost_model.sizing import GPU_BYTES, ModelSize, Quantisation
 
 BANDWIDTH_SHARE = 0.7
 """Of the data sheet's: what attention and matrix-vector kernels reach, an assumption until a machine has been measured."""
@@ -30,18 +30,33 @@ class Sheet(Protocol):
     def train_tflops(self) -> float: ...
 
 
-def step_s(sheet: Sheet, size: ModelSize, sequences: int, tokens_each: float, speed: float = 1.0) -> float:
+def step_s(
+    sheet: Sheet,
+    size: ModelSize,
+    sequences: int,
+    tokens_each: float,
+    speed: float = 1.0,
+    quantisation: Quantisation = Quantisation.NONE,
+) -> float:
     """Seconds of one step of `sequences` sequences that hold `tokens_each` tokens on average.
 
-    speed: how many times as fast as one GPU the engine is (`sizing.spread_speed`).
+    speed: how many times as fast as one GPU the engine is (`sizing.spread_speed`). Rounded weights are fewer bytes to read;
+    their products count as no faster.
     """
-    moved = size.gpu_weight_bytes + sequences * tokens_each * GPU_BYTES * size.kv_values_per_token
+    moved = size.card_bytes(quantisation) + sequences * tokens_each * GPU_BYTES * size.kv_values_per_token
     computed = 2.0 * sequences * size.active_parameters
     moving_s = moved / (BANDWIDTH_SHARE * sheet.bandwidth_gb_per_s * 1e9 * speed)
     computing_s = computed / (DECODE_FLOPS_SHARE * sheet.train_tflops * 1e12 * speed)
     return max(moving_s, computing_s) + STEP_S
 
 
-def tokens_per_s(sheet: Sheet, size: ModelSize, sequences: int, tokens_each: float, speed: float = 1.0) -> float:
+def tokens_per_s(
+    sheet: Sheet,
+    size: ModelSize,
+    sequences: int,
+    tokens_each: float,
+    speed: float = 1.0,
+    quantisation: Quantisation = Quantisation.NONE,
+) -> float:
     """Of all sequences together."""
-    return sequences / step_s(sheet, size, sequences, tokens_each, speed)
+    return sequences / step_s(sheet, size, sequences, tokens_each, speed, quantisation)

@@ -167,13 +167,15 @@ def chosen_engine(choice: EngineChoice, machine: WorkerMachine) -> EngineChoice:
     return choice
 
 
-def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path) -> None:
+def check_room(
+    machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path, masters_bytes: int = 0
+) -> None:
     """ResourceError where a keyframe could not be taken: before anything is fetched.
 
-    Beside an engine on GPUs the host holds the published weights and what is on its way; the embedded engine's own weights
-    are host memory too, and what it leaves for its cache is another rule's (`cost_model.sizing`).
+    Beside engines on GPUs the host holds the published weights, what is on its way, and the masters of rounded weights; the
+    embedded engine's own weights are host memory too, and what it leaves for its cache is another rule's (`cost_model.sizing`).
     """
-    own = 0 if machine.gpus else CPU_BYTES * size.parameters
+    own = masters_bytes if machine.gpus else CPU_BYTES * size.parameters
     needed = own + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:
         raise ResourceError(

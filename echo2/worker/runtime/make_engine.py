@@ -18,10 +18,10 @@ import torch
 
 from echo2 import weights as delta
 from echo2.base.errors import ConfigError, MalformedMessage
-from echo2.cost_model.sizing import CpuWeights, Fit, RunLengths, model_size, worker_fit
+from echo2.cost_model.sizing import Fit, RunLengths, model_size, worker_fit
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
-from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
+from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 
@@ -66,11 +66,12 @@ def fit_engine(
     size = model_size(config)
     is_on_gpus = choice is EngineChoice.VLLM and bool(machine.gpus)
     at_work = machine if is_on_gpus else replace(machine, gpus=())
-    check_room(at_work, size, published_bytes or size.gpu_weight_bytes, options.folder)
-    run = RunLengths(longest_tokens, options.slot_count, options.context_tokens_max)
+    run = RunLengths(longest_tokens, options.slot_count, options.context_tokens_max, options.quantisation)
     gpus = [gpu.memory_bytes for gpu in at_work.gpus]
-    weights = CpuWeights.INT8 if options.quantisation is Quantisation.INT8 else CpuWeights.FLOAT32
-    return worker_fit(size, gpus, machine.memory_bytes, run, weights, published_bytes)
+    fit = worker_fit(size, gpus, machine.memory_bytes, run, published_bytes)
+    masters_bytes = fit.engine_count * size.masters_bytes(options.quantisation) if is_on_gpus else 0
+    check_room(at_work, size, published_bytes or size.gpu_weight_bytes, options.folder, masters_bytes)
+    return fit
 
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:

@@ -9,7 +9,7 @@ import pytest
 
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.cost_model.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, STEP_S, step_s, tokens_per_s
-from echo2.cost_model.sizing import model_size, spread_speed
+from echo2.cost_model.sizing import Quantisation, model_size, spread_speed
 
 CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
 H100, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
@@ -18,6 +18,12 @@ H100, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
 def test_one_sequence_takes_as_long_as_reading_the_weights() -> None:
     reading_s = SIZE.gpu_weight_bytes / (BANDWIDTH_SHARE * H100.bandwidth_gb_per_s * 1e9)
     assert step_s(H100, SIZE, 1, 0.0) == pytest.approx(reading_s + STEP_S)
+
+
+def test_rounded_weights_are_read_sooner_and_multiplied_no_faster() -> None:
+    exact, rounded = (step_s(H100, SIZE, 1, 0.0, quantisation=each) for each in (Quantisation.NONE, Quantisation.FP8))
+    assert exact - rounded == pytest.approx(SIZE.linear_parameters / (BANDWIDTH_SHARE * H100.bandwidth_gb_per_s * 1e9))
+    assert step_s(H100, SIZE, 4096, 0.0, quantisation=Quantisation.FP8) == step_s(H100, SIZE, 4096, 0.0)
 
 
 def test_many_short_sequences_take_as_long_as_their_products() -> None:

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from echo2.base.errors import BadToken, NotAllowed, StateError, VersionMismatch
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+from echo2.cost_model.sizing import Quantisation
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.model_digest import model_digest
-from echo2.worker.options import EngineChoice, Quantisation, WorkerLimits, WorkerOptions
+from echo2.worker.options import EngineChoice, WorkerLimits, WorkerOptions
 from echo2.worker.runtime.control import ask
 from echo2.worker.runtime.daemon import WorkerDaemon
 from echo2.worker.runtime.shift import Shift

@@ -22,7 +22,7 @@ from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.cost_model.sizing import Fit
+from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.outside.allocator import give_back
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.blocks import BlockPool
@@ -34,7 +34,7 @@ from echo2.worker.engine import (
     refuse_bad_request,
     refuse_bad_scoring,
 )
-from echo2.worker.options import Quantisation, WorkerOptions
+from echo2.worker.options import WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.forwarding import Forward
@@ -216,6 +216,10 @@ class EmbeddedEngine:
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
     """The engine of a worker; it computes on the CPU, whatever `gpus` there are."""
+    if options.quantisation is Quantisation.FP8:
+        raise ConfigError(
+            "worker.quantisation: fp8 is vLLM's; the embedded engine rounds to int8: expected int8 or none"
+        )
     adapter = adapter_spec(config)
     return EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
