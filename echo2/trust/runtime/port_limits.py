@@ -120,7 +120,7 @@ BULK = PortLimits(
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of an HTTP port. `share`: part of the process's descriptors. `head_s`: deadline for all headers of a request. One address
+    """Limits of an HTTP port. `share`: part of the process's descriptors. `head_s`: deadline for a request's headers. One address
     may have `handshakes_per_host` TLS handshakes under way and `strangers_per_host` connections that have shown no key. One more
     ends the connection that has been idle longest; with `crowd_s` it is let in and has that long for its first request, up to half
     of the port's connections. So a client that opens many connections at once is served."""

@@ -226,6 +226,16 @@ def test_idle_and_endless_episodes_are_lost_but_not_those_that_wait_for_the_flee
     assert refused == [] and isinstance(world.told[-1], e.Refuse) and world.told[-1].status == 410
 
 
+def test_an_agent_has_its_whole_idle_time_after_an_answer_however_slow_the_fleet_was() -> None:
+    world, session = begun(idle_s=10.0, episode_s=100.0)
+    (group_id,) = world.call(session, chat_call({"messages": [{"role": "user", "content": "hi"}]}))
+    world.now = 50.0
+    assert [a for a in world.sample(group_id, "yo") if isinstance(a, e.CallAnswer)]
+    world.now = 59.0
+    assert not world.tell(e.GatewayTick()), "it was answered 9 s ago"
+    assert world.ask(session, "hi", "yo", "so?"), "and its next call is taken"
+
+
 def test_seats_are_given_by_label_and_who_comes_too_many_is_told_when_to_come_again() -> None:
     world = World()
     for root in ("a1", "a2"):
@@ -359,6 +369,22 @@ def test_texts_and_ids_stand_behind_the_longest_beginning_that_is_known() -> Non
                 texts.setdefault(prompt + "a", (*ids, 1000 + ord("a")))
 
 
+def test_calls_of_all_episodes_together_have_a_limit() -> None:
+    world, first = begun(calls_in_flight_max=3)
+    second = world.seat()
+    assert isinstance(second, e.Seated)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    group_id, _ = world.call(first, chat_call({**body, "n": 2}))
+    for choices, count in ((2, 0), (1, 1), (1, 0)):
+        assert len(world.call(second.session_id, chat_call({**body, "n": choices}))) == count
+        refused = world.told[-1]
+        if not count:
+            assert isinstance(refused, e.Refuse) and (refused.status, refused.code) == (429, "busy")
+            assert refused.retry_after_s > 0
+    world.sample(group_id, "yo")
+    assert len(world.call(second.session_id, chat_call(body))) == 1, "one has ended"
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
@@ -420,6 +446,15 @@ def test_seats_that_evaluate_go_first_but_never_under_a_label() -> None:
     own.tell(e.EpisodeFailed(first.session_id, "broke"))
     begun = [action.told["index"] for action in own.told if isinstance(action, e.RunHarness)]
     assert begun[0] == 5 and begun[1] == 9, "the one under way is left alone"
+
+
+def test_a_label_is_given_no_seat_where_only_an_evaluation_is_open() -> None:
+    world = World()
+    world.tell(e.ProblemOpened("x1", 1, {"index": 9}, is_evaluation=True))
+    refused = world.seat("mine")
+    assert isinstance(refused, e.Refuse) and (refused.status, refused.code) == (429, "no_seat")
+    unnamed = world.seat()
+    assert isinstance(unnamed, e.Seated) and unnamed.root == "x1", "the seat is free for whoever names no label"
 
 
 def test_the_temperature_of_a_request_counts_where_nothing_is_trained_on() -> None:

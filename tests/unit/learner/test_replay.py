@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from echo2.base.errors import FingerprintMismatch
-from echo2.base.ids import RunId, Version
+from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, VersionSpan
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.left_versions import LeftArtifact, LeftVersions
 from echo2.learner.batch import Batch
+from echo2.learner.episodes import SentTokens
+from echo2.learner.group import group_id_of
+from echo2.learner.history import Finished, Opened, Record
+from echo2.learner.runtime.journal import Journal, read_journal
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.runtime.ranks import Ranks
 from echo2.learner.runtime.run_folder import RunFolder
@@ -216,6 +221,49 @@ def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hol
     summary = go(new_run(crashed, first_step=0).finish())
     applied = deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)
     assert applied[0].parent == 3, "the version that left unrecorded is the one that is gone on from"
+
+
+def test_a_group_that_the_replayed_steps_made_too_old_is_closed_and_not_offered_again(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The kill came before it was dropped: one of its rollouts is of version 0, the others are still to be sampled."""
+    crashed, _ = killed(model_path, tmp_path, 5, kappa=1)
+    stale, fresh = begun_groups(crashed, versions=(0, 1))
+    folder = RunFolder(crashed.folder)
+    resumed = prepare_with(new_team(crashed, Ranks()), crashed, folder)
+    resumed.journal.close()
+    folder.release()
+    assert resumed.shelf.next_step == 5, "which may train on version 1 and newer"
+    (closed,) = [one for one in resumed.shelf.closures if one.group_id in (stale, fresh)]
+    assert (closed.group_id, closed.reason) == (stale, "stale")
+    assert closed.retry is not None and closed.retry.retry == 1, "its prompt has another try"
+    assert stale not in resumed.shelf.groups and fresh in resumed.shelf.groups
+    run = new_run(crashed)
+    assert go(run.finish()).is_finished
+    offered = {group.group_id for group in run.coordinator.hellos[0].open_groups}
+    assert fresh in offered and stale not in offered
+
+
+def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[GroupId]:
+    """Further groups on a killed learner's journal, of each a first rollout of its version."""
+    journal = Journal(crashed.folder / "journal")
+    records, newest = read_journal(journal.folder, Step(0))
+    known = [record for _, record in records if isinstance(record, Opened) and record.spec.exact_version is None]
+    cursor = 1 + max(record.draw.cursor for record in known)
+    journal.go_on(newest)
+    names = []
+    for number, version in enumerate(versions):
+        draw = replace(known[-1].draw, cursor=cursor + number, retry=0)
+        name = group_id_of(draw.cursor, 0)
+        spec = GroupSpec(name, draw.prompt_token_ids, crashed.rollouts_per_group, draw.sampling, 4)
+        spans = (VersionSpan(Version(version), 2),)
+        rollout = Rollout(name, 0, (4, 1), (-4.0, -4.0), (-4.0, -4.0), spans, FinishReason.STOP)
+        told: list[Record] = [Opened(draw, spec), Finished(rollout, (SentTokens(PeerId("alice"), 2),))]
+        for record in told:
+            journal.append(record)
+        names.append(name)
+    journal.close()
+    return names
 
 
 def test_where_the_store_lost_the_published_version_the_start_says_so(model_path: Path, tmp_path: Path) -> None:

@@ -177,6 +177,18 @@ def test_an_answer_is_evidence_of_what_was_claimed() -> None:
     assert not answer(made, lease_of(actions)), "a second answer changes nothing"
 
 
+@pytest.mark.parametrize("is_empty", [False, True], ids=["scores", "handed back"])
+def test_what_another_worker_says_of_a_lease_is_not_heard_and_the_lease_stands(is_empty: bool) -> None:
+    made = scorings({A: 100, B: 100, C: 100})
+    lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+    scores = () if is_empty else scored(lease.request, -9.0)
+    for other in {A, B, C, D} - {lease.worker}:
+        assert not made.handle(ScoresCame(other, LeaseId(lease.request.request_id), scores), 0.5)
+    assert made.waiting == 1 and not made.counts.answered
+    (told,) = [one for one in answer(made, lease) if isinstance(one, Told)]
+    assert told.scorer == lease.worker and made.waiting == 0
+
+
 def test_what_is_late_or_given_back_goes_to_another_and_then_to_the_learner() -> None:
     made = scorings({A: 100, B: 100, C: 100, D: 100})
     actions, now, seen = made.handle(LookAt(drawn(), False, 1), 0.0), 0.0, []
