@@ -12,7 +12,16 @@ from pathlib import Path
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
 from echo2.cli.options import make_importable
-from echo2.cli.run_shape import audit_costs, audit_line, learner_line, lengths_of, model_of
+from echo2.cli.run_shape import (
+    MEAN_SHARE,
+    TAIL_SHARE,
+    audit_costs,
+    audit_line,
+    learner_line,
+    learner_run,
+    lengths_of,
+    model_of,
+)
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime import experience_file
@@ -20,7 +29,7 @@ from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_mod
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.experience import JOIN_S
-from echo2.cost_model.memory import TOKEN_BUDGET_MAX, fewest_gpus
+from echo2.cost_model.memory import TOKEN_BUDGET_MAX, checkpoint_bytes, fewest_gpus
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
@@ -28,10 +37,8 @@ from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate,
 
 MARKET_COUNT = 48
 LEARNER_GPU = "H100"  # of a learner of which nothing else is said
-CHECKPOINT_BYTES_PER_PARAMETER = 14  # float32 masters, two moments of Adam, the bf16 weights last published
 CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
-MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 
 
 def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -257,7 +264,9 @@ def _learner(
     gpu_count = int(fields.number("gpu_count", learner_gpus(config, size, {gpu.name: gpu})))
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
-    copied_s = CHECKPOINT_BYTES_PER_PARAMETER * size.billions * 1e9 / (CHECKPOINT_BYTES_PER_S * gpu_count)
+    run = learner_run(config, size)
+    copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size))
+    copied_s = copied / (CHECKPOINT_BYTES_PER_S * gpu_count)
     idle_s = fields.seconds("checkpoint", copied_s) / config.learner.checkpoint_every_steps
     made = LearnerEstimate(
         rollouts_per_step=batch + evaluation,
@@ -288,7 +297,8 @@ def evaluation_rollouts(config: RunConfig) -> float:
 def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
     """Of a learner of which nothing is said: the fewest on which it fits."""
     budget = config.learner.token_budget or TOKEN_BUDGET_MAX
-    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes, config.learner.replicas)
+    run, asked = learner_run(config, size), config.learner.gradient_checkpointing
+    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes, run, asked)
 
 
 def _learner_gpu(catalogue: Mapping[str, GpuType]) -> GpuType:

@@ -11,19 +11,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes, format_seconds
+from echo2.broadcast.room import store_bytes_for
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
-from echo2.cost_model.memory import Checkpointing, checkpointing_of, learner_memory, token_budget_for
+from echo2.cost_model.memory import (
+    Checkpointing,
+    LearnerMemory,
+    LearnerRun,
+    checkpointing_of,
+    learner_memory,
+    token_budget_for,
+)
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
 
 DEFAULT_BILLIONS = 8.0
+MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 SCORED_VERSIONS = 2  # each rollout, under its version and an older one
 CHECKPOINTING_WORDS = {
     Checkpointing.OFF: "", Checkpointing.FULL: ", checkpointed", Checkpointing.SELECTIVE: ", selectively checkpointed",
@@ -116,17 +125,47 @@ def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> 
         )  # fmt: skip
 
 
-def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
-    """What the learner needs, on so many GPUs of so much memory each, or on the CPU for 0."""
-    given, replicas = config.learner, config.learner.replicas
-    budget = given.token_budget or token_budget_for(
-        model, lengths_of(config).of(model), memory_bytes, gpu_count, replicas
+def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
+    """What the run has its learner keep. Rollouts: at most those of S + 1 steps are open or wait for theirs."""
+    learner, bound = config.learner, config.staleness.bound
+    rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
+    made = LearnerRun(
+        staleness_bound=bound,
+        checkpoints_kept=learner.checkpoints_kept,
+        published_value_bytes=2 if config.model.weights_dtype == "bfloat16" else 4,
+        rollout_tokens=rollouts * turns_max(config) * MEAN_SHARE * config.sampling.max_new_tokens,
+        replicas=learner.replicas,
+        adapter_rank=config.model.lora_rank,
+        is_audited=learner.audit_share > 0,
+        has_reference=learner.kl_coefficient > 0,
     )
-    value_bytes = 2 if gpu_count else 4
-    keeps = checkpointing_of(given.gradient_checkpointing, model, budget, value_bytes)
-    found = learner_memory(
-        model, budget, keeps, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept, replicas=replicas
-    )  # fmt: skip
+    return replace(made, store_bytes=learner.store_bytes or store_bytes_for(made.published_bytes(model)))
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerNeeds:
+    """Of a learner on `gpu_count` GPUs, or on the CPU for 0, with micro-batches of `budget` tokens."""
+
+    gpu_count: int
+    budget: int
+    checkpointing: Checkpointing
+    memory: LearnerMemory
+
+
+def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> LearnerNeeds:
+    """Of a learner on so many GPUs of so much memory each, or on the CPU for 0: the sum that plan and doctor tell."""
+    run = learner_run(config, model)
+    budget = config.learner.token_budget or token_budget_for(
+        model, lengths_of(config).of(model), memory_bytes, gpu_count, run
+    )
+    keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
+    return LearnerNeeds(gpu_count, budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
+
+
+def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
+    """What the learner needs, in words."""
+    needs, replicas = learner_needs(config, model, gpu_count, memory_bytes), config.learner.replicas
+    found = needs.memory
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
     if replicas > 1:
         where += f", {replicas} copies" + (f" of {gpu_count // replicas} each" if gpu_count >= replicas else "")
@@ -136,9 +175,9 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_byt
         f"{format_bytes(found.state_bytes)} of state and about {format_bytes(found.activation_bytes)} of activations"
     )
     return (
-        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {budget} tokens"
-        f"{CHECKPOINTING_WORDS[keeps]}), {format_bytes(found.host_bytes)} of host memory beside it, "
-        f"{format_bytes(found.disk_bytes)} of disk for checkpoints"
+        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {needs.budget} tokens"
+        f"{CHECKPOINTING_WORDS[needs.checkpointing]}), {format_bytes(found.host_bytes)} of host memory beside it, "
+        f"{format_bytes(found.disk_bytes)} of disk for checkpoints and chunks"
     )
 
 
