@@ -11,6 +11,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.cli.learner_room import LEARNER_GPU, LearnerMachine, gpus_needed, verdict
 from echo2.cli.options import make_importable
 from echo2.cli.run_shape import (
     MEAN_SHARE,
@@ -29,14 +30,13 @@ from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_mod
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.experience import JOIN_S
-from echo2.cost_model.memory import TOKEN_BUDGET_MAX, checkpoint_bytes, fewest_gpus
+from echo2.cost_model.memory import checkpoint_bytes
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
-LEARNER_GPU = "H100"  # of a learner of which nothing else is said
 CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 
@@ -109,8 +109,10 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
         print_fits(question)
+        memory_bytes = _learner_gpu(catalogue).memory_bytes
         gpu_count = learner_gpus(config, question.model, catalogue)
-        print(learner_line(config, question.model, gpu_count, _learner_gpu(catalogue).memory_bytes))
+        line = learner_line(config, question.model, gpu_count, memory_bytes)
+        print(line + verdict(config, question.model, LearnerMachine(gpu_count, memory_bytes)))
         print(audit_line(audited))
     return 0
 
@@ -296,9 +298,7 @@ def evaluation_rollouts(config: RunConfig) -> float:
 
 def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
     """Of a learner of which nothing is said: the fewest on which it fits."""
-    budget = config.learner.token_budget or TOKEN_BUDGET_MAX
-    run, asked = learner_run(config, size), config.learner.gradient_checkpointing
-    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes, run, asked)
+    return gpus_needed(config, size, _learner_gpu(catalogue).memory_bytes)
 
 
 def _learner_gpu(catalogue: Mapping[str, GpuType]) -> GpuType:

@@ -162,11 +162,16 @@ def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_by
     return LearnerNeeds(gpu_count, budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
 
 
+def gpus_text(count: int) -> str:
+    """As the place of something that is there once on each."""
+    return "one GPU" if count == 1 else f"each of {count} GPUs"
+
+
 def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
     """What the learner needs, in words."""
     needs, replicas = learner_needs(config, model, gpu_count, memory_bytes), config.learner.replicas
     found = needs.memory
-    where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
+    where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
     if replicas > 1:
         where += f", {replicas} copies" + (f" of {gpu_count // replicas} each" if gpu_count >= replicas else "")
     if gpu_count % replicas:
