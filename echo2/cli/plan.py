@@ -28,7 +28,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.runtime import experience_file
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
-from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.catalogue import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.experience import JOIN_S
 from echo2.cost_model.memory import checkpoint_bytes
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
@@ -85,7 +85,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     catalogue = load_catalogue(own.catalogue)
-    question, origin = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue, own.billions)
+    fleet = read_toml(own.fleet) if own.fleet else {}
+    question, origin = question_of(config, fleet, catalogue, own.billions)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
     from echo2.cli.plan_answer import (  # loads the planner: only this command pays for it
@@ -109,10 +110,14 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
         print_fits(question)
-        memory_bytes = _learner_gpu(catalogue).memory_bytes
-        gpu_count = learner_gpus(config, question.model, catalogue)
-        line = learner_line(config, question.model, gpu_count, memory_bytes)
-        print(line + verdict(config, question.model, LearnerMachine(gpu_count, memory_bytes)))
+        gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
+        here = LearnerMachine(gpu_count, gpu.memory_bytes)
+        if gpu.name == CPU:
+            here = LearnerMachine(0, memory_bytes=gpu.memory_bytes)
+        print(
+            learner_line(config, question.model, here.gpu_count, gpu.memory_bytes)
+            + verdict(config, question.model, here)
+        )
         print(audit_line(audited))
     return 0
 
@@ -193,8 +198,8 @@ class Fields:
             raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
 
 
-def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> PoolOffer:
-    """One `[[worker]]` table."""
+def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: int = 1) -> PoolOffer:
+    """One `[[worker]]` table: `count` machines of `gpus` GPUs each, where the table names no other number."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
     provider = fields.text("provider", "")
@@ -211,6 +216,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Poo
         slots=int(fields.number("slots", 0)),
         tokens_per_s=fields.number("tokens_per_s", 0.0),
         egress_usd_per_gib=fields.number("egress_usd_per_gib", EGRESS_USD_PER_GIB.get(provider.lower(), 0.0)),
+        gpus=int(fields.number("gpus", gpus)),
     )
     fields.text("origin", "")
     fields.done()
@@ -236,7 +242,8 @@ def question_of(
     if tables is not None and not isinstance(tables, list):
         raise ConfigError(f"fleet: worker: expected [[worker]] tables, got {tables!r}")
     offers = _market(catalogue) if tables is None else [offer_of(one, i, catalogue) for i, one in enumerate(tables)]
-    learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, catalogue)
+    machine = learner_gpus(config, fleet, size, catalogue)
+    learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, machine)
     for fields in (model, lengths):
         fields.done()
     known = experience_file.known(experience_file.place(config.coordinator.machines_file))
@@ -257,13 +264,12 @@ def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
 
 
 def _learner(
-    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, catalogue: Mapping[str, GpuType]
+    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, machine: tuple[GpuType, int]
 ) -> LearnerEstimate:
+    gpu, gpu_count = machine
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
     evaluation = round(evaluation_rollouts(config))
-    gpu = gpu_of(catalogue, fields.text("gpu", LEARNER_GPU))
-    gpu_count = int(fields.number("gpu_count", learner_gpus(config, size, {gpu.name: gpu})))
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
     run = learner_run(config, size)
@@ -282,7 +288,8 @@ def _learner(
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),
     )
-    fields.text("origin", "")
+    for name in ("gpu", "gpu_count", "origin"):
+        fields.table.pop(name, None)
     fields.done()
     return made
 
@@ -296,13 +303,17 @@ def evaluation_rollouts(config: RunConfig) -> float:
     return asked / task.eval_every_steps
 
 
-def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
-    """Of a learner of which nothing is said: the fewest on which it fits."""
-    return gpus_needed(config, size, _learner_gpu(catalogue).memory_bytes)
-
-
-def _learner_gpu(catalogue: Mapping[str, GpuType]) -> GpuType:
-    return catalogue.get(LEARNER_GPU) or next(iter(catalogue.values()))
+def learner_gpus(
+    config: RunConfig, fleet: Mapping[str, object], size: ModelSize, catalogue: Mapping[str, GpuType]
+) -> tuple[GpuType, int]:
+    """By `[learner]` of the fleet file: which GPU and how many. Where it says nothing, the fewest on which the learner fits."""
+    fields = Fields("learner", fleet.get("learner", {}))
+    usual = LEARNER_GPU if LEARNER_GPU in catalogue else next(iter(catalogue))
+    gpu = gpu_of(catalogue, fields.text("gpu", usual))
+    count = int(fields.number("gpu_count", 0 if gpu.name == CPU else gpus_needed(config, size, gpu.memory_bytes)))
+    if count < 0 or (count == 0 and gpu.name != CPU):
+        raise ConfigError(f"learner: gpu_count: expected a number above 0, got {count}")
+    return gpu, max(1, count)
 
 
 def _wishes(config: RunConfig) -> PlanConfig:

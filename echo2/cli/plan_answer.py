@@ -18,7 +18,7 @@ from echo2.cost_model.advice import advise
 from echo2.cost_model.egress import plan_with_egress as plan
 from echo2.cost_model.egress import sent_gib_per_hour
 from echo2.cost_model.plan import Limit, Plan, Term
-from echo2.cost_model.question import PlanQuestion
+from echo2.cost_model.question import PlanQuestion, PoolOffer
 from echo2.cost_model.snapshot import LearnerEstimate
 
 
@@ -85,6 +85,7 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
         dict(zip(FIT_COLUMNS, row, strict=True))
         for row in fit_rows(question.model, question.lengths, question.catalogue.values())
     ]
+    told["left_out"] = {offer.machine: would for offer, would in question.refused.items()}
     told["staleness_bound"] = question.wishes.staleness_bound
     told["learner"] = dataclasses.asdict(question.learner)
     hours, usd_per_hour = hours_of(question, answer, run), answer.usd_per_hour + question.learner.price_usd_per_hour
@@ -126,6 +127,8 @@ def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sum
         f"S = {question.wishes.staleness_bound}",
         soft_wrap=True,
     )
+    for offer, would in question.refused.items():
+        console.print(f"left out {offer.machine}: the model does not fit; what would fit: {would}", soft_wrap=True)
     if answer.is_feasible:
         _print_price(console, question, answer, run)
     else:
@@ -150,12 +153,14 @@ def _step_text(learner: LearnerEstimate) -> str:
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
     """A worker may take several GPUs."""
-    gpus = {offer.key: question.prior(offer).gpu_count for offer in question.offers}
-    parts = (
-        f"{count} x {kind}" if gpus.get(kind, 1) == 1 else f"{count} workers of {gpus[kind]} x {kind}"
-        for kind, count in pool_by_kind(answer).items()
-    )
-    return ", ".join(parts) or "no worker"
+    offers, kinds = {offer.key: offer for offer in question.offers}, pool_by_kind(answer)
+    return ", ".join(_machines(question, offers[kind], count) for kind, count in kinds.items()) or "no worker"
+
+
+def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
+    gpus = question.prior(offer).gpu_count
+    kind = f"{offer.provider}/{offer.gpu}" if offer.provider else offer.gpu
+    return f"{count} x {kind}" if gpus == 1 else f"{count} workers of {gpus} x {kind}"
 
 
 def _publishes(kappa: int) -> str:

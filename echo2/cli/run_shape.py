@@ -8,6 +8,7 @@ Guarantees: opens no connection, loads no torch. Leaves to others: what fits (co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ from echo2.base.units import format_bytes, format_seconds
 from echo2.broadcast.room import store_bytes_for
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
-from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
+from echo2.cost_model.catalogue import CPU, GpuType, WorkerPrior, worker_prior
 from echo2.cost_model.memory import (
     Checkpointing,
     LearnerMemory,
@@ -110,7 +111,8 @@ def lengths_of(config: RunConfig) -> RunLengths:
 
 
 def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:
-    """How the model goes on each kind of machine, as FIT_COLUMNS."""
+    """How the model goes on each kind of machine, as FIT_COLUMNS: by the number of GPUs that makes most tokens for its price,
+    behind a row of one GPU where the model fits one too."""
     for gpu in gpus:
         name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"
         try:
@@ -118,11 +120,18 @@ def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> 
         except ResourceError as error:
             yield name, "", "", "", "", str(error).rpartition("what would fit: ")[2]
             continue
-        fit = prior.fit
-        yield (
-            name, "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
-            str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
-        )  # fmt: skip
+        if prior.gpu_count > 1:
+            with contextlib.suppress(ResourceError):
+                yield _fit_row(gpu, worker_prior(gpu, model, lengths, gpu_count=1))
+        yield _fit_row(gpu, prior)
+
+
+def _fit_row(gpu: GpuType, prior: WorkerPrior) -> tuple[str, ...]:
+    fit = prior.fit
+    return (
+        f"{gpu.name} ({format_bytes(gpu.memory_bytes)})", "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
+        str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
+    )  # fmt: skip
 
 
 def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:

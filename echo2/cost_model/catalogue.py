@@ -78,18 +78,21 @@ def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
     return catalogue[name]
 
 
-def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0) -> WorkerPrior:
-    """The number of GPUs with the most tokens/s for its price, as the worker itself would use them; the least of equals.
+def worker_prior(
+    gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0, gpu_count: int = 0
+) -> WorkerPrior:
+    """A worker of `gpu_count` GPUs, as it would use them itself; 0: of the number with the most tokens/s for its price, the
+    least of equals. ResourceError where the model does not fit.
 
     tokens_each: in the cache of a sequence on average; 0: half of the longest.
     """
     if gpu.name == CPU:
         return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each)
     priors, refusal = [], ""
-    for gpu_count in GPUS_PER_WORKER:
+    for count in (gpu_count,) if gpu_count else GPUS_PER_WORKER:
         try:
-            fit = gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)
-            priors.append(_prior(gpu, gpu_count, size, fit, tokens_each))
+            fit = gpu_fit(size, [gpu.memory_bytes] * count, run)
+            priors.append(_prior(gpu, count, size, fit, tokens_each))
         except ResourceError as error:
             refusal = str(error)
     if not priors:

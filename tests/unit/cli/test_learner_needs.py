@@ -121,7 +121,7 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     asked = int(nodes[1] if nodes else 1) * int(ranks[1] if ranks else 1)
     config = load_config([path], None, {})
     size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
-    assert learner_gpus(config, size, load_catalogue(None)) == asked
+    assert learner_gpus(config, {}, size, load_catalogue(None))[1] == asked
     assert main(["plan", str(path)]) == 0
     told = capsys.readouterr().out
     assert f"on {gpus_text(asked)} (" in told and "SHORT" not in told

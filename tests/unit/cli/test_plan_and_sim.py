@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, ResourceError
 from echo2.cli.plan import add_plan_command, evaluation_rollouts, load_catalogue, read_toml
 from echo2.cli.sim import add_sim_command, scenario_of
 from echo2.config.run import RunConfig
 
 SCENARIOS = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
+EXAMPLE_8B = Path(__file__).parents[3] / "examples" / "configs" / "math-qwen3-8b.toml"
 LONG = "--sampling.max_new_tokens=8192"
 EIGHT = ("--billions", "8")
 
@@ -156,6 +157,67 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
         run("plan")
 
 
+SINGLE = '[learner]\ngpu = "H100"\ngpu_count = 8\n[[worker]]\ngpu = "RTX4090"\ncount = 30\nprice_usd_per_hour = 0.35\n'
+
+
+def planned_for(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    path = tmp_path / "fleet.toml"
+    path.write_text(fleet)
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *more) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_thirty_single_cards_are_thirty_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a worker of its own, at its own price; pairs are asked for by `gpus = 2`."""
+    single = planned_for(SINGLE, tmp_path, capsys)
+    assert single["pool_by_kind"] == {"RTX4090": 30}
+    assert single["usd_per_hour"] == pytest.approx(30 * 0.35)
+    pairs = planned_for(SINGLE.replace("count = 30", "count = 15\ngpus = 2"), tmp_path, capsys)
+    assert pairs["pool_by_kind"] == {"2xRTX4090": 15} and pairs["usd_per_hour"] == pytest.approx(30 * 0.35)
+    assert pairs["throughput_rollouts_per_s"] > 1.5 * single["throughput_rollouts_per_s"], "as many cards"
+    mixed = planned_for(SINGLE + '[[worker]]\ngpu = "RTX4090"\ncount = 2\ngpus = 2\n', tmp_path, capsys)
+    assert mixed["pool_by_kind"] == {"RTX4090": 30, "2xRTX4090": 2}
+
+
+def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ("--model.path=Qwen/Qwen3-32B",)
+    with pytest.raises(ResourceError, match=r"no machine on offer holds the model.* 1 x RTX4090: .*such GPUs"):
+        planned_for(SINGLE, tmp_path, capsys, *large)
+    told = planned_for(SINGLE + '[[worker]]\ngpu = "H200"\ncount = 4\n', tmp_path, capsys, *large)
+    assert set(told["pool_by_kind"]) == {"H200"} and "such GPUs" in told["left_out"]["1 x RTX4090"]
+
+
+def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.toml"
+
+    def printed(gpu: str, count: int) -> str:
+        path.write_text(SINGLE.replace("gpu_count = 8", f"gpu_count = {count}").replace("H100", gpu))
+        assert run("plan", str(EXAMPLE_8B), "--fleet", str(path)) == 0
+        return capsys.readouterr().out
+
+    eight, two = printed("H100", 8), printed("H100", 2)
+    assert "learner: 33.6 GB on each of 8 GPUs" in eight and "9.85 s where no worker can score" in eight
+    assert "on each of 2 GPUs" in two and "39.4 s where no worker can score" in two
+    assert "GPU memory is SHORT: 95.0 GB needed on each of 2 GPUs, 76.9 GB there" in two and "4 such GPUs" in two
+    assert "SHORT" not in eight and "SHORT" not in printed("H200", 2)
+    with pytest.raises(ConfigError, match="gpu_count: expected a number above 0"):
+        printed("H100", 0)
+
+
+def test_one_card_is_told_beside_the_width_that_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", *EIGHT, "--json", LONG) == 0
+    rows = [
+        (row["machine"].split()[0], row["GPUs a worker"]) for row in json.loads(capsys.readouterr().out)["machines"]
+    ]
+    assert [gpus for name, gpus in rows if name == "RTX4090"] == ["1", "2"]
+    assert [gpus for name, gpus in rows if name == "H100"] == ["1"]
+
+
 def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", *EIGHT, "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -167,6 +229,7 @@ def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('[[worker]]\ngpu = "GTX"\n', "gpu: expected one of"),
         ("[[worker]]\nprice_usd_per_hour = -1\n", "price_usd_per_hour"),
         ("[[worker]]\ncolour = 1\n", "no such field: colour"),
+        ("[[worker]]\ngpus = -1\n", "gpus: expected a finite number, 0 to 64"),
         ("[learner]\ntrain = true\n", "train: expected a number"),
         ('[[worker]]\nuplink = "fast"\n', "worker 0: uplink: .*expected"),
         ('[learner]\ntrain = "nan"\n', "learner: train: .*expected"),
