@@ -6,7 +6,7 @@ import argparse
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
@@ -16,6 +16,7 @@ from echo2.cli.options import make_importable
 from echo2.cli.run_shape import (
     MEAN_SHARE,
     TAIL_SHARE,
+    ForeseenAudit,
     audit_costs,
     audit_line,
     learner_line,
@@ -32,12 +33,16 @@ from echo2.cost_model.catalogue import CPU, GpuType, gpu_of, parse_catalogue, tr
 from echo2.cost_model.experience import JOIN_S
 from echo2.cost_model.memory import checkpoint_bytes
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
+from echo2.cost_model.plan import Plan
+from echo2.cost_model.prefill import PrefillWork
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
 CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
+DROPPED_GROUPS = 0.25
+"""Of the groups, what dynamic sampling is assumed to throw away where it is on: those that the model always or never solves."""
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 
 
@@ -96,15 +101,12 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print_answer,
         print_fits,
     )
-    from echo2.cost_model.egress import plan_with_egress
 
     with quiet_solver():
-        answer = plan_with_egress(question.snapshot(), question.wishes)
+        question, answer, audited = _planned(config, question)
         if own.plot:
             plot(question, own.plot)
         told = as_json(question, answer, PlannedRun(config.learner.steps, origin)) if own.json else {}
-    prompt = config.sampling.max_prompt_tokens / 2  # of usual length
-    audited = audit_costs(config, prompt, question.tokens.mean, question.learner.train_s)
     if own.json:
         print(json.dumps(told | {"audit": asdict(audited) if audited else None}, indent=2))
     else:
@@ -120,6 +122,47 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         )
         print(audit_line(audited))
     return 0
+
+
+def _planned(config: RunConfig, question: PlanQuestion) -> tuple[PlanQuestion, Plan, ForeseenAudit | None]:
+    """The question, its answer and what the audit takes. Where caches are kept, which rollouts workers may score follows from
+    the period and the pool: then it is planned twice."""
+    from echo2.cost_model.egress import plan_with_egress
+
+    audited = _audit(config, question, 0.0)
+    question = replace(question, prefill=_prefill_work(config, question, audited))
+    answer = plan_with_egress(question.snapshot(), question.wishes)
+    if audited is None or config.worker.swap_mode != "keep_kv":
+        return question, answer, audited
+    audited = _audit(config, question, _kept_share(question, answer))
+    question = replace(question, prefill=_prefill_work(config, question, audited))
+    answer = plan_with_egress(question.snapshot(), question.wishes)
+    return question, answer, _audit(config, question, _kept_share(question, answer))
+
+
+def _audit(config: RunConfig, question: PlanQuestion, kept_share: float) -> ForeseenAudit | None:
+    prompt = config.sampling.max_prompt_tokens / 2  # of usual length
+    return audit_costs(config, prompt, question.tokens.mean, question.learner.train_s, kept_share)
+
+
+def _prefill_work(config: RunConfig, question: PlanQuestion, audited: ForeseenAudit | None) -> PrefillWork:
+    """Audits read of what is trained on alone; workers sample for evaluations and for groups that are thrown away too."""
+    learner = question.learner
+    trained = learner.trained_rollouts / learner.rollouts_per_step
+    share = audited.fleet_share * trained if audited else 0.0
+    return PrefillWork(config.worker.swap_mode == "recompute_kv", share)
+
+
+def _kept_share(question: PlanQuestion, answer: Plan) -> float:
+    """Of the tokens, those of rollouts that a version meets while they run, on the pool's machines."""
+    from echo2.cost_model.prefill import kept_cache_share
+
+    workers = {worker.worker_id: worker for worker in question.snapshot().workers}
+    pool = [workers[one] for one in answer.pool] or list(workers.values())
+    rate = sum(worker.rollouts_per_s for worker in pool)
+    mean_s = sum(worker.rollouts_per_s * worker.rollout_s_mean for worker in pool) / rate
+    tokens, period_s = question.tokens, answer.kappa * question.learner.train_s
+    return kept_cache_share(tokens.mean, tokens.tail, tokens.longest, mean_s / tokens.mean, period_s)
 
 
 # ---- reading
@@ -288,10 +331,11 @@ def _learner(
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),
     )
+    dropped = fields.number("dropped_groups", DROPPED_GROUPS if config.learner.drop_equal_groups else 0.0)
     for name in ("gpu", "gpu_count", "origin"):
         fields.table.pop(name, None)
     fields.done()
-    return made
+    return made.dropping(dropped)
 
 
 def evaluation_rollouts(config: RunConfig) -> float:

@@ -43,12 +43,14 @@ FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "token
 
 @dataclass(frozen=True, slots=True)
 class ForeseenAudit:
-    """`fleet_share`: tokens that workers read, of those trained on. `own_s_per_step`: the learner's, for known answers;
-    `alone_s_per_step`: where it scores everything."""
+    """`fleet_share`: tokens that workers read, of those trained on. `own_s_per_step`: the learner's, for known answers and for
+    rollouts that no worker may score; `alone_s_per_step`: where it scores everything. `kept_share`: of the tokens, those of
+    rollouts that keep their cache across versions, which the learner scores itself; 0 where caches are recomputed."""
 
     fleet_share: float
     own_s_per_step: float
     alone_s_per_step: float
+    kept_share: float = 0.0
 
 
 def model_of(path: str) -> tuple[ModelSize, str]:
@@ -196,10 +198,10 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_byt
 
 
 def audit_costs(
-    config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float
+    config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float, kept_share: float = 0.0
 ) -> ForeseenAudit | None:
     """What the audit takes; None where it is off, as with an adapter. `train_s`: of a step. A token that is trained on takes three
-    forward passes, one that is scored takes one."""
+    forward passes, one that is scored takes one. `kept_share`: see ForeseenAudit."""
     from echo2.learner.scorings import VERIFIED_SHARE  # loads numpy: only who asks pays for it
 
     given = config.learner
@@ -208,8 +210,12 @@ def audit_costs(
     read = (prompt_tokens + completion_tokens) / completion_tokens
     wanted = given.audit_share * SCORED_VERSIONS * read
     own_s = wanted * train_s / 3
-    share = min(wanted, given.audit_fleet_share)
-    return ForeseenAudit(share, VERIFIED_SHARE * share / wanted * own_s, own_s)
+    for_workers = wanted * (1.0 - kept_share)
+    share = min(for_workers, given.audit_fleet_share)
+    # Where workers may not read more, less is drawn of everything.
+    drawn = share / for_workers if given.audit_fleet_share and for_workers > 0 else 1.0
+    own = drawn * kept_share + VERIFIED_SHARE * share / wanted
+    return ForeseenAudit(share, own * own_s, own_s, kept_share)
 
 
 def audit_line(found: ForeseenAudit | None) -> str:
@@ -219,9 +225,11 @@ def audit_line(found: ForeseenAudit | None) -> str:
     alone = f"{format_seconds(found.alone_s_per_step)} where no worker can score"
     if not found.fleet_share:
         return f"audit: no worker scores; the learner scores {format_seconds(found.alone_s_per_step)} a step"
+    kept = f"{found.kept_share:.0%} of the tokens are of rollouts that keep their cache across versions, "
+    kept = f"{kept}which the learner scores itself; " if found.kept_share else ""
     return (
-        f"audit: workers read {found.fleet_share:.0%} of the tokens trained on once more, by prefill; the learner scores about "
-        f"{format_seconds(found.own_s_per_step)} a step itself, {alone}"
+        f"audit: {kept}workers read {found.fleet_share:.0%} of the tokens trained on once more, by prefill; the learner scores "
+        f"about {format_seconds(found.own_s_per_step)} a step itself, {alone}"
     )
 
 

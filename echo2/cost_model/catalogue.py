@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.cost_model.roofline import tokens_per_s
+from echo2.cost_model.roofline import prefill_tokens_per_s, tokens_per_s
 from echo2.cost_model.sizing import FILL, Fit, ModelSize, RunLengths, cpu_fit, gpu_fit, model_size, spread_speed
 from echo2.cost_model.snapshot import checked_positive
 
@@ -42,12 +42,14 @@ class GpuType:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPrior:
-    """What a worker of `gpu_count` GPUs is taken to do. `fit`: how the model goes on it."""
+    """What a worker of `gpu_count` GPUs is taken to do. `tokens_per_s`: sampled, with all slots at work; `prefill_tokens_per_s`:
+    read, with nothing sampled beside. `fit`: how the model goes on it."""
 
     gpu_count: int
     slots: int
     tokens_per_s: float
     fit: Fit
+    prefill_tokens_per_s: float
 
     @property
     def sequence_tokens_per_s(self) -> float:
@@ -103,8 +105,10 @@ def worker_prior(
 def _prior(gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float) -> WorkerPrior:
     """Tokens/s by the roofline."""
     speed = spread_speed(fit.tensor_parallel)
-    engine_tokens_per_s = tokens_per_s(gpu, size, fit.sequences, tokens_each or fit.sequence_tokens / FILL, speed)
-    return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, fit.engine_count * engine_tokens_per_s, fit)
+    held = tokens_each or fit.sequence_tokens / FILL
+    sampled = fit.engine_count * tokens_per_s(gpu, size, fit.sequences, held, speed)
+    read = fit.engine_count * prefill_tokens_per_s(gpu, size, held, speed)
+    return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, sampled, fit, read)
 
 
 def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:

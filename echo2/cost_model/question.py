@@ -18,6 +18,7 @@ from echo2.base.ids import PeerId
 from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
 from echo2.cost_model.catalogue import GpuType, WorkerPrior, gpu_of, worker_prior
 from echo2.cost_model.experience import JOIN_S, NO_EXPERIENCE, Experience
+from echo2.cost_model.prefill import NO_PREFILL, PrefillCost, PrefillWork, prefill_cost
 from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -106,6 +107,7 @@ class PlanQuestion:
     offers: tuple[PoolOffer, ...]
     catalogue: Mapping[str, GpuType]
     experience: Experience = NO_EXPERIENCE
+    prefill: PrefillWork = NO_PREFILL
 
     @property
     def tokens_in_cache(self) -> float:
@@ -124,23 +126,33 @@ class PlanQuestion:
         expected = prior.tokens_per_s * self.experience.belief(offer.gpu).ratio
         return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or expected)
 
+    def is_measured(self, offer: PoolOffer) -> bool:
+        """Whether its rate was told, or follows from what machines of its kind delivered: such a rate has all prefill in it."""
+        return offer.tokens_per_s > 0 or self.experience.belief(offer.gpu).machines > 0
+
+    def prefill_cost(self, offer: PoolOffer) -> PrefillCost:
+        """What one offered machine prefills beside what it samples; nothing where its rate was measured."""
+        work = NO_PREFILL if self.is_measured(offer) else self.prefill
+        return prefill_cost(work, self.prior(offer), self.tokens_in_cache)
+
     def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:
         """One offered machine as the planner sees it. Prices are per GPU, and a worker may need several."""
-        prior = self.prior(offer)
-        speed = prior.sequence_tokens_per_s
+        prior, cost = self.prior(offer), self.prefill_cost(offer)
+        rate = prior.tokens_per_s * cost.rate_share
+        speed = rate / prior.slots
         return WorkerEstimate(
             worker_id=PeerId(f"{offer.key}#{index:04d}"),
-            rollouts_per_s=prior.tokens_per_s / self.tokens.mean,
+            rollouts_per_s=rate / self.tokens.mean,
             price_usd_per_hour=offer.price_usd_per_hour * prior.gpu_count,
             link=offer.link,
             rollout_s_mean=self.tokens.mean / speed,
             rollout_s_tail=self.tokens.tail / speed,
             rollout_s_max=self.tokens.longest / speed,
-            tokens_per_s=prior.tokens_per_s,
+            tokens_per_s=rate,
             join_s=offer.join_s,
             hazard_per_hour=offer.hazard_per_hour,
             apply_s=offer.apply_s,
-            swap_s=offer.swap_s,
+            swap_s=offer.swap_s or cost.recompute_s,
             provider=offer.provider,
             egress_usd_per_gib=offer.egress_usd_per_gib,
         )
@@ -197,8 +209,9 @@ class PlanQuestion:
             case "train":
                 return replace(self, learner=replace(learner, train_s=parse_duration_s(text) + learner.idle_s))
             case "R":
-                trained = int(_number(name, text))
-                return replace(self, learner=replace(learner, rollouts_per_step=trained + learner.evaluation_rollouts))
+                return replace(self, learner=learner.training(int(_number(name, text))))
+            case "dropped":
+                return replace(self, learner=learner.dropping(_number(name, text)))
             case "delta":
                 return replace(self, learner=replace(learner, delta_bytes=_number(name, text)))
             case "tail":
@@ -226,7 +239,7 @@ class PlanQuestion:
 
 
 WHAT_IF = (
-    "S", "kappa", "uplink", "train", "R", "delta", "tail", "target", "cap", "worker_uplink", "price", "count",
+    "S", "kappa", "uplink", "train", "R", "delta", "tail", "target", "cap", "dropped", "worker_uplink", "price", "count",
 )  # fmt: skip
 
 

@@ -157,6 +157,77 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
         run("plan")
 
 
+def planned_3090(capsys: pytest.CaptureFixture[str], tmp_path: Path, *more: str) -> dict[str, Any]:
+    path = tmp_path / "fleet.toml"
+    path.write_text('[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n')
+    asked = ("--learner.drop_equal_groups=false", "--staleness.kappa=1", "--coordinator.usd_per_hour_cap=0")
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *asked, *more) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["is_feasible"]
+    return found
+
+
+def test_recompute_and_audits_enlarge_the_pool_and_options_take_them_off(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keep, alone = "--worker.swap_mode=keep_kv", "--learner.audit_share=0"
+    both, kept, unaudited, none = (
+        planned_3090(capsys, tmp_path, *more) for more in ((), (keep,), (alone,), (keep, alone))
+    )
+    counts = [len(one["pool"]) for one in (both, kept, unaudited, none)]
+    assert counts[3] < min(counts[1:3]) <= max(counts[1:3]) < counts[0]
+    assert 1.1 * counts[3] < counts[0] < 1.4 * counts[3]
+    (cost,) = both["prefill"].values()
+    assert cost["recompute_s"] == pytest.approx(31.7, rel=0.05) and not cost["is_measured"]
+    (cost,) = none["prefill"].values()
+    assert cost["recompute_s"] == 0.0 and cost["rate_share"] == 1.0
+
+
+def test_rollouts_that_keep_their_cache_across_versions_are_the_learners_to_score(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `Scorings` decides: no worker scores a rollout with a piece that keeps the cache of the piece before it."""
+    recomputed = planned_3090(capsys, tmp_path)["audit"]
+    kept = planned_3090(capsys, tmp_path, "--worker.swap_mode=keep_kv")["audit"]
+    assert recomputed["kept_share"] == 0.0 and 0.3 < kept["kept_share"] < 0.9
+    assert kept["fleet_share"] == pytest.approx((1 - kept["kept_share"]) * recomputed["fleet_share"], rel=0.01)
+    by_learner = kept["kept_share"] + (1 - kept["kept_share"]) / 16
+    assert kept["own_s_per_step"] == pytest.approx(by_learner * kept["alone_s_per_step"], rel=0.01)
+    assert run("plan", str(EXAMPLE_8B), "--worker.swap_mode=keep_kv") == 0
+    assert "keep their cache across versions, which the learner scores itself" in capsys.readouterr().out
+
+
+def test_the_share_of_groups_that_dynamic_sampling_throws_away_is_said_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--task.eval_prompts=0")
+    assert run(*asked, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert run(*asked, "--json", "--learner.drop_equal_groups=true", "--what-if", "dropped=0.5") == 0
+    half = json.loads(capsys.readouterr().out)
+    batch = plain["learner"]["rollouts_per_step"]
+    assert (half["learner"]["rollouts_per_step"], half["learner"]["dropped_rollouts"]) == (2 * batch, batch)
+    assert half["learner"]["train_s"] == plain["learner"]["train_s"], "no step is made of what is thrown away"
+    assert half["run"]["hours"] == pytest.approx(plain["run"]["hours"], rel=0.05)
+    assert run(*asked, "--learner.drop_equal_groups=true") == 0
+    printed = capsys.readouterr().out
+    assert "25% of the groups are assumed to have equal rewards" in printed and "--what-if dropped=" in printed
+    assert run(*asked) == 0
+    assert "are assumed to have equal rewards" not in capsys.readouterr().out
+
+
+def test_explain_shows_what_workers_prefill(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        '[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n[[worker]]\ngpu = "H100"\ncount = 1\ntokens_per_s = 9000\n'
+    )
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--explain") == 0
+    printed = capsys.readouterr().out
+    assert "prefill     2xRTX3090: 3506 tokens/s read" in printed and "again at each version, 31.7 s" in printed
+    assert "audits read 21% of what is sampled" in printed and "of the sampling is left" in printed
+    assert "prefill     H100: in its measured rate" in printed
+
+
 SINGLE = '[learner]\ngpu = "H100"\ngpu_count = 8\n[[worker]]\ngpu = "RTX4090"\ncount = 30\nprice_usd_per_hour = 0.35\n'
 
 
