@@ -8,7 +8,15 @@ from itertools import pairwise
 import pytest
 
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.cost_model.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, STEP_S, step_s, tokens_per_s
+from echo2.cost_model.roofline import (
+    BANDWIDTH_SHARE,
+    DECODE_FLOPS_SHARE,
+    PREFILL_STEP_TOKENS,
+    STEP_S,
+    prefill_tokens_per_s,
+    step_s,
+    tokens_per_s,
+)
 from echo2.cost_model.sizing import Quantisation, model_size, spread_speed
 
 CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
@@ -59,3 +67,14 @@ def test_experts_that_a_token_does_not_see_cost_no_products() -> None:
 def test_two_gpus_are_faster_than_one_and_slower_than_twice() -> None:
     one, two = (step_s(H100, SIZE, 64, 1280.0, spread_speed(count)) - STEP_S for count in (1, 2))
     assert 1.0 < one / two < 2.0
+
+
+def test_prefill_takes_as_long_as_its_products_and_attention() -> None:
+    short, long = (prefill_tokens_per_s(H100, SIZE, tokens) for tokens in (0.0, 16_384.0))
+    rate = DECODE_FLOPS_SHARE * H100.train_tflops * 1e12
+    products_s = 2 * SIZE.parameters / rate
+    assert 1 / short == pytest.approx(products_s + STEP_S / PREFILL_STEP_TOKENS)
+    # Of each pair of a token and one before it 4 FLOP a value of the queries, in each layer; half of the pairs are there.
+    attended_s = 4 * SIZE.layer_count * SIZE.query_width * 16_384 / 2 / rate
+    assert 1 / long - 1 / short == pytest.approx(attended_s)
+    assert prefill_tokens_per_s(H100, SIZE, 0.0, spread_speed(2)) > short
