@@ -19,7 +19,7 @@ from pathlib import Path
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.room import store_bytes_min
-from echo2.cost_model.sizing import CPU_BYTES, ModelSize, handover_bytes
+from echo2.cost_model.sizing import CPU_BYTES, CPU_CACHE_SHARE, ModelSize, handover_bytes
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding, reach_finding
 from echo2.worker.options import EngineChoice
 
@@ -167,11 +167,11 @@ def chosen_engine(choice: EngineChoice, machine: WorkerMachine) -> EngineChoice:
     return choice
 
 
-def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path) -> None:
-    """ResourceError where a keyframe could not be taken: before anything is fetched.
+def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path) -> int:
+    """Bytes of host memory that nothing else claims. ResourceError where a keyframe could not be taken: before anything is fetched.
 
     Beside an engine on GPUs the host holds the published weights and what is on its way; the embedded engine's own weights
-    are host memory too, and what it leaves for its cache is another rule's (`cost_model.sizing`).
+    are host memory too, and what its cache takes of the rest is another rule's (`cost_model.sizing`).
     """
     own = 0 if machine.gpus else CPU_BYTES * size.parameters
     needed = own + handover_bytes(published_bytes)
@@ -191,6 +191,8 @@ def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, fo
             f"disk at {folder}: expected {format_bytes(disk)} free for chunks, "
             f"got {format_bytes(machine.free_disk_bytes)}"
         )
+    spare = machine.memory_bytes - needed
+    return spare if machine.gpus else int((1.0 - CPU_CACHE_SHARE) * spare)
 
 
 def shared_memory_bytes() -> int:

@@ -133,6 +133,10 @@ class EmbeddedEngine:
         self._ids_in_use: set[str] = set()
         self._swap_order = asyncio.Lock()
 
+    def keep_no_former(self) -> None:
+        """Before its start: it scores under the live version alone."""
+        self._loop.keeps_former = False
+
     @property
     def version(self) -> Version | None:
         return self._loop.version
@@ -217,7 +221,7 @@ class EmbeddedEngine:
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
     """The engine of a worker; it computes on the CPU, whatever `gpus` there are."""
     adapter = adapter_spec(config)
-    return EmbeddedEngine(
+    engine = EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
         slot_count=fit.sequences,
@@ -227,3 +231,6 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         outbox=Outbox(linger_s=LINGER_S),
         is_rounded=options.quantisation is Quantisation.INT8,
     )
+    if not fit.keeps_former:
+        engine.keep_no_former()
+    return engine

@@ -90,7 +90,7 @@ class VllmEngine:
 
     `gpus`: which of the GPUs that this process sees; over several, vLLM is tensor parallel (on a CPU, over as many
     processes); none: vLLM's choice. `draft_tokens`: so many tokens are guessed from what came before them in the same
-    sequence and judged in one step; 0: none.
+    sequence and judged in one step; 0: none. `keeps_former`: it scores under former versions too.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class VllmEngine:
         gpus: Sequence[int] = (),
         adapter: BaseOfAdapter | None = None,
         draft_tokens: int = 0,
+        keeps_former: bool = True,
     ) -> None:
         self._config = load_config(config)
         limit = int(str(self._config.get("max_position_embeddings", 0)))
@@ -125,6 +126,7 @@ class VllmEngine:
         self._weights = VllmWeights(
             self._rpc, str(self._config.get("model_type")), None if adapter is None else adapter.spec
         )
+        self._keeps_former = keeps_former
         self._swap_order = asyncio.Lock()
         self._scores = False
         self._scoring: set[asyncio.Task[TokenScores]] = set()
@@ -276,7 +278,7 @@ class VllmEngine:
                     f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
                 )
             await self._weights.stage(staged)
-            replaced = self._version
+            replaced = self._version if self._keeps_former else None
             stood_still_s = await self._apply(staged.version, mode)
             await self._weights.settle(is_kept=True, replaced=replaced)
         for stream in list(self._streams.values()):
@@ -493,5 +495,6 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         linger_s=LINGER_S,
         gpus=gpus,
         draft_tokens=options.draft_tokens,
+        keeps_former=fit.keeps_former,
         adapter=None if adapter is None else BaseOfAdapter(adapter, options.model_path),
     )
