@@ -304,8 +304,10 @@ class Shift:
         )  # fmt: skip
         has_version = any(one.is_complete and one.artifact.is_keyframe for one in node.artifacts_available())
         base = BaseCheckpointLoader(
-            self.telling.run_id, *names, downloads=not has_version, loads_ahead=fit.loads_base and not has_version
-        )
+            self.telling.run_id, *names,
+            keyframe_s=None if has_version else lambda: node.following.keyframe_s(whereabouts.full_snapshot_bytes),
+            loads_ahead=fit.loads_base and not has_version,
+        )  # fmt: skip
         self._looking = asyncio.create_task(base.offer_to(node), name="base checkpoint")
         _log.info("engine: %s", fit.reason)
         await shown(self._progress, "compilation of kernels (kept for the next start)", self._equipment.warm_up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from echo2.base.ids import RunId, Version
 from echo2.weights import HostWeights
 from echo2.weights.policy import BaseCheckpoint
 from echo2.worker.runtime import base_checkpoint
-from echo2.worker.runtime.base_checkpoint import BaseCheckpointLoader, load_base
+from echo2.worker.runtime.base_checkpoint import BaseCheckpointLoader, find_base, load_base
 
 RUN = RunId("r")
 
@@ -111,3 +112,44 @@ def test_loading_stops_between_two_files_once_it_is_not_wanted(folder: Path) -> 
 
     assert load_base(folder, is_wanted) is None and looks == [True, False]
     assert load_base(folder) is not None
+
+
+def test_a_download_that_was_given_up_half_way_is_no_checkpoint(tmp_path: Path) -> None:
+    names = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    for name in names[:2]:
+        save_file({"w": torch.zeros(4)}, str(tmp_path / name))
+    assert find_base(str(tmp_path), "m") is None, "the hub is asked for the rest"
+    save_file({"w": torch.zeros(4)}, str(tmp_path / names[2]))
+    assert find_base(str(tmp_path), "m") == tmp_path
+
+
+def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_base(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """However long that is: a large model over a usual link takes more than ten minutes."""
+    asked: list[float] = []
+    ended: list[str] = []
+
+    async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | None:
+        asked.append(keyframe_s())
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(model_id)
+        return None
+
+    async def scene() -> None:
+        monkeypatch.setattr(base_checkpoint, "download", download)
+        loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", keyframe_s=lambda: 7.0)
+        node = Node()
+        offering = asyncio.create_task(loader.offer_to(node))  # type: ignore[arg-type]
+        while not asked:
+            await asyncio.sleep(0.01)
+        assert node.is_sought == [True], "nothing is fetched beside it"
+        loader.end()
+        await asyncio.wait_for(offering, 10)
+        assert node.told[-1] is None and ended == ["nobody/at-all"] and asked == [7.0]
+        here = BaseCheckpointLoader(RUN, "nobody/at-all", "m")
+        assert (await offered(here)).told[-1] is None and len(asked) == 1, "a worker with a version asks no hub"
+
+    asyncio.run(scene())
