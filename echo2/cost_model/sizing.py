@@ -33,6 +33,8 @@ ROUND_BYTES = 256 << 20
 """Of a keyframe on its way through shared memory into an engine's processes, at a time; a larger tensor goes alone."""
 HANDOVER_SHARE, HANDOVER_BYTES = 1.3, 512 << 20
 """What a worker needs of host memory and shared memory while it takes a keyframe, beside the engine's own weights."""
+FORMER_SHARE = 0.5
+"""Of the published bytes, what an engine keeps of former versions at most, on the host, so that it can score under them."""
 SEQUENCES_MAX = 256
 SEQUENCES_CPU = 32
 SEQUENCES_CPU_MAX = 64
@@ -139,7 +141,9 @@ class RunLengths:
 class Fit:
     """`engine_count` engines over `tensor_parallel` GPUs each (0: on the CPU), of `sequences` each.
 
-    `cache_tokens`: of one engine, the tokens whose keys and values it holds. GPUs left over stay idle.
+    `cache_tokens`: of one engine, the tokens whose keys and values it holds. GPUs left over stay idle. `keeps_former`: what
+    updates replace stays on the host, for scores under former versions. `loads_base`: the base checkpoint may lie in memory
+    before it is known whether it is needed.
     """
 
     engine_count: int
@@ -148,6 +152,8 @@ class Fit:
     sequence_tokens: int
     cache_tokens: int
     reason: str
+    keeps_former: bool = True
+    loads_base: bool = True
 
     @property
     def whole_sequences(self) -> int:

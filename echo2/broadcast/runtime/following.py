@@ -7,6 +7,7 @@ fetching what was chosen (node).
 from __future__ import annotations
 
 import logging
+import math
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.catch_up import Way, link_of
@@ -71,6 +72,10 @@ class Following:
         if seconds > 0:
             known, rate = self._decode_bytes_per_s[is_keyframe], weights_bytes / seconds
             self._decode_bytes_per_s[is_keyframe] = rate if known == 0.0 else 0.5 * (known + rate)
+
+    def keyframe_s(self, weights_bytes: int) -> float:
+        """About how long one would take over this node's link; `weights_bytes` 0: not known."""
+        return weights_bytes / self.link().bytes_per_s if weights_bytes else math.inf
 
     def link(self) -> WorkerLink:
         """This node's link: emulated values if set, else measured ones, else the plan's."""

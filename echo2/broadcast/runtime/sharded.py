@@ -53,15 +53,17 @@ from echo2.weights.shards import (
 
 ANSWER_TIMEOUT_S = 300.0
 """Time limit for a block, or for the fingerprint of a rank's rows."""
-HELD_VERSIONS_MAX = 4
-"""The newest version, its parent, the next one, and one from an earlier run."""
+HELD_VERSIONS_MAX = 5
+"""The newest version, its parent, the next one, one from an earlier run, and the base until its delta has been published."""
 _HEAD_NUMBERS = 3
 _ITEM = struct.Struct("<IIQQI")
+_KEPT = struct.Struct("<Q")
 _log = logging.getLogger("echo2.broadcast")
 
 
 class _Kind(IntEnum):
-    """Meaning of `number`: NEXT and BEGIN: the encoding; FORGET: a version; DONE: a fingerprint part; unused otherwise."""
+    """Meaning of `number`: NEXT and BEGIN: the encoding; FORGET: a version; DONE: a fingerprint part; unused otherwise. FORGET may
+    carry an earlier version that stays, as its payload."""
 
     FINGERPRINT = 1
     BEGIN = 2
@@ -136,9 +138,9 @@ class HeldVersions:
                 raise StateError(f"version {version}: expected it among those held, got {self._names()}")
             return self._held[version]
 
-    def forget_before(self, version: Version) -> None:
+    def forget_before(self, version: Version, but: Version | None = None) -> None:
         with self._lock:
-            self._held = {held: weights for held, weights in self._held.items() if held >= version}
+            self._held = {held: weights for held, weights in self._held.items() if held >= version or held == but}
 
     @property
     def versions(self) -> list[Version]:
@@ -160,6 +162,7 @@ class ShardLeader:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # an order and its answer
         self._encodings = 0
+        self._kept: Version | None = None
 
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
         """The fingerprint of the whole set; each rank sums its own rows."""
@@ -183,8 +186,13 @@ class ShardLeader:
         return self._encode(None, target, header, executor)
 
     def forget_before(self, version: Version) -> None:
-        """Drops versions before `version` on all ranks; they are not requested any more."""
-        self._tell_all(_Message(_Kind.FORGET, version), self._everyone)
+        """Drops versions before `version` on all ranks, except the one that `keep` named; they are not requested any more."""
+        payload = b"" if self._kept is None else _KEPT.pack(self._kept)
+        self._tell_all(_Message(_Kind.FORGET, version, payload), self._everyone)
+
+    def keep(self, version: Version | None) -> None:
+        """All ranks keep this version until told otherwise; with None, the next `forget_before` drops it too."""
+        self._kept = version
 
     def stop(self) -> None:
         """Ends the other ranks' `serve`."""
@@ -290,7 +298,8 @@ class ShardFollower:
                     raise StateError(f"encoding {order.number}: expected {self._number}, which was begun last")
                 return _Message(_Kind.DONE, 0, self._ahead.take())
             case _Kind.FORGET:
-                self._held.forget_before(Version(order.number))
+                but = Version(*_KEPT.unpack(order.payload)) if order.payload else None
+                self._held.forget_before(Version(order.number), but)
                 return None
             case kind:
                 raise MalformedMessage(f"rank {self._shard}: expected an order, got {kind.name}")

@@ -133,6 +133,10 @@ class EmbeddedEngine:
         self._ids_in_use: set[str] = set()
         self._swap_order = asyncio.Lock()
 
+    def keep_no_former(self) -> None:
+        """Before its start: it scores under the live version alone."""
+        self._loop.keeps_former = False
+
     @property
     def version(self) -> Version | None:
         return self._loop.version
@@ -221,7 +225,7 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
             "worker.quantisation: fp8 is vLLM's; the embedded engine rounds to int8: expected int8 or none"
         )
     adapter = adapter_spec(config)
-    return EmbeddedEngine(
+    engine = EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
         slot_count=fit.sequences,
@@ -231,3 +235,6 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         outbox=Outbox(linger_s=LINGER_S),
         is_rounded=options.quantisation is Quantisation.INT8,
     )
+    if not fit.keeps_former:
+        engine.keep_no_former()
+    return engine

@@ -84,12 +84,21 @@ class _VllmCounters:
     busy_since: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class VllmTuning:
+    """`linger_s`: how long finished tokens wait to be handed out together. `draft_tokens`: tokens that vLLM drafts from repetitions
+    in the same sequence and verifies in one step; 0: none. `keeps_former`: the engine scores under former versions too."""
+
+    linger_s: float = 0.0
+    draft_tokens: int = 0
+    keeps_former: bool = True
+
+
 class VllmEngine:
     """One vLLM.
 
     `gpus`: which of the GPUs that this process sees; over several, vLLM is tensor parallel (on a CPU, over as many
-    processes); none: vLLM's choice. `draft_tokens`: so many tokens are guessed from what came before them in the same
-    sequence and judged in one step; 0: none. `quantisation`: vLLM rounds linear layers, and follows the published weights.
+    processes); none: vLLM's choice. `quantisation`: vLLM rounds linear layers, and follows the published weights.
     """
 
     def __init__(
@@ -98,11 +107,10 @@ class VllmEngine:
         *,
         slot_count: int = 64,
         context_tokens: int = 0,
-        linger_s: float = 0.0,
         gpus: Sequence[int] = (),
         adapter: BaseOfAdapter | None = None,
-        draft_tokens: int = 0,
         quantisation: Quantisation = Quantisation.NONE,
+        tuning: VllmTuning = VllmTuning(),
     ) -> None:
         self._config = load_config(config)
         check_rounding(self._config, quantisation, adapter)
@@ -116,13 +124,13 @@ class VllmEngine:
         self._gpus = tuple(gpus)
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
-        self._outbox = Outbox(linger_s=linger_s)
+        self._outbox = Outbox(linger_s=tuning.linger_s)
         self._room = asyncio.Event()
         self._version: Version | None = None
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
         self._ids_in_use: set[str] = set()
-        self._draft_tokens = draft_tokens
+        self._draft_tokens = tuning.draft_tokens
         self._adapter = adapter
         self._weights = VllmWeights(
             self._rpc,
@@ -130,6 +138,7 @@ class VllmEngine:
             None if adapter is None else adapter.spec,
             is_rounded=quantisation is not Quantisation.NONE,
         )
+        self._keeps_former = tuning.keeps_former
         self._swap_order = asyncio.Lock()
         self._scores = False
         self._scoring: set[asyncio.Task[TokenScores]] = set()
@@ -282,7 +291,7 @@ class VllmEngine:
                     f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
                 )
             await self._weights.stage(staged)
-            replaced = self._version
+            replaced = self._version if self._keeps_former else None
             stood_still_s = await self._apply(staged.version, mode)
             await self._weights.settle(is_kept=True, replaced=replaced)
         for stream in list(self._streams.values()):
@@ -443,9 +452,8 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         config,
         slot_count=fit.sequences,
         context_tokens=fit.sequence_tokens,
-        linger_s=LINGER_S,
         gpus=gpus,
-        draft_tokens=options.draft_tokens,
         quantisation=options.quantisation,
+        tuning=VllmTuning(LINGER_S, options.draft_tokens, fit.keeps_former),
         adapter=None if adapter is None else BaseOfAdapter(adapter, options.model_path),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.ids import Version
 from echo2.cost_model.sizing import Quantisation
+from echo2.worker.engine import SwapMode
 from echo2.worker.options import EngineChoice, WorkerOptions
+from echo2.worker.runtime.engines.vllm import VllmEngine, VllmTuning
 from echo2.worker.runtime.engines.vllm_start import only_gpus
 from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
 from echo2.worker.runtime.make_engine import fit_engine, make_engine
-from tests.contract.engine_rig import tiny_config
+from tests.contract.engine_rig import Staged, tiny_config
 from tests.unit.cost_model.test_sizing import QWEN3_8B
 
 CPU = WorkerMachine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
@@ -41,6 +45,48 @@ def test_gpus_become_engines_and_a_model_too_large_for_one_is_spread_over_severa
     one_gpu = replace(FOUR_GPUS, gpus=FOUR_GPUS.gpus[:1])
     with pytest.raises(ResourceError, match="in equal parts of 32 heads, they do not"):
         fit_engine(EngineChoice.VLLM, large, options(tmp_path), one_gpu, 9216)
+
+
+def test_former_versions_and_the_base_are_kept_where_the_run_audits_and_memory_is_left(tmp_path: Path) -> None:
+    """8B in bf16: 21.8 GB while a keyframe is taken, 8.2 GB of former versions, 16.4 GB of a base."""
+
+    def fit(memory_gb: int, *, is_audited: bool = True) -> tuple[bool, bool]:
+        machine = replace(FOUR_GPUS, memory_bytes=memory_gb * 10**9)
+        found = fit_engine(EngineChoice.VLLM, QWEN3_8B, options(tmp_path), machine, 2560, is_audited=is_audited)
+        return found.keeps_former, found.loads_base
+
+    assert fit(40) == (True, True) and fit(40, is_audited=False) == (False, True)
+    assert fit(32) == (True, False), "a worker with less memory goes without"
+    assert fit(24) == (False, False)
+
+
+def test_an_engine_of_an_unaudited_run_has_its_processes_keep_nothing_of_an_update() -> None:
+    settled: list[Version | None] = []
+
+    class Weights:
+        former: frozenset[Version] = frozenset()
+
+        async def nothing(self, *_: object, **__: object) -> None:
+            pass
+
+        stage = apply = pause_generation = resume_generation = update_weight_version = nothing
+
+        async def settle(self, *, is_kept: bool, replaced: Version | None) -> None:
+            settled.append(replaced)
+
+    async def scene(*, keeps_former: bool) -> list[Version | None]:
+        settled.clear()
+        engine = VllmEngine(tiny_config("qwen3"), tuning=VllmTuning(keeps_former=keeps_former))
+        engine._weights.close()
+        engine._weights = engine._llm = Weights()  # type: ignore[assignment]
+        for version in range(3):
+            parent = Version(version - 1) if version else None
+            await engine.swap(Staged(Version(version), parent, []), SwapMode.RECOMPUTE_KV)
+        engine._folder.cleanup()
+        return list(settled)
+
+    assert asyncio.run(scene(keeps_former=True)) == [None, 0, 1]
+    assert asyncio.run(scene(keeps_former=False)) == [None, None, None]
 
 
 def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
